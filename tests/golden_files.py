@@ -49,7 +49,8 @@ def _fields(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield path, [_known(str(one)) for one in document]
         else:
             for number, one in enumerate(document):
-                name = one.get("name", one.get("displayName", number)) if isinstance(one, Mapping) else number
+                names = (one.get(key) for key in ("name", "displayName", "kind")) if isinstance(one, Mapping) else ()
+                name = next((name for name in names if name), number)
                 value = one["value"] if isinstance(one, Mapping) and one.keys() == {"name", "value"} else one
                 yield from _fields(value, f"{path}.{name}")
     elif isinstance(document, str) and (" " in document or "\n" in document):

@@ -37,6 +37,21 @@ def started(cluster: Cluster, platform: GkePlatform, asked: Job) -> JobId:
     return job_id
 
 
+def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
+    """A platform with these settings, and a job that runs on it."""
+    platform = gke(cluster, **settings)
+    return platform, started(cluster, platform, job(folder))
+
+
 def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:
     until(lambda: not platform.status(job_id).state.live)
     return platform.status(job_id)
+
+
+def add_tcpx_networks(cluster: Cluster) -> None:
+    """The networks of an A3 High's four additional interfaces, as GKE has them."""
+    for name in ("vpc1", "vpc2", "vpc3", "vpc4"):
+        reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": name}
+        spec = {"type": "Device", "parametersRef": reference}
+        cluster.apply("networks", {"metadata": {"name": name}, "spec": spec})
+        cluster.apply("gkenetworkparamsets", {"metadata": {"name": name}, "spec": {"vpc": "v"}})

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.cloud.container_v1 import ClusterManagerClient
 from google.cloud.container_v1.services.cluster_manager.transports import ClusterManagerGrpcTransport
-from google.cloud.container_v1.types import Cluster, GetClusterRequest, ListClustersRequest, ListClustersResponse
+from google.cloud.container_v1.types import Cluster, GetClusterRequest, ListClustersResponse
 from serving_thread import served
 
 PROJECT = "my-project"
@@ -30,7 +30,7 @@ class GoogleCloud:
     """A service account's key file."""
     address: str = ""
     """Of the GKE API."""
-    permissions: set[str] = field(default_factory=lambda: {"container.clusters.get", "container.clusters.list"})
+    permissions: set[str] = field(default_factory=lambda: {"container.clusters.get"})
     clusters: dict[str, Cluster] = field(default_factory=dict)
     """By full name: projects/…/locations/…/clusters/…"""
     token: Callable[[], str] = lambda: "token"
@@ -46,33 +46,28 @@ class GoogleCloud:
         transport = ClusterManagerGrpcTransport(channel=grpc.insecure_channel(self.address))
         return ClusterManagerClient(transport=transport)
 
-    def get(self, request: GetClusterRequest, context: grpc.ServicerContext) -> Cluster:
+    def get(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        name = GetClusterRequest.deserialize(request).name
         if "container.clusters.get" not in self.permissions:
-            text = f'Required "container.clusters.get" permission(s) for "{request.name}".'
+            text = f'Required "container.clusters.get" permission(s) for "{name}".'
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-        if request.name not in self.clusters:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"Not found: {request.name}.")
-        return self.clusters[request.name]
+        if name not in self.clusters:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"Not found: {name}.")
+        return Cluster.serialize(self.clusters[name])
 
-    def list(self, request: ListClustersRequest, context: grpc.ServicerContext) -> ListClustersResponse:
-        return ListClustersResponse(clusters=list(self.clusters.values()))
+    def list(self, _request: bytes, _context: grpc.ServicerContext) -> bytes:
+        return ListClustersResponse.serialize(ListClustersResponse(clusters=list(self.clusters.values())))
 
 
 @contextlib.contextmanager
 def google_cloud(folder: Path) -> Iterator[GoogleCloud]:
     cloud = GoogleCloud(folder / "key.json")
     api = grpc.server(ThreadPoolExecutor(max_workers=2))
-    methods = {
-        "GetCluster": grpc.unary_unary_rpc_method_handler(
-            cloud.get, request_deserializer=GetClusterRequest.deserialize, response_serializer=Cluster.serialize
-        ),
-        "ListClusters": grpc.unary_unary_rpc_method_handler(
-            cloud.list,
-            request_deserializer=ListClustersRequest.deserialize,
-            response_serializer=ListClustersResponse.serialize,
-        ),
-    }
-    api.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("google.container.v1.ClusterManager", methods),))
+    methods = {"GetCluster": cloud.get, "ListClusters": cloud.list}
+    handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+    api.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("google.container.v1.ClusterManager", handlers),)
+    )
     cloud.address = f"127.0.0.1:{api.add_insecure_port('127.0.0.1:0')}"
     api.start()
     tokens = ThreadingHTTPServer(("127.0.0.1", 0), _Tokens)

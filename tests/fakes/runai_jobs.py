@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.job import Job
+from launcher.platforms.base import Platform
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 
 _TRAINING = Job(
@@ -29,3 +30,9 @@ def settings_of(**changes: Any) -> RunaiPlatformConfig:
 def job_of(**changes: Any) -> Job:
     """A training of two nodes, or with these changes."""
     return replace(_TRAINING, **changes)
+
+
+def found(platform: Platform, job: Job) -> dict[str, str]:
+    """What stands in the way of a job, by its code."""
+    told = platform.check(platform.render(job))
+    return {one.code: str(one) for one in told if one.severity in {"error", "unknown"}}

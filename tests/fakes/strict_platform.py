@@ -43,12 +43,11 @@ class StrictPlatform:
 
     def render(self, job: Job) -> Submission:
         body = {"run": job.run_name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
-        body |= {"exclude": list(job.exclude_nodes)}
+        body |= {"exclude": list(job.exclude_nodes), "env": dict(job.env), "flags": f"--code {job.code}"}
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        if rival := self._rival(submission):
-            yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
+        yield from ()
 
     def avoidable(self, job: Job) -> Avoidable:
         return Avoidable(self.spare, "add machines")
@@ -65,8 +64,9 @@ class StrictPlatform:
             if there.submission.body != submission.body:
                 raise PlatformRefused(f"{submission.job_id} is there with another body; give it another name")
             return submission.job_id
-        if rival := self._rival(submission):
-            raise PlatformRefused(f"{rival} of the same run lives: two attempts would write over each other")
+        for rival in self.live():
+            if self._lives[rival].submission.body["run"] == submission.body["run"]:
+                raise PlatformRefused(f"{rival} of the same run lives: two attempts would write over each other")
         self._lives[submission.job_id] = _Life(submission)
         open_storage(submission.body["directory"]).write("submission.json", b"{}")
         return submission.job_id
@@ -144,10 +144,6 @@ class StrictPlatform:
     def _answer(self) -> None:
         if self._silent:
             raise self._error
-
-    def _rival(self, submission: Submission) -> JobId | None:
-        same = (one for one in self.live() if self._lives[one].submission.body["run"] == submission.body["run"])
-        return next((one for one in same if one != submission.job_id), None)
 
 
 def _known(job_id: JobId) -> JobId:

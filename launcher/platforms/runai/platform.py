@@ -195,8 +195,8 @@ class RunaiPlatform:
                 if time.monotonic() + pause > give_up:
                     break
                 time.sleep(pause)
-            except PlatformRefused:  # perhaps for want of the room that the unheard one has taken
-                if unheard is None or self._api.phase(name) is None:
+            except PlatformRefused:  # or words like one's, or for want of the room that the unheard one has taken
+                if self._api.phase(name) is None:
                     raise
                 return
         if self._api.phase(name) is None:

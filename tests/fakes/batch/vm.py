@@ -19,6 +19,7 @@ MARK = "BATCH_VM"
 """The variable with a VM's folder, in the environment of every process on it."""
 FOLDERS = ("/var/lib/litgpt", "/var/lib/nvidia")
 """Each VM has its own; they are written out where scripts name them."""
+CANCELLED = 143
 LIBCUDA = "/var/lib/nvidia/lib64/libcuda.so.1"
 
 
@@ -33,18 +34,12 @@ class Vm:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        job: types.Job,
-        task: int,
-        *,
-        hosts: Sequence[str],
-        port: int = 29500,
-        samples: bool = True,
+        self, folder: Path, job: types.Job, task: int, *, hosts: Sequence[str], port: int = 29500, samples: bool = True,
         lacks: str = "",
-    ) -> None:
-        self.folder, self._job, self._task, self._port = folder / f"vm-{task}", job, task, port
-        self._lost, self._stopped = 0, False
+    ) -> None:  # fmt: skip
+        self.folder, self._spec, self._port = folder / f"vm-{task}", job.task_groups[0].task_spec, port
+        self._ended = 0
+        """The exit code of a VM that was lost, or whose job was cancelled."""
         self._process: subprocess.Popen[str] | None = None
         for place in FOLDERS:
             self._own(place).mkdir(parents=True)
@@ -53,18 +48,14 @@ class Vm:
         self._told["BATCH_HOSTS_FILE"] = str(self.folder / "hosts")
         if samples:
             self._told |= {"BATCH_NODE_INDEX": str(task), "BATCH_MAIN_NODE_HOSTNAME": hosts[0]}
-        self._install(hosts[task], lacks)
-
-    def _install(self, name: str, lacks: str) -> None:
-        """Stand-ins for the VM's programs: each writes down how it was called."""
-        driver = "" if lacks == "driver" else "echo libcuda.so.1"
-        programs = dict.fromkeys(("docker", "systemctl", "iptables", "mount", "nvidia-smi"), "")
-        programs |= {"hostname": f"echo {name}", "ldconfig": driver}
-        if lacks != "toolkit":
-            programs["nvidia-ctk"] = ""
+        # Stand-ins for the VM's programs: each writes down how it was called.
+        programs = dict.fromkeys(("docker", "systemctl", "iptables", "mount", "nvidia-smi", "nvidia-ctk"), "")
+        programs |= {"hostname": f"echo {hosts[task]}", "ldconfig": "" if lacks == "driver" else "echo libcuda.so.1"}
+        if lacks == "toolkit":
+            del programs["nvidia-ctk"]
         for program, body in programs.items():
             self._program(self.folder / "bin" / program, body)
-        if driver:
+        if lacks != "driver":
             self._own(LIBCUDA).parent.mkdir()
             self._own(LIBCUDA).touch()
             self._program(self._own("/var/lib/nvidia/bin/nvidia-smi"), "")
@@ -84,7 +75,7 @@ class Vm:
 
     @property
     def node(self) -> dict[str, str]:
-        """What a container is told of its node, of which there is nothing yet when a script before has failed."""
+        """What a container is told of its node."""
         lines = self._own("/var/lib/litgpt/node.env").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
@@ -95,22 +86,19 @@ class Vm:
             log: takes each line of its output.
             contained: its containers run too, and not only what is before them.
         """
-        for runnable in self._job.task_groups[0].task_spec.runnables:
-            if self._lost or self._stopped or "barrier" in runnable:
-                continue
-            if "script" in runnable:
+        for runnable in self._spec.runnables:
+            code = 0
+            if "script" in runnable and not self._ended:
                 text = runnable.script.text.replace(":29500", f":{self._port}")
                 for place in FOLDERS:
                     text = text.replace(place, str(self._own(place)))
                 path = f"{self.folder / 'bin'}:/usr/sbin:/usr/bin:/sbin:/bin"
                 code = self._process_of(["sh", "-c", text], {**self._told, "PATH": path}, log)
-            elif contained:
+            elif "container" in runnable and not self._ended and contained:
                 code = self._container(runnable.container, log)
-            else:
-                break
             if code and not runnable.ignore_exit_status:
-                return self._lost or code
-        return self._lost or (143 if self._stopped else 0)
+                return code if self._ended in {0, CANCELLED} else self._ended
+        return self._ended
 
     def _container(self, container: types.Runnable.Container, log: Callable[[str], None]) -> int:
         """What is mounted from elsewhere is at the same place here."""
@@ -122,7 +110,7 @@ class Vm:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # the host name of this machine may resolve to nothing
             **self._told,
-            **self._job.task_groups[0].task_spec.environment.variables,
+            **self._spec.environment.variables,
             **self.node,
         }
         words = [container.entrypoint, *container.commands]
@@ -138,28 +126,22 @@ class Vm:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         ) as process:  # fmt: skip
             self._process = process
-            if self._lost:
-                self._kill()
-            elif self._stopped:
-                process.terminate()
+            if self._ended:
+                self.end(self._ended)
             assert process.stdout is not None
             for line in process.stdout:
                 log(line.rstrip("\n"))
         self._kill()  # what it has left: a container ends with its first process
-        code = process.returncode
-        return 128 - code if code < 0 else code
+        return 128 - process.returncode if process.returncode < 0 else process.returncode
 
-    def stop(self) -> None:
-        """The job is cancelled: the container may save."""
-        self._stopped = True
+    def end(self, code: int = CANCELLED) -> None:
+        """The VM is gone, and the task ends with this code; or the job is cancelled, and its container may save."""
+        self._ended = code
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-
-    def lose(self, code: int) -> None:
-        """The VM is gone, and the task ends with this code."""
-        self._lost = code
-        if self._process is not None and self._process.poll() is None:
-            self._kill()
+            if code == CANCELLED:
+                self._process.terminate()
+            else:
+                self._kill()
 
     def _kill(self) -> None:
         for process in tagged(MARK, str(self.folder)):

@@ -1,400 +1,203 @@
-"""The kubelets of all nodes: a task per pod that starts its containers in order, watches them and reports.
+"""The kubelets of all nodes. A pod has one container beside init containers, which are taken to have succeeded.
 
-Containers called `node`, and those with the same image as that one, are processes of this machine: their actual
-command, with the environment that the pod gives, PYTHONPATH of this checkout and the Python of the test. The names of
-other pods and the paths of mounts are written out in both, and a pod has an address of 127/8. Containers of other
-images are said to have succeeded (init containers) or to run (the rest). Probes are not made, nothing is restarted in
-place.
+It is a process of this machine: its actual command, with the environment that the pod gives, PYTHONPATH of this
+checkout and the Python of the test; folders of its own, and where pods meet, are written out in both. Where nothing
+runs, it is said to run. Probes are not made, nothing is restarted in place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import random
-import re
-import shutil
+import contextlib
+import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from launcher.platforms.kubernetes.pods import PORT
+from launcher.platforms.kubernetes.pods import DIRECTORY, PORT, TEMPORARY
 
-from .controllers import RETRY, TURN, Events, turn
-from .environment import ConfigProblem, command, environment
-from .errors import ApiError
-from .pods import finished, is_sidecar
-from .processes import Log, Real, Running, Said
-from .store import Change, Object, Store, moment, set_condition
+from .control_plane import ControlPlane, leaving
+from .environment import environment, expand
+from .store import ApiError, Object, finished, moment, set_condition
 
-SOURCE = "kubelet"
-MAIN = "node"
 CHECKOUT = Path(__file__).parents[3]
-log = logging.getLogger(__name__)
 
 
-@dataclass
-class Started:
-    """What a test can look at: a container that was started, for real or in words."""
+class PodRun:
+    """One pod on its node."""
 
-    pod: str
-    container: str
-    image: str
-    command: list[str]
-    environment: dict[str, str]
+    def __init__(self, kubelet: Kubelet, name: str) -> None:
+        self.kubelet, self.name = kubelet, name
+        self.lines: list[tuple[datetime, bytes]] = []
+        """What it wrote, with the time when the kubelet saw it."""
+        self.began, self.ended = "", ""
+        self.code: int | None = None
+        self.reason = ""
+        """Why it ended, where the kubelet knows better than by its exit code (OOMKilled)."""
+        self.evicted = ""
+        """Why the kubelet itself ends the pod, for which the machine has not enough of something."""
+        self._task: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._grace: float | None = None
 
+    def step(self, pod: Object) -> None:
+        """Bring it as far as it comes now, and report."""
+        (container,) = pod["spec"]["containers"]
+        image = container["image"]
+        if not self.began and not leaving(pod) and image not in self.kubelet.unpullable:
+            self.began = moment()
+            if not self.kubelet.simulate:
+                self._task = asyncio.get_running_loop().create_task(self._follow(*self.kubelet.process(pod)))
+                self.kubelet.tasks.append(self._task)
+        if leaving(pod) or self.evicted:
+            self.leave(0 if self.evicted else pod["metadata"]["deletionGracePeriodSeconds"])
+        # Not before its process is gone: whoever sees the pod ended may count on nothing of it being left.
+        over = self.code is not None or (leaving(pod) and not self.began)
+        running = bool(self.began) and not over
 
-@dataclass
-class Options:
-    """What the cluster's maker and its tests decide."""
+        def report(one: Object) -> None:
+            ended = "Succeeded" if self.code == 0 and not self.evicted else "Failed"
+            told = {"name": container["name"], "image": image, "ready": running, "state": self._state(image)}
+            phase = ended if over else "Running" if self.began else "Pending"
+            one["status"] |= {"phase": phase, "containerStatuses": [told]}
+            set_condition(one, "Ready", str(running))
+            if self.evicted:
+                one["status"] |= {"reason": "Evicted", "message": self.evicted}
+                set_condition(one, "DisruptionTarget", reason="TerminationByKubelet", message=self.evicted)
+            if over and leaving(one):
+                one["metadata"]["deletionGracePeriodSeconds"] = 0  # the kubelet has nothing more to do with it
 
-    folder: Path
-    simulate: bool = False
-    """Pods run no processes at all, and are said to run until `Cluster.finish`."""
-    image_environment: dict[str, str] = field(default_factory=dict)
-    """As set in the image: every real container has it, below what the pod says."""
-    unpullable: set[str] = field(default_factory=set)
-    """Images that the registry does not give."""
+        self.kubelet.store.change("pods", pod, report)
+
+    def write(self, line: bytes) -> None:
+        self.lines.append((datetime.now(UTC), line.rstrip(b"\n") + b"\n"))
+        self.kubelet.store.wake()
+
+    def signal(self, number: int) -> None:
+        """To the container's first process, as runtimes do; a kill reaches all."""
+        if self._task is None:
+            self.end(128 + number)
+        elif self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
+
+    def end(self, code: int) -> None:
+        if self.began and self.code is None:
+            self.code, self.ended = code, moment()
+
+    def leave(self, grace: float) -> None:
+        """SIGTERM, and SIGKILL after that many seconds."""
+        if self._grace is None or grace < self._grace:
+            self._grace = grace
+            self.signal(signal.SIGTERM if grace else signal.SIGKILL)
+            asyncio.get_running_loop().call_later(grace, self.signal, signal.SIGKILL)
+
+    def _state(self, image: str) -> Object:
+        if not self.began:
+            words = f'failed to resolve reference "{image}": {image}: not found'
+            return {"waiting": {"reason": "ErrImagePull", "message": words}}
+        if self.code is None:
+            return {"running": {"startedAt": self.began}}
+        reason = self.reason or ("Completed" if self.code == 0 else "Error")
+        ended = {"exitCode": self.code, "reason": reason, "startedAt": self.began, "finishedAt": self.ended}
+        return {"terminated": ended}
+
+    async def _follow(self, argv: Sequence[str], folder: Path) -> None:
+        """A process of this machine, in its own group, to its end."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True, cwd=folder, limit=2**24,
+        )  # fmt: skip
+        if self._grace is not None:
+            self.signal(signal.SIGTERM if self._grace else signal.SIGKILL)
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self.write(line)
+        code = await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self.end(128 - code if code < 0 else code)
+        self.kubelet.plane.settle()
 
 
 class Kubelet:
-    def __init__(self, store: Store, events: Events, options: Options) -> None:
-        self.store, self.events, self.options = store, events, options
-        self.pods: dict[str, PodRun] = {}
-        self.started: list[Started] = []
-        self.logs: dict[tuple[str, str], Log] = {}
-        """By pod's uid and container; they are gone with the pod, as on a node."""
+    """Without processes (`simulate`), pods are said to run until they are told to end."""
+
+    def __init__(self, plane: ControlPlane, folder: Path, *, simulate: bool) -> None:
+        self.plane, self.store, self.folder, self.simulate = plane, plane.store, folder, simulate
+        self.image_environment: dict[str, str] = {}
+        """As set in the image: every process has it, below what the pod says."""
+        self.unpullable: set[str] = set()
+        """Images that the registry does not give."""
+        self.runs: dict[str, PodRun] = {}
+        """By pod's uid, whose log is gone with the pod, as on a node."""
+        self.tasks: list[asyncio.Task[None]] = []
         self.silent: set[str] = set()
         """Nodes whose machine does nothing any more: nothing is started there, and nothing ends."""
-        self._net = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
-        self._numbers = itertools.count(2)
-        self._addresses: dict[str, str] = {}
-        self._held: dict[str, socket.socket] = {}
-        store.listeners.append(self._note)
+        self._ports: dict[str, socket.socket] = {}
+        plane.steps.append(self._step)
 
-    def _note(self, change: Change) -> None:
-        if change.kind != "pods":
-            return
-        if change.after is None:
-            assert change.before is not None
-            uid = change.before["metadata"]["uid"]
-            if uid in self.pods:
-                self.pods[uid].vanish()
-            for key in [key for key in self.logs if key[0] == uid]:
-                self.logs.pop(key).end()
-            return
-        pod, meta = change.after, change.after["metadata"]
-        if pod["spec"].get("nodeName") in self.silent:
-            return
-        if meta["uid"] in self.pods:
-            if meta.get("deletionTimestamp"):
-                self.pods[meta["uid"]].leave(meta.get("deletionGracePeriodSeconds", 30))
-        elif pod["spec"].get("nodeName") and not finished(pod):
-            self.pods[meta["uid"]] = PodRun(self, pod)
-        elif meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
-            asyncio.get_running_loop().call_soon(self.store.change, "pods", pod, let_go)
+    def _step(self) -> None:
+        pods = {pod["metadata"]["uid"]: pod for pod in self.store.all("pods")}
+        for uid in self.runs.keys() - pods.keys():
+            self.runs.pop(uid).leave(0)
+        for uid, pod in pods.items():
+            node = pod["spec"].get("nodeName")
+            if node and node not in self.silent and not finished(pod):
+                self.runs.setdefault(uid, PodRun(self, pod["metadata"]["name"])).step(pod)
 
     def silence(self, node: str) -> None:
         """The power of the machine goes."""
         self.silent.add(node)
-        for run in list(self.pods.values()):
-            if run.pod["spec"]["nodeName"] == node:
-                run.vanish()
+        for pod in self.store.all("pods"):
+            if pod["spec"].get("nodeName") == node:
+                self.runs[pod["metadata"]["uid"]].leave(0)
 
-    def address(self, hostname: str) -> str:
-        """The address of a pod, known before the pod has started."""
-        if hostname not in self._addresses:
-            self._addresses[hostname] = f"{self._net}.{next(self._numbers) % 250 + 2}"
-        return self._addresses[hostname]
+    def run_of(self, pod: Object) -> PodRun:
+        """What has a log; an ApiError where it has not started."""
+        run = self.runs.get(pod["metadata"]["uid"])
+        if run is None or not run.began:
+            raise ApiError(400, f'container "node" in pod "{pod["metadata"]["name"]}" is waiting to start')
+        return run
 
-    def names(self, namespace: str) -> dict[str, str]:
-        """Cluster DNS: the names of pods, with their addresses; and where they meet, with a port of this machine."""
-        found = {}
-        for pod in self.store.all("pods", namespace):
-            if hostname := pod["spec"].get("hostname"):
-                name, address = f"{hostname}.{pod['spec']['subdomain']}", self.address(hostname)
-                found |= {name: address, f"{name}:{PORT}": f"{address}:{self._port(hostname)}"}
-        return found
+    def process(self, pod: Object) -> tuple[list[str], Path]:
+        """The command line with its environment, for this machine, and the folder to start it in."""
+        (container,) = pod["spec"]["containers"]
+        folder = self.folder / "pods" / pod["metadata"]["uid"]
+        (folder / "run").mkdir(parents=True)
 
-    def _port(self, hostname: str) -> int:
-        """A port that nobody else is given: it is bound here, without listening, which others who reuse it may do."""
-        if hostname not in self._held:
-            self._held[hostname] = socket.socket()
-            self._held[hostname].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._held[hostname].bind(("", 0))
-        return int(self._held[hostname].getsockname()[1])
+        def placed(text: str) -> str:
+            where = self._meeting(text) if text.endswith(f":{PORT}") else text.replace(DIRECTORY, f"{folder}/run")
+            return str(folder) if text == TEMPORARY else where
 
-    def log(self, pod: Object, container: str) -> Log:
-        """`GET …/pods/NAME/log`.
+        variables = environment(container, pod)
+        everything = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT),
+            "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": pod["spec"]["hostname"], **self.image_environment,
+            **{name: placed(value) for name, value in variables.items()},
+        }  # fmt: skip
+        words = [placed(expand(one, variables)) for one in container["command"]]
+        return ["env", "-i", *(f"{name}={value}" for name, value in everything.items()), *words], folder
 
-        Raises:
-            ApiError: The container has not started, or its machine does not answer.
+    def _meeting(self, name: str) -> str:
+        """Where pods meet: a port of this machine that nobody else is given.
+
+        It is bound here, without listening, which others who reuse it may do.
         """
-        name = pod["metadata"]["name"]
-        if pod["spec"].get("nodeName") in self.silent:
-            raise ApiError(500, f"Get containerLogs of {name}: dial tcp: connect: no route to host")
-        found = self.logs.get((pod["metadata"]["uid"], container))
-        if found is None:
-            raise ApiError(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
-        return found
+        if name not in self._ports:
+            held = self._ports[name] = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{self._ports[name].getsockname()[1]}"
 
     async def stop(self) -> None:
         """Nothing runs on."""
-        runs = list(self.pods.values())
-        for run in runs:
-            run.vanish()
-        await asyncio.gather(*(run.task for run in runs), return_exceptions=True)
-        for one in self.logs.values():
-            one.end()
-        for held in self._held.values():
+        self.plane.steps.clear()
+        for run in self.runs.values():
+            run.leave(0)
+        await asyncio.gather(*self.tasks)
+        for held in self._ports.values():
             held.close()
-
-
-def let_go(pod: Object) -> None:
-    """The kubelet has nothing more to do with a pod that is being deleted."""
-    pod["metadata"]["deletionGracePeriodSeconds"] = 0
-
-
-class Gone(Exception):
-    """The pod was taken away while it was being set up."""
-
-
-class PodRun:
-    """One pod on its node, from binding to the end."""
-
-    def __init__(self, kubelet: Kubelet, pod: Object) -> None:
-        self.kubelet, self.store, self.pod = kubelet, kubelet.store, pod
-        self.uid, self.name = pod["metadata"]["uid"], pod["metadata"]["name"]
-        self.folder = kubelet.options.folder / "pods" / self.uid[:13]
-        self.running: dict[str, Running] = {}
-        self.reasons: dict[str, str] = {}
-        """Why a container was killed, where the kubelet would know better than its exit code (OOMKilled)."""
-        self.statuses: dict[str, Object] = {}
-        self.grace: float | None = None
-        self.failing: tuple[str, str] | None = None
-        """(reason, message) of the pod's own failure, such as an eviction."""
-        self._leaving = asyncio.Event()
-        self._silent = False
-        self.task = asyncio.get_running_loop().create_task(self._run())
-
-    # --- what others tell it ------------------------------------------------------------------------------------------
-
-    def leave(self, grace: float) -> None:
-        """End the containers: SIGTERM, and SIGKILL after that many seconds."""
-        self.grace = grace if self.grace is None else min(self.grace, grace)
-        self._leaving.set()
-
-    def evict(self, message: str) -> None:
-        """The kubelet itself ends the pod, for which the machine has not enough of something."""
-        self.failing = ("Evicted", message)
-        self._change(lambda one: set_condition(one, "DisruptionTarget", "True", "TerminationByKubelet", message))
-        self.leave(0)
-
-    def vanish(self) -> None:
-        """As when the power goes: all is killed, nothing is reported."""
-        self._silent = True
-        self._kill()
-        self.task.cancel()
-
-    # --- its life -----------------------------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        try:
-            await self._live()
-        except (asyncio.CancelledError, Gone):
-            pass
-        except Exception as error:
-            log.exception("pod %s", self.name)
-            self.failing = ("Error", f"the kubelet of this test failed: {error}")
-        finally:
-            self._kill()
-            for process in list(self.running.values()):
-                await process.wait()
-            # Not before: whoever sees the pod ended may count on nothing of it being left.
-            if not self._silent:
-                self._report_end()
-            self.kubelet.pods.pop(self.uid, None)
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    async def _live(self) -> None:
-        spec = self.pod["spec"]
-        inits = spec.get("initContainers", [])
-        for container in (*inits, *spec["containers"]):
-            self.statuses[container["name"]] = {
-                "name": container["name"], "image": container["image"], "imageID": "", "ready": False,
-                "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}, "lastState": {},
-            }  # fmt: skip
-        self._report()
-        for container in inits:
-            await self._start(container)
-            if not is_sidecar(container):
-                self._terminated(container, await self.running[container["name"]].wait())
-        for container in spec["containers"]:
-            await self._start(container)
-        self._report()
-        ends = asyncio.gather(*(self._follow(container) for container in spec["containers"]))
-        leaving = asyncio.ensure_future(self._leaving.wait())
-        try:
-            await asyncio.wait({leaving, ends}, return_when=asyncio.FIRST_COMPLETED)
-            if not ends.done():
-                await self._end([self.running[one["name"]] for one in spec["containers"]])
-            await ends
-        finally:
-            leaving.cancel()
-            ends.cancel()
-            await asyncio.gather(leaving, ends, return_exceptions=True)
-
-    async def _follow(self, container: Mapping[str, Any]) -> None:
-        self._terminated(container, await self.running[container["name"]].wait())
-        if not self._leaving.is_set():
-            self._report()
-
-    async def _start(self, container: Mapping[str, Any]) -> None:
-        name, kubelet = container["name"], self.kubelet
-        await self._pull(container)
-        variables, line = await self._configure(container)
-        out = kubelet.logs[self.uid, name] = Log()
-        kubelet.started.append(Started(self.name, name, container["image"], line, variables))
-        images = {one["image"] for one in self.pod["spec"]["containers"] if one["name"] == MAIN}
-        if not kubelet.options.simulate and container["image"] in images and line:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.running[name] = await Real.start(self._argv(line, variables), self.folder, out)
-        else:
-            init = container in self.pod["spec"].get("initContainers", []) and not is_sidecar(container)
-            self.running[name] = Said(
-                out, ends_with=0 if init else None, after_term=0 if is_sidecar(container) else 143
-            )
-        self.statuses[name] |= {"state": {"running": {"startedAt": moment()}}, "started": True, "ready": True}
-        kubelet.events(self.pod, "Started", f"Started container {name}", source=SOURCE)
-
-    def _argv(self, line: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-        """The command line with its environment, for this machine."""
-        known = self.kubelet.names(self.pod["metadata"]["namespace"])
-        containers = self.pod["spec"]["containers"]
-        paths = {mount["mountPath"]: mount["name"] for one in containers for mount in one.get("volumeMounts") or []}
-        for path, volume in paths.items():
-            folder = self._volume(volume)
-            folder.mkdir(parents=True, exist_ok=True)
-            known[path] = str(folder)
-        known = {name: value for name, value in known.items() if name not in ("/tmp", "/dev/shm")}
-        pairs = sorted(known.items(), key=lambda pair: -len(pair[0]))
-
-        def written_out(text: str) -> str:
-            for name, value in pairs:
-                text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", value.replace("\\", "\\\\"), text)
-            return text
-
-        image = {
-            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT),
-            "HOME": str(self.folder), "LANG": "C.UTF-8", "HOSTNAME": self.pod["spec"].get("hostname", self.name),
-            **self.kubelet.options.image_environment,
-        }  # fmt: skip
-        given = {name: str(self.folder) if value == "/tmp" else written_out(value) for name, value in variables.items()}
-        everything = {**image, **given}
-        return ["env", "-i", *(f"{name}={value}" for name, value in everything.items()), *map(written_out, line)]
-
-    def _volume(self, name: str) -> Path:
-        (volume,) = (one for one in self.pod["spec"]["volumes"] if one["name"] == name)
-        if claim := volume.get("persistentVolumeClaim"):
-            return self.kubelet.options.folder / "claims" / claim["claimName"]
-        return self.folder / "volumes" / name
-
-    async def _pull(self, container: Mapping[str, Any]) -> None:
-        image = container["image"]
-        while image in self.kubelet.options.unpullable:
-            words = f'failed to resolve reference "{image}": {image}: not found'
-            self._wait(container, "ErrImagePull", words)
-            self.kubelet.events(self.pod, "Failed", f'Failed to pull image "{image}": {words}', source=SOURCE)
-            await self._pause()
-
-    async def _configure(self, container: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-        while True:
-            try:
-                variables = environment(container, self._now(), self.store)
-                return variables, command(container, variables)
-            except ConfigProblem as problem:
-                self._wait(container, "CreateContainerConfigError", str(problem))
-            await self._pause()
-
-    async def _pause(self) -> None:
-        await asyncio.wait({asyncio.ensure_future(self._leaving.wait())}, timeout=RETRY)
-        if self._leaving.is_set():
-            raise Gone
-
-    async def _end(self, processes: Sequence[Running]) -> None:
-        """SIGTERM, and SIGKILL when the grace is over, or when it is cut short."""
-        for process in processes:
-            process.signal(signal.SIGTERM if self.grace else signal.SIGKILL)
-        ends = asyncio.gather(*(process.wait() for process in processes))
-        waited = 0.0
-        while not ends.done() and waited < (self.grace or 0.0):
-            await turn()
-            waited += TURN
-        for process in processes:
-            process.signal(signal.SIGKILL)
-        await ends
-
-    def _kill(self) -> None:
-        for process in self.running.values():
-            process.signal(signal.SIGKILL)
-
-    # --- reports ------------------------------------------------------------------------------------------------------
-
-    def _now(self) -> Object:
-        return self.store.get("pods", self.pod["metadata"]["namespace"], self.name) or self.pod
-
-    def _change(self, edit: Any) -> None:
-        if not self._silent:
-            self.store.change("pods", self.pod, edit)
-
-    def _wait(self, container: Mapping[str, Any], reason: str, message: str) -> None:
-        self.statuses[container["name"]]["state"] = {"waiting": {"reason": reason, "message": message}}
-        self._report()
-
-    def _terminated(self, container: Mapping[str, Any], code: int) -> None:
-        status = self.statuses[container["name"]]
-        if "terminated" not in status["state"]:
-            began = status["state"].get("running", {}).get("startedAt", moment())
-            reason = self.reasons.pop(container["name"], "Completed" if code == 0 else "Error")
-            ended = {"exitCode": code, "reason": reason, "startedAt": began, "finishedAt": moment()}
-            status |= {"state": {"terminated": ended}, "ready": False, "started": False}
-
-    def _report(self) -> None:
-        mains = [self.statuses[one["name"]] for one in self.pod["spec"]["containers"]]
-        up = any("waiting" not in one["state"] for one in mains)
-        self._tell("Running" if up else "Pending", all(one["ready"] for one in mains))
-
-    def _tell(self, phase: str, ready: bool) -> None:
-        spec = self.pod["spec"]
-
-        def edit(pod: Object) -> None:
-            status = pod.setdefault("status", {})
-            status |= {"phase": phase, "podIP": self.kubelet.address(spec.get("hostname", self.name))}
-            status.setdefault("startTime", moment())
-            for field_of, kind in (("containerStatuses", "containers"), ("initContainerStatuses", "initContainers")):
-                if spec.get(kind):
-                    status[field_of] = [dict(self.statuses[one["name"]]) for one in spec[kind]]
-            if phase == "Failed" and self.failing is not None:
-                status["reason"], status["message"] = self.failing
-            set_condition(pod, "Ready", str(ready))
-
-        self._change(edit)
-
-    def _report_end(self) -> None:
-        """The last word: all containers ended, phase Succeeded or Failed; a deleted pod is let go."""
-        codes = []
-        for container in (*self.pod["spec"].get("initContainers", []), *self.pod["spec"]["containers"]):
-            if "running" in self.statuses[container["name"]]["state"]:
-                self._terminated(container, 137)
-            if not is_sidecar(container):
-                ended = self.statuses[container["name"]]["state"].get("terminated", {})
-                codes.append(ended.get("exitCode"))
-        good = self.failing is None and all(code == 0 for code in codes)
-        self._tell("Succeeded" if good else "Failed", ready=False)
-        if self._now()["metadata"].get("deletionTimestamp"):
-            self._change(let_go)

@@ -1,17 +1,17 @@
-"""The objects of the cluster, their versions, who is told of changes, and a history to resume a watch from."""
+"""The objects of the cluster, their versions, and a history of changes that watches start from."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 
 Object = dict[str, Any]
-Key = tuple[str, str]  # namespace ("" for what has none), name
-
 
 KUEUE = "kueue.x-k8s.io"
 
@@ -20,75 +20,79 @@ KUEUE = "kueue.x-k8s.io"
 class Kind:
     """One row of the API: which path serves it and what it holds."""
 
-    group: str
-    versions: tuple[str, ...]
+    api_version: str
     plural: str
     name: str
     namespaced: bool = True
-    subresources: tuple[str, ...] = ("status",)
 
     @property
-    def api_versions(self) -> tuple[str, ...]:
-        return tuple(f"{self.group}/{version}" if self.group else version for version in self.versions)
+    def group(self) -> str:
+        return self.api_version.rpartition("/")[0]
 
     @property
     def custom(self) -> bool:
         """By a CRD, not built in."""
-        return self.group in (KUEUE, "jobset.x-k8s.io", "networking.gke.io", "resource.nvidia.com")
+        return "." in self.group and not self.group.endswith(".k8s.io")
 
     @property
     def qualified(self) -> str:
         """As error messages name it: `jobs.batch`."""
-        return f"{self.plural}.{self.group}" if self.group else self.plural
-
-    @property
-    def qualified_name(self) -> str:
-        """As refusals of what is not valid name it: `Job.batch`."""
-        return f"{self.name}.{self.group}" if self.group else self.name
+        return f"{self.plural}.{self.group}".rstrip(".")
 
 
 KINDS = {
     kind.plural: kind
     for kind in (
-        Kind("", ("v1",), "namespaces", "Namespace", namespaced=False),
-        Kind("", ("v1",), "nodes", "Node", namespaced=False),
-        Kind("", ("v1",), "pods", "Pod", subresources=("status", "log")),
-        Kind("", ("v1",), "services", "Service"),
-        Kind("", ("v1",), "serviceaccounts", "ServiceAccount", subresources=()),
-        Kind("", ("v1",), "events", "Event", subresources=()),
-        Kind("", ("v1",), "secrets", "Secret", subresources=()),
-        Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
-        Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
-        Kind("batch", ("v1",), "jobs", "Job"),
-        Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),
-        Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
-        Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
-        Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
-        Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),
-        Kind("networking.gke.io", ("v1",), "gkenetworkparamsets", "GKENetworkParamSet", namespaced=False),
-        Kind("k8s.cni.cncf.io", ("v1",), "network-attachment-definitions", "NetworkAttachmentDefinition"),
-        Kind(
-            "apiextensions.k8s.io", ("v1",), "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
-        ),
-        Kind("resource.nvidia.com", ("v1beta1",), "computedomains", "ComputeDomain"),
-        Kind("jobset.x-k8s.io", ("v1alpha2",), "jobsets", "JobSet"),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "localqueues", "LocalQueue"),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "clusterqueues", "ClusterQueue", namespaced=False),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "workloads", "Workload"),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "workloadpriorityclasses", "WorkloadPriorityClass", namespaced=False),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "topologies", "Topology", namespaced=False, subresources=()),
+        Kind("v1", "namespaces", "Namespace", namespaced=False),
+        Kind("v1", "nodes", "Node", namespaced=False),
+        Kind("v1", "pods", "Pod"),
+        Kind("v1", "services", "Service"),
+        Kind("v1", "serviceaccounts", "ServiceAccount"),
+        Kind("v1", "events", "Event"),
+        Kind("v1", "secrets", "Secret"),
+        Kind("v1", "resourcequotas", "ResourceQuota"),
+        Kind("v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
+        Kind("batch/v1", "jobs", "Job"),
+        Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy"),
+        Kind("apps/v1", "daemonsets", "DaemonSet"),
+        Kind("scheduling.k8s.io/v1", "priorityclasses", "PriorityClass", namespaced=False),
+        Kind("resource.k8s.io/v1", "resourceclaimtemplates", "ResourceClaimTemplate"),
+        Kind("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False),
+        Kind("authorization.k8s.io/v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False),
+        Kind("networking.gke.io/v1", "networks", "Network", namespaced=False),
+        Kind("networking.gke.io/v1", "gkenetworkparamsets", "GKENetworkParamSet", namespaced=False),
+        Kind("k8s.cni.cncf.io/v1", "network-attachment-definitions", "NetworkAttachmentDefinition"),
+        Kind("resource.nvidia.com/v1beta1", "computedomains", "ComputeDomain"),
+        Kind("jobset.x-k8s.io/v1alpha2", "jobsets", "JobSet"),
+        Kind(f"{KUEUE}/v1beta1", "localqueues", "LocalQueue"),
+        Kind(f"{KUEUE}/v1beta1", "clusterqueues", "ClusterQueue", namespaced=False),
+        Kind(f"{KUEUE}/v1beta1", "workloads", "Workload"),
+        Kind(f"{KUEUE}/v1beta1", "workloadpriorityclasses", "WorkloadPriorityClass", namespaced=False),
+        Kind(f"{KUEUE}/v1beta1", "topologies", "Topology", namespaced=False),
     )
 }
 
 
+class ApiError(Exception):
+    """What the API says no with: a Status, as the real one words it."""
+
+    def __init__(self, status: int, message: str, *, reason: str = "", **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+        self.body: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
+        self.body |= {"message": message, "reason": reason or HTTPStatus(status).phrase.replace(" ", "")}
+
+
 @dataclass(frozen=True)
 class Change:
-    """One entry of the history: what an object was, and what it has become (None: it was not, or is no more)."""
+    """One entry of the history."""
 
-    version: int
     kind: str
     before: Object | None
-    after: Object | None
+    """What the object was."""
+    now: Object
+    """What it has become, with this entry's version; or how it was, where it is no more."""
+    gone: bool
 
 
 def moment() -> str:
@@ -96,120 +100,101 @@ def moment() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def copied(thing: Any) -> Any:
-    """A copy of what JSON can hold; copy.deepcopy takes five times as long."""
-    if isinstance(thing, dict):
-        return {key: copied(value) for key, value in thing.items()}
-    if isinstance(thing, list):
-        return [copied(value) for value in thing]
-    return thing
-
-
-def labels_of(thing: Mapping[str, Any]) -> dict[str, str]:
-    return thing["metadata"].get("labels") or {}
+def copied(thing: Mapping[str, Any]) -> Object:
+    return dict(json.loads(json.dumps(thing)))
 
 
 def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
-    """The condition of that type, whatever its status."""
-    found = [one for one in (thing.get("status") or {}).get("conditions", []) if one["type"] == kind]
-    return found[0] if found else None
+    """The condition of that type, if it holds."""
+    conditions = thing.get("status", {}).get("conditions", ())
+    return next((one for one in conditions if one["type"] == kind and one["status"] == "True"), None)
 
 
-def holds(thing: Mapping[str, Any], kind: str) -> bool:
-    found = condition(thing, kind)
-    return found is not None and found["status"] == "True"
-
-
-def set_condition(thing: Object, kind: str, status: str, reason: str = "", message: str = "") -> None:
+def set_condition(thing: Object, kind: str, status: str = "True", reason: str = "", message: str = "") -> None:
     """Add the condition, or change it; the time of the transition moves with the status only."""
     conditions = thing.setdefault("status", {}).setdefault("conditions", [])
-    old = next((one for one in conditions if one["type"] == kind), None)
-    new = {"type": kind, "status": status, "reason": reason, "message": message}
-    new["lastTransitionTime"] = old["lastTransitionTime"] if old and old["status"] == status else moment()
-    if old is None:
-        conditions.append(new)
-    else:
-        conditions[conditions.index(old)] = {**old, **new}
+    one = next((one for one in conditions if one["type"] == kind), None)
+    if one is None:
+        conditions.append(one := {"type": kind})
+    if one.get("status") != status:
+        one["lastTransitionTime"] = moment()
+    one |= {"status": status, "reason": reason, "message": message}
 
 
-@dataclass
+def finished(pod: Object) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
 class Store:
-    """All objects by kind, with a history of changes that watches start from."""
+    """All objects by kind. Those that it gives are the stored ones: look, don't touch."""
 
-    objects: dict[str, dict[Key, Object]] = field(default_factory=lambda: {plural: {} for plural in KINDS})
-    version: int = 1000
-    history: deque[Change] = field(default_factory=lambda: deque(maxlen=50_000))
-    forgotten: int = 1000
-    """Changes up to this version cannot be replayed: a watch from there gets 410."""
-    listeners: list[Callable[[Change], None]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._objects: dict[str, dict[tuple[str, str], Object]] = {plural: {} for plural in KINDS}
+        self.version = self.forgotten = 1000
+        """Changes up to `forgotten` cannot be replayed: a watch from there gets 410."""
+        self.history: list[Change] = []
+        """Those after it, one for each version."""
+        self.changed = asyncio.Event()
+        """The next change, for which streams wait; another event each time."""
+
+    def wake(self) -> None:
+        """Tell all streams that there is something new."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
-        """The stored object itself: look, don't touch."""
-        return self.objects[kind].get((namespace or "", name))
+        return self._objects[kind].get((namespace or "", name))
 
-    def all(self, kind: str, namespace: str | None = None) -> Iterator[Object]:
-        yield from (thing for (space, _), thing in list(self.objects[kind].items()) if namespace in (None, space))
+    def all(self, kind: str, namespace: str | None = None) -> list[Object]:
+        return [thing for (space, _), thing in self._objects[kind].items() if namespace in (None, space)]
 
-    def owned(self, kind: str, owner: Mapping[str, Any]) -> list[Object]:
-        uid, namespace = owner["metadata"]["uid"], owner["metadata"].get("namespace")
-        return [
-            thing
-            for thing in self.all(kind, namespace)
-            if any(one["uid"] == uid for one in thing["metadata"].get("ownerReferences", []))
-        ]
+    def owned(self, kind: str, owner: Object) -> list[Object]:
+        uid = owner["metadata"]["uid"]
+        things = self.all(kind, owner["metadata"]["namespace"])
+        return [one for one in things if uid in {ref["uid"] for ref in one["metadata"].get("ownerReferences", ())}]
 
-    def add(self, kind: str, thing: Object) -> Object:
+    def add(self, kind: str, thing: Mapping[str, Any]) -> Object:
         """Store a new object; the caller has made sure that its name is free."""
-        made = copied(thing)
-        meta = made["metadata"]
-        made.setdefault("apiVersion", KINDS[kind].api_versions[0])
-        made.setdefault("kind", KINDS[kind].name)
-        meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": moment()}
-        return self._write(kind, None, made)
+        made: Object = {"apiVersion": KINDS[kind].api_version, "kind": KINDS[kind].name, **copied(thing)}
+        made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": moment()}
+        self._write(kind, None, made)
+        return made
 
-    def change(self, kind: str, thing: Mapping[str, Any], edit: Callable[[Object], None]) -> Object | None:
-        """Edit the newest state of an object; nothing happens where it is gone, or where nothing differs."""
-        meta = thing["metadata"]
-        before = self.get(kind, meta.get("namespace"), meta["name"])
-        if before is None or before["metadata"]["uid"] != meta["uid"]:
+    def change(self, kind: str, thing: Object, edit: Callable[[Object], Any]) -> Object | None:
+        """Edit the newest state of an object and return it, None where it is gone; equal states are no change."""
+        if (before := self._newest(kind, thing)) is None:
             return None
         after = copied(before)
         edit(after)
-        if after == before:
-            return before
-        held = after["metadata"].get("finalizers") or after["metadata"].get("deletionGracePeriodSeconds")
-        if after["metadata"].get("deletionTimestamp") and not held:
-            return self._write(kind, before, None)
-        return self._write(kind, before, after)
+        meta = after["metadata"]
+        if meta.get("deletionTimestamp") and not (meta.get("finalizers") or meta.get("deletionGracePeriodSeconds")):
+            self._write(kind, before, None)
+            return None
+        if after != before:
+            self._write(kind, before, after)
+        return after
 
-    def remove(self, kind: str, thing: Mapping[str, Any]) -> None:
+    def remove(self, kind: str, thing: Object) -> None:
         """Take an object away at once, whatever finalizers say."""
-        meta = thing["metadata"]
-        before = self.get(kind, meta.get("namespace"), meta["name"])
-        if before is not None and before["metadata"]["uid"] == meta["uid"]:
+        if (before := self._newest(kind, thing)) is not None:
             self._write(kind, before, None)
 
     def forget(self) -> None:
         """Compaction: no older version can be watched from any more."""
-        self.version += 1
+        self.version = self.forgotten = self.version + 1
         self.history.clear()
-        self.forgotten = self.version
 
-    def _write(self, kind: str, before: Object | None, after: Object | None) -> Object | None:
+    def _newest(self, kind: str, thing: Object) -> Object | None:
+        found = self.get(kind, thing["metadata"].get("namespace"), thing["metadata"]["name"])
+        return found if found is not None and found["metadata"]["uid"] == thing["metadata"]["uid"] else None
+
+    def _write(self, kind: str, before: Object | None, after: Object | None) -> None:
         self.version += 1
-        if after is not None:
-            after["metadata"]["resourceVersion"] = str(self.version)
-            self.objects[kind][_key(after)] = after
-        elif before is not None:
-            del self.objects[kind][_key(before)]
-        if len(self.history) == self.history.maxlen:
-            self.forgotten = self.history[0].version
-        entry = Change(self.version, kind, before, after)
-        self.history.append(entry)
-        for listener in list(self.listeners):
-            listener(entry)
-        return after
-
-
-def _key(thing: Mapping[str, Any]) -> Key:
-    return thing["metadata"].get("namespace") or "", thing["metadata"]["name"]
+        now = after or copied(before or {})
+        now["metadata"]["resourceVersion"] = str(self.version)
+        key = now["metadata"].get("namespace", ""), now["metadata"]["name"]
+        if after is None:
+            del self._objects[kind][key]
+        else:
+            self._objects[kind][key] = now
+        self.history.append(Change(kind, before, now, gone=after is None))

@@ -1,6 +1,4 @@
-"""The `runai` program, strict: two generations, each with the flags that its documentation lists and no others.
-
-    python -m program CLUSTER GENERATION command …
+"""The `runai` program in two generations, each with flags that its documentation lists and no others.
 
 v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch/. v2: docs.nvidia.com/run-ai, the
 pages of `runai training pytorch`.
@@ -8,141 +6,137 @@ pages of `runai training pytorch`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
-from cluster import UNANSWERED, Cluster, Lost, Refused, Training
+from serving_thread import served
 
-# Long flags, with their short form; `!` is a switch, `+` may be given several times.
-_V1 = """
-name template annotation+/a attach! command! environment+/e image/i image-pull-policy label+/l
-preferred-pod-topology-key required-pod-topology-key working-dir cpu cpu-limit extended-resource+ gpu/g gpu-memory
-memory backoff-limit large-shm! pvc+ pvc-exists+ pvc-new+ volume+/v host-network! allow-privilege-escalation!
-run-as-user! node-pools node-type project/p workers dry-run!
-"""
-# The newest releases: `--environment` names an asset, only -e sets a variable (docs.nvidia.com, v3.0).
-_V2 = """
-allow-privilege-escalation! annotation+ attach! backoff-limit command!/c cpu-core-request cpu-memory-request
-environment environment-variable+/e existing-pvc+ extended-resource+ gpu-devices-request/g gpu-portion-request
-gpu-request-type host-network! image/i image-pull-policy label+ large-shm! node-pools+ node-type
-preferred-pod-topology-key project/p required-pod-topology-key run-as-gid run-as-uid run-as-user! workers working-dir
-exclude-node+ priority preemptibility env-secret+ env-pod-field-ref+ template
-"""
-VARIANTS = {
-    "v1": (["submit-dist", "pytorch"], _V1),
-    "v2-newest": (["training", "pytorch", "submit"], _V2),
-    "before": (["training", "pytorch", "submit"], ""),
+from .cluster import Cluster, Lost, Refused, Training
+
+_BOTH = """-e --project --workers --command --image --image-pull-policy --annotation --label --backoff-limit --large-shm
+--extended-resource --node-pools --node-type --run-as-user --preferred-pod-topology-key --required-pod-topology-key"""
+FLAGS = {
+    "v1": f"{_BOTH} --name --environment --cpu --gpu --memory --pvc --pvc-exists --dry-run",
+    # The newest releases: `--environment` names an asset, only -e sets a variable (docs.nvidia.com, v3.0).
+    "v2-newest": f"""{_BOTH} --environment-variable --cpu-core-request --cpu-memory-request --existing-pvc --run-as-gid
+    --gpu-devices-request --gpu-portion-request --gpu-request-type --run-as-uid --exclude-node --priority
+    --preemptibility --env-pod-field-ref""",
+    "before": "",
 }
+SWITCHES = {"--command", "--large-shm", "--run-as-user", "--dry-run", "--json", "--help"}
+_POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
+# Words of Go 1.22's net/http, net and context packages, which the program prints as they come.
+UNANSWERED = {
+    "EOF": f"{_POST}EOF",
+    "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
+    "gateway": "unexpected status code 502: Bad Gateway",
+    "nothing": " ",
+    "refusal": 'Error: admission webhook "workload-controller.runai.io" denied the request: quota exceeded',
+}
+_CLIENT = """
+import json, socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as cluster:
+    cluster.sendall(json.dumps(sys.argv[2:]).encode() + b"\\n")
+    code, text = json.load(cluster.makefile())
+(sys.stderr if code else sys.stdout).write(text)
+sys.exit(code)
+"""
 
 
-class Usage(Exception):
-    """A command line that the program does not take."""
+@contextlib.contextmanager
+def program(folder: Path, cluster: Cluster, variant: str) -> Iterator[Path]:
+    """The `runai` executable for a cluster."""
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            answer = _answer(cluster, variant, json.loads(self.rfile.readline()))
+            self.wfile.write(json.dumps(answer).encode())
+
+    path = folder / "bin" / "runai"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "client.py").write_text(_CLIENT)
+    with served(server := ThreadingTCPServer(("127.0.0.1", 0), Handler)):
+        client = f'"{sys.executable}" -S "{path.parent}/client.py" {server.server_address[1]}'
+        path.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+        path.chmod(0o755)
+        yield path
 
 
-class Flags(ArgumentParser):
-    """What one command takes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(allow_abbrev=False, add_help=False)
-        for entry in text.split():
-            name, _, short = entry.partition("/")
-            plain = name.rstrip("!+")
-            names = [f"--{plain}", *([f"-{short}"] if short else [])]
-            action = "store_true" if name.endswith("!") else "append" if name.endswith("+") else "store"
-            self.add_argument(*names, action=action, default=[] if action == "append" else None)
-
-    def error(self, message: str) -> NoReturn:
-        raise Usage(message)
-
-    def parse(self, words: Sequence[str]) -> tuple[Namespace, list[str]]:
-        """Values by flag, and what stands for itself."""
-        found, rest = self.parse_known_args(words)
-        if unknown := [word for word in rest if word.startswith("-")]:
-            raise Usage(f"unknown flag: {unknown[0]}")
-        return found, rest
-
-    def help(self) -> str:
-        return "\n".join(f"  {', '.join(reversed(one.option_strings)):>30}   what it does" for one in self._actions)
-
-
-def main(argv: Sequence[str]) -> int:
-    cluster, variant, words = Cluster(Path(argv[0])), argv[1], list(argv[2:])
-    submit, text = VARIANTS[variant]
+def _answer(cluster: Cluster, variant: str, words: list[str]) -> tuple[int, str]:
+    """Its exit code and what it prints."""
+    submit = ["submit-dist", "pytorch"] if variant == "v1" else ["training", "pytorch", "submit"]
+    flags = FLAGS[variant].split()
     try:
-        if text and words == [*submit, "--help"]:
-            print(Flags(text).help())
-            return 0
-        if "--help" in words[: words.index("--")] if "--" in words else "--help" in words:
-            raise Usage(f'unknown command "{" ".join(words)}" for "runai"')
-        if fault := cluster.settings["fault"]:
-            raise Refused(fault)
-        if words[: len(submit)] == submit:
-            return _submit(cluster, Flags(text), words[len(submit) :], old=variant == "v1")
-        if variant == "v1":
-            return _manage(cluster, ["list", "jobs"], ["delete", "job"], words)
-        return _manage(cluster, [*submit[:-1], "list"], [*submit[:-1], "delete"], words)
-    except (Usage, Refused) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        if flags and words == [*submit, "--help"]:
+            return 0, "".join(f"   {flag}  what it does\n" for flag in flags)
+        if cluster.fault and "--help" not in words:
+            raise Refused(cluster.fault)
+        if flags and words[: len(submit)] == submit:
+            return 0, _submit(cluster, flags, words[len(submit) :], old=variant == "v1")
+        return 0, _managed(cluster, words, old=variant == "v1")
+    except Refused as error:
+        return 1, f"Error: {error}"
     except Lost as error:
-        print(f"Error: {UNANSWERED[str(error)]}".removesuffix("Error: "), file=sys.stderr)
-    return 1
+        return 1, UNANSWERED[str(error)]
 
 
-def _submit(cluster: Cluster, flags: Flags, words: list[str], *, old: bool) -> int:
-    split = words.index("--")
-    given, rest = flags.parse(words[:split])
-    command = words[split + 1 :]
-    asked: dict[str, Any] = vars(given)
-    (name,) = [given.name, *rest] if old else rest
-    assert given.command, "without --command the image's entry point would be kept"
-    claims = [_pairs(one.split(",")) for one in asked["pvc_exists" if old else "existing_pvc"]]
-    variables = given.environment if old else given.environment_variable
+def _parsed(words: Iterable[str], flags: Iterable[str]) -> tuple[Mapping[str, list[str]], list[str]]:
+    """Values by flag, and what stands for itself."""
+    found, rest, left = defaultdict[str, list[str]](list), list[str](), iter(words)
+    for word in left:
+        if not word.startswith("-"):
+            rest.append(word)
+        elif word not in flags:
+            raise Refused(f"unknown flag: {word}")
+        else:
+            found[word].append("" if word in SWITCHES else next(left))
+    return found, rest
+
+
+def _submit(cluster: Cluster, flags: Sequence[str], words: list[str], *, old: bool) -> str:
+    given, rest = _parsed(words[: words.index("--")], flags)
+    command = words[words.index("--") + 1 :]
+    (name,) = [*given["--name"], *rest]
+    assert "--command" in given, "without it the image's entry point would be kept"
+    claims = [_pairs(one.split(",")) for one in given["--pvc-exists" if old else "--existing-pvc"]]
     training = Training(
         name=name,
-        project=given.project,
-        workers=int(given.workers),
+        project=given["--project"][0],
+        workers=int(given["--workers"][0]),
         # 2.13 joins what follows `--` and leaves it to a shell; the newer one keeps the words.
         command=("/bin/sh", "-c", "exec " + " ".join(command)) if old else tuple(command),
         # "You can either separate values with a comma or add the flag twice."
-        environment=_pairs([part for one in variables for part in (one.split(",") if old else [one])]),
-        gpus=float((given.gpu if old else given.gpu_portion_request or given.gpu_devices_request) or 0),
-        claims=tuple((one["claimname"], one["path"]) for one in claims),
-        labels=_pairs(given.label),
+        environment=_pairs([part for one in given["-e"] for part in (one.split(",") if old else [one])]),
+        claims={one["claimname"]: one["path"] for one in claims},
     )
-    if asked.get("dry_run"):
+    if "--dry-run" in given:
         cluster.create(training, dry=True)
     else:
         cluster.submit(training)
-    return 0
+    return ""
 
 
-def _pairs(entries: list[str]) -> dict[str, str]:
-    if wrong := [entry for entry in entries if "=" not in entry]:
-        raise Usage(f"{wrong[0]!r} must be formatted as key=value")
+def _pairs(entries: Iterable[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries)
 
 
-def _manage(cluster: Cluster, listing: list[str], deleting: list[str], words: list[str]) -> int:
-    given, rest = Flags("project/p json! limit offset").parse(words)
-    phases = cluster.phases(given.project)
-    if rest == listing and given.json:
-        offset, limit = int(given.offset or 0), int(given.limit or 50)
-        rows = list(phases.items())[offset : offset + limit]
-        print(json.dumps({"workloads": [{"name": name, "phase": phase} for name, phase in rows]}))
-    elif rest == listing:
-        print(f"Showing jobs for project {given.project}\nNAME  STATUS  AGE  NODE  IMAGE  TYPE  PROJECT  USER")
-        for name, phase in phases.items():
-            print(f"{name}  {phase.replace('Completed', 'Succeeded')}  3s  node-1  image  Train  {given.project}  me")
-    elif rest[:-1] == deleting:
-        cluster.delete(given.project, rest[-1])
-    else:
-        raise Usage(f'unknown command "{" ".join(words)}" for "runai"')
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _managed(cluster: Cluster, words: list[str], *, old: bool) -> str:
+    given, rest = _parsed(words, ["--project", "--json", "--limit", "--offset"])
+    phases = cluster.phases(given["--project"][0]) if given["--project"] else {}
+    match rest:
+        case ["list", "jobs"] if old:
+            rows = [f"{name}  {phase}  3s  node-1\n" for name, phase in phases.items()]
+            return "Showing jobs\nNAME  STATUS  AGE  NODE\n" + "".join(rows).replace("Completed", "Succeeded")
+        case ["training", "pytorch", "list"] if "--json" in given and not old:
+            found = [{"name": name, "phase": phase} for name, phase in phases.items()]
+            begin = int(given["--offset"][0])
+            return json.dumps({"workloads": found[begin : begin + int(given["--limit"][0])]})
+        case [*which, name] if which == (["delete", "job"] if old else ["training", "pytorch", "delete"]):
+            cluster.delete(given["--project"][0], name)
+            return ""
+    raise Refused(f'unknown command "{" ".join(words)}" for "runai"')

@@ -1,21 +1,24 @@
 """What every platform promises (launcher.platforms.base), tried on several of them by the same tests.
 
-A new platform joins with one function that yields a `Place`, as the toy of tests/fakes/toy_platform does. Clouds whose
-pods are processes of this machine are in tests/real/clouds, where these tests run on them.
+A new platform joins with one function that yields a `Place`. Clouds whose pods are processes of this machine are in
+tests/real/clouds, where these tests run on them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import toy_platform.platform as toy
+from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.job import Job, JobId, JobState
@@ -35,6 +38,10 @@ class Place:
     """Where its jobs may keep their files."""
     live_jobs: Callable[[], int]
     """How many jobs run or wait there, found without the platform's help."""
+    written: Callable[[], object]
+    """What has been asked of it that changes something, or what it is like."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of who asks it."""
     image: str | None = None
     """What its nodes run, where they need one."""
     runs: bool = True
@@ -42,28 +49,30 @@ class Place:
 
 
 @contextlib.contextmanager
-def marked_place(platform: Platform, mark: str, folder: Path) -> Iterator[Place]:
-    """A platform whose jobs are folders, which all processes of a job have in a variable."""
+def local_place(folder: Path) -> Iterator[Place]:
+    """Its jobs are folders, which all processes of a job have in a variable."""
+    platform = LocalPlatform(grace=2)
 
     def jobs() -> set[str]:
         there = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                there.add(process.environ().get(mark, ""))
+                there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
-    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()))
+    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs)
     for job in jobs():
         platform.cancel(JobId(job))
 
 
-def local_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
-    return marked_place(LocalPlatform(grace=2), JOB_TAG, folder)
-
-
-def toy_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
-    """The one that shows what it takes to add a platform."""
-    return marked_place(toy.ToyPlatform(), toy.MARK, folder)
+@contextlib.contextmanager
+def strict_place(folder: Path) -> Iterator[Place]:
+    """The one that other tests have in place of a real one."""
+    strict = StrictPlatform()
+    jobs = strict.live
+    yield Place(
+        platform=strict, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs, runs=False
+    )
 
 
 @contextlib.contextmanager
@@ -74,52 +83,113 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
     from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
     jobset = "0.12.0" if workload == "jobset" else None
-    with running_cluster(simulate=simulate, nodes=2, jobset=jobset, shared=[folder]) as cluster:
+    with running_cluster(simulate=simulate, nodes=2, jobset=jobset) as cluster:
         asked = {"kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2, "gate": 0}
         platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **asked}))
         yield Place(
             platform=platform,
             directory=str(folder / "runs"),
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
+            written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
             image=IMAGE,
             runs=not simulate,
         )
         platform.close()
 
 
-PLACES = {"local": local_place, "toy": toy_place, "gke": gke_place}
+@contextlib.contextmanager
+def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
+    from batch import running_batch
+    from batch_jobs import settings_of
+
+    from launcher.platforms.batch.platform import BatchPlatform
+
+    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2)
+    with running_batch(None if simulate else folder / "cloud") as cloud:
+        yield Place(
+            platform=BatchPlatform(settings, grace=0 if simulate else 4, settle=0),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cloud.live()),
+            written=lambda: cloud.calls.count("CancelJob") + cloud.calls.count("CreateJob"),
+            environment=cloud.environment,
+            image=IMAGE,
+            runs=not simulate,
+        )
+
+
+@contextlib.contextmanager
+def runai_place(
+    folder: Path, *, simulate: bool = True, variant: str = "rest", version: str = "2.18"
+) -> Iterator[Place]:
+    """By REST or by the command line; each generation with the environment that pods had in its time."""
+    import runai
+    from runai_jobs import settings_of
+
+    from launcher.platforms.runai.platform import RunaiPlatform
+    from launcher.platforms.runai.rest import Rest
+
+    there = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate}
+    asked: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
+    with (
+        runai.running(folder / "runai", **there) as cluster,
+        runai.serving(cluster) as api,
+        runai.program(folder, cluster, "v1" if variant == "v1" else "v2-newest") as program,
+    ):
+        by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
+        settings = settings_of(**asked, **by)
+        yield Place(
+            platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cluster.live()),
+            written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
+            environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+            image=IMAGE,
+            runs=not simulate,
+        )
+
+
+PLACES = {
+    "local": local_place,
+    "strict": strict_place,
+    "gke": gke_place,
+    "runai": runai_place,
+    "runai-program": partial(runai_place, variant="v2-newest"),
+    "batch": batch_place,
+}
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """One for all tests: each has jobs of its own names, and leaves none."""
-    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
-        yield made
+    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as place:
+        yield place
+
+
+@pytest.fixture
+def place(made: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 @pytest.fixture
 def running_place(tmp_path: Path) -> Iterator[Place]:
     """The one that nodes are tried on as processes: each costs as much as torch takes to start."""
-    with local_place(tmp_path) as made:
-        yield made
+    with local_place(tmp_path) as place:
+        yield place
 
 
 SLEEP = "import time; time.sleep(600)"
 
 
-def job(place: Place, name: str, text: str, **changes: object) -> Job:
+def job(place: Place, name: str, text: str, **changes: Any) -> Job:
     script = Path(place.directory).parent / f"{name}.py"
     script.write_text(text)
-    made = Job(
-        name=f"contract-{name}",
-        attempt=1,
-        nodes=2,
-        processes=1,
-        program=(str(script),),
-        directory=f"{place.directory}/{name}",
-        image=place.image,
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    asked: dict[str, Any] = {
+        "name": f"contract-{name}", "attempt": 1, "nodes": 2, "processes": 1, "program": (str(script),),
+        "directory": f"{place.directory}/{name}", "image": place.image,
+    }  # fmt: skip
+    return Job(**{**asked, **changes})
 
 
 @contextlib.contextmanager
@@ -131,19 +201,38 @@ def submitted(place: Place, name: str, text: str) -> Iterator[JobId]:
         place.platform.cancel(job_id)
 
 
-def test_rendering_says_the_same_twice_in_plain_data_and_sends_nothing(place: Place) -> None:
-    asked = job(place, "render", SLEEP, env={"MARKER": "shown"})
+def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_for_access_starts_anything(
+    place: Place,
+) -> None:
+    asked = job(place, "render", SLEEP, env={"MARKER": "shown"}, code="gs://bucket/code/a.tar")
     first = place.platform.render(asked)
     assert first == place.platform.render(asked)
     assert json.loads(json.dumps(first.body)) == first.body
     assert re.search(r"MARKER(: |\s+value: )shown", str(first))  # as a mapping has it, or a list of names and values
+    assert re.search(r"--code\W+gs://bucket/code/a\.tar", str(first))
     assert place.platform.render(replace(asked, attempt=2, directory=f"{asked.directory}-2")).job_id != first.job_id
+    assert re.fullmatch(".+", place.platform.check_access())
     assert place.platform.status(first.job_id).state is JobState.ABSENT
     assert place.live_jobs() == 0
 
 
-def test_that_it_lets_us_in_is_told_in_one_line_and_starts_nothing(place: Place) -> None:
-    assert re.fullmatch(".+", place.platform.check_access())
+def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
+    with submitted(place, "looked-at", SLEEP) as job_id:
+        before = place.written()
+        for look in (place.platform.status, place.platform.logs, place.platform.left):
+            look(job_id)
+        assert place.written() == before
+
+
+def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
+    asked = [
+        job(place, "rooted", SLEEP, root=root, directory=f"{place.directory}/{root}") for root in ("ours", "theirs")
+    ]
+    ours, theirs = [place.platform.submit(place.platform.render(one)) for one in asked]
+    assert place.live_jobs() == 2
+    place.platform.cancel(ours)
+    assert place.platform.status(theirs).state.live
+    place.platform.cancel(theirs)
     assert place.live_jobs() == 0
 
 

@@ -2,82 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-import runai
-from batch import running_batch
-from batch_jobs import settings_of
-from runai_jobs import settings_of as runai_settings
 from waiting import until
 
 from launcher.job import JobState
-from launcher.platforms.batch.platform import BatchPlatform
-from launcher.platforms.runai.platform import RunaiPlatform
-from launcher.platforms.runai.rest import Rest
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import *  # noqa: F403  the same tests, with the places of this file
-from test_platform_contract import IMAGE, Place, gke_place, local_place, submitted, toy_place
-
-
-@contextlib.contextmanager
-def batch_place(folder: Path) -> Iterator[Place]:
-    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2)
-    with running_batch(folder / "cloud") as cloud, pytest.MonkeyPatch.context() as patch:
-        for name, value in cloud.environment.items():
-            patch.setenv(name, value)
-        yield Place(
-            platform=BatchPlatform(settings, grace=4, settle=0),
-            directory=str(folder / "runs"),
-            live_jobs=lambda: len(cloud.live()),
-            image=IMAGE,
-        )
-
-
-@contextlib.contextmanager
-def runai_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
-    """By REST or by the command line; each generation with the environment that pods had in its time."""
-    claims = [{"name": "scratch", "path": str(folder)}]
-    with (
-        runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster,
-        runai.serving(cluster) as api,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        if variant != "rest":
-            patch.setenv("PATH", str(runai.program(folder, cluster, variant).parent), prepend=os.pathsep)
-        by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
-        settings = runai_settings(claims=claims, grace=2, **by)
-        environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
-        yield Place(
-            platform=RunaiPlatform(settings, Rest(settings, environ) if variant == "rest" else None),
-            directory=str(folder / "runs"),
-            live_jobs=lambda: len(cluster.live()),
-            image=IMAGE,
-        )
-
+from test_platform_contract import Place, batch_place, gke_place, local_place, runai_place, submitted
 
 PLACES = {
     "local": local_place,
-    "toy": toy_place,
     "gke": partial(gke_place, simulate=False),
     "gke-job": partial(gke_place, simulate=False, workload="job"),
-    "runai-v1": partial(runai_place, variant="v1", version="2.13"),
-    "runai-v2": partial(runai_place, variant="v2-newest", version="2.18"),
-    "runai-rest": partial(runai_place, variant="rest", version="2.18"),
-    "batch": batch_place,
+    "runai-v1": partial(runai_place, simulate=False, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_place, simulate=False, variant="v2-newest", version="2.18"),
+    "runai-rest": partial(runai_place, simulate=False, variant="rest", version="2.18"),
+    "batch": partial(batch_place, simulate=False),
 }
 
 
 @pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with PLACES[request.param](tmp_path) as made:
-        yield made
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path) as place:
+        yield place
 
 
 @pytest.fixture

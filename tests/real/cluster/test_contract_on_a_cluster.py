@@ -40,15 +40,15 @@ def place() -> Iterator[Place]:
         marks = [(one.metadata.labels[RUN_LABEL], one.metadata.labels[ATTEMPT_LABEL]) for one in listed]
         return {JobId(f"default/{run}-{attempt}") for run, attempt in marks if run.startswith("contract-")}
 
+    def cancelled() -> None:
+        for job_id in jobs():
+            platform.cancel(job_id)
+
     with TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder:
-        try:
-            for job_id in jobs():
-                platform.cancel(job_id)
-            yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=lambda: len(jobs()), image=image)
-        finally:
-            for job_id in jobs():
-                platform.cancel(job_id)
-            platform.close()
+        cancelled()
+        yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=lambda: len(jobs()), image=image)
+        cancelled()
+        platform.close()
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from launcher.images.settings import PrebuiltImage
 def cluster() -> Iterator[Cluster]:
     """Two machines, and a bucket that they and the launcher reach."""
     with bucket_emulator("drills") as address, running_cluster(nodes=2) as made:
-        reached = f"http://{made.check_access(int(address.rpartition(':')[2]))}"
-        made.options.image_environment["STORAGE_EMULATOR_HOST"] = reached
+        made.image_environment["STORAGE_EMULATOR_HOST"] = address
         yield made
 
 
@@ -29,7 +28,7 @@ def place(cluster: Cluster, pushed_image: PrebuiltImage) -> tuple[dict[str, Any]
         "workload": "jobset",
     }  # fmt: skip
     image = pushed_image.model_dump(mode="json")
-    bucket = cluster.options.image_environment["STORAGE_EMULATOR_HOST"]
+    bucket = cluster.image_environment["STORAGE_EMULATOR_HOST"]
     return {"root": "gs://drills/there", "platform": platform, "image": image}, {"STORAGE_EMULATOR_HOST": bucket}
 
 

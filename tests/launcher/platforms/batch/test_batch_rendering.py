@@ -1,4 +1,4 @@
-"""What is sent to Batch: golden files, and what has to hold for whatever is asked."""
+"""What is sent to Batch: golden files, what has to hold for whatever is asked, and what is refused before."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from batch_jobs import job_of, settings_of
 from golden_files import GOLDEN, differences, require_differences, require_golden
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from launcher.config import read_yaml
+from launcher.config import RunConfig, read_yaml, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.render import container_of, group_of, labels_of
+from launcher.platforms.batch.settings import BatchPlatformConfig
+from litgpt_demo.findings import Finding
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("batch*.yaml"))
 
@@ -75,15 +78,15 @@ def test_it_is_a_job_of_the_client_s_own_types_and_nothing_is_wrong_with_it() ->
         assert [str(one) for one in found if one.severity == "error"] == [], case
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_nodes_run_at_once_on_a_vm_each_and_none_is_restarted_without_its_peers(case: str) -> None:
+def test_all_nodes_run_at_once_on_a_vm_each_and_none_is_restarted_without_its_peers() -> None:
     """Otherwise the first would wait for the others forever, or one that comes back find no peers."""
-    body = rendered(case).body
-    group, nodes = group_of(body), settings_of(**CASES[case]).nodes
-    assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
-    assert group.get("requireHostsFile", False) == (nodes > 1)
-    assert nodes == 1 or group["taskSpec"]["maxRetryCount"] == 0
-    assert "--shm-size=" in container_of(body)["options"], "it would be Docker's 64 MB"
+    for case in CASES:
+        body = rendered(case).body
+        group, nodes = group_of(body), settings_of(**CASES[case]).nodes
+        assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
+        assert group.get("requireHostsFile", False) == (nodes > 1)
+        assert nodes == 1 or group["taskSpec"]["maxRetryCount"] == 0
+        assert "--shm-size=" in container_of(body)["options"], "it would be Docker's 64 MB"
 
 
 @pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])
@@ -122,3 +125,60 @@ def test_secrets_are_named_and_never_held() -> None:
     environment = group_of(rendered("private").body)["taskSpec"]["environment"]
     assert environment["secretVariables"] == {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}
     assert "WANDB_API_KEY" not in environment["variables"]
+
+
+# --- what is refused before -------------------------------------------------------------------------------------------
+
+L4 = {"machine": "g2-standard-4"}
+SECRET = "projects/p/secrets/registry/versions/latest"
+
+
+def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
+    platform = BatchPlatform(settings)
+    return {one.code: one for one in platform.check(platform.render(job_of(settings, **changes)))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"machine": "a2-highgpu-8g", "gpus": 4}, "has 8; leave platform.gpus out"),
+        ({**L4, "spot": True, "reservation": "projects/p/zones/z/reservations/mine"}, "keep one"),
+        ({**L4, "flex_start": True}, "max_seconds is not given"),
+        ({**L4, "registry_username": SECRET}, "a login takes both"),
+        ({**L4, "zones": ["us-east1-b"]}, "us-east1-b, which is no zone of platform.location=us-central1"),
+        ({**L4, "tags": ["No Tag"]}, "tags.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        settings_of(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "fix"),
+    [
+        ({"machine": "n2-standard-8"}, "batch.machine", "platform.gpus (0 trains on CPUs)"),
+        ({"machine": "a3-highgpu-8g"}, "batch.network", "platform.kind=gke"),
+        ({"machine": "a4-highgpu-8g"}, "batch.boot-disk", "hyperdisk-balanced"),
+        ({**L4, "subnetwork": "projects/p/regions/us-east1/subnetworks/s"}, "batch.subnetwork", "regions/us-central1"),
+        ({**L4, "external_ip": False}, "batch.external-ip", "platform.subnetwork"),
+        ({**L4, "boot_image": "projects/cos-cloud/global/images/cos-125"}, "batch.cos", "platform.os=cos"),
+    ],
+)
+def test_what_would_go_wrong_is_found_with_what_to_do(changes: dict[str, Any], code: str, fix: str) -> None:
+    assert fix in found(settings_of(**changes))[code].fix
+
+
+@pytest.mark.parametrize("setting", [{"secrets": {"KEY": "hunter2"}}, {"registry_password": "hunter2"}])
+def test_a_secret_s_value_is_not_shown_where_its_name_should_stand(setting: dict[str, Any]) -> None:
+    given = {"kind": "batch", "project": "my-project", "location": "us-central1", **L4, **setting}
+    with pytest.raises(ConfigProblem, match="is no name of a secret") as caught:
+        validated(RunConfig, {"platform": given}, where="run.yaml")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_root_on_this_machine_needs_a_file_server_that_has_it() -> None:
+    assert "platform.nfs" in found(settings_of(), directory="/home/me/output/runs/x/attempts/1")["batch.root"].fix
+    shared = settings_of(nfs="10.0.0.2:/data")
+    assert "batch.root" not in found(shared, directory="/mnt/disks/shared/runs/x/attempts/1")
+    assert "nfs_path" in found(shared, directory="/mnt/disks/other/runs/x/attempts/1")["batch.root"].what

@@ -37,23 +37,37 @@ def cloud(tmp_path: Path, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch) 
     with google_cloud(tmp_path) as made:
         made.token = lambda: kubernetes.token
         address, certificate = kubernetes.tls()
-        made.add(
-            GoogleCluster(
-                name="here",
-                endpoint=address.removeprefix("https://"),
-                master_auth={"cluster_ca_certificate": base64.b64encode(certificate.encode()).decode()},
-            ),
-            "europe-west4-b",
-        )
+        found = GoogleCluster(name="here", endpoint=address.removeprefix("https://"))
+        made.add(found, "europe-west4-b")
+        trust(made, certificate)
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(made.key))
         # The client is the real one; only where it calls is changed.
         monkeypatch.setattr("google.cloud.container_v1.ClusterManagerClient", made.client)
         yield made
 
 
-def settings(**changes: object) -> GkePlatformConfig:
-    given = {"kind": "gke", "cluster": "here", "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
-    return GkePlatformConfig.model_validate(given | changes)
+def trust(cloud: GoogleCloud, certificate: str) -> None:
+    """The GKE API says that the cluster has this certificate."""
+    (found,) = cloud.clusters.values()
+    found.master_auth.cluster_ca_certificate = base64.b64encode(certificate.encode()).decode()
+
+
+def settings(name: str = "here") -> GkePlatformConfig:
+    given = {"cluster": name, "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
+    return GkePlatformConfig.model_validate({"kind": "gke", **given})
+
+
+def kubeconfig(cluster: Cluster, path: Path, *, server: str | None = None, user: dict[str, Any] | None = None) -> Path:
+    """The cluster's kubeconfig with another address or user, as somebody may hand it on."""
+    document = yaml.safe_load(cluster.kubeconfig.read_text())
+    document["clusters"][0]["cluster"]["server"] = server or cluster.host
+    document["users"][0]["user"] = user or {"token": cluster.token}
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def connected(path: Path | str) -> object:
+    return connect(GkePlatformConfig(kind="gke", kubeconfig=str(path))).list(PODS, "default")[0]
 
 
 def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
@@ -79,19 +93,16 @@ def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, kubern
 def test_a_certificate_of_somebody_else_is_not_trusted(
     cloud: GoogleCloud, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, other = kubernetes.tls()  # of a second server
-    found = next(iter(cloud.clusters.values()))
-    found.master_auth.cluster_ca_certificate = base64.b64encode(other.encode()).decode()
+    trust(cloud, kubernetes.tls()[1])  # of a second server
     monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", ())
     with pytest.raises(PlatformUnreachable, match=r"cannot be trusted or reached|CERTIFICATE_VERIFY_FAILED"):
         connect(settings()).version()
 
 
 def test_a_misspelt_name_is_told_with_those_there_are(cloud: GoogleCloud) -> None:
-    with pytest.raises(
-        ConfigProblem, match=rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
-    ):
-        connect(settings(cluster="her"))
+    words = rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
+    with pytest.raises(ConfigProblem, match=words):
+        connect(settings("her"))
 
 
 def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None:
@@ -110,56 +121,41 @@ def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
         "auth-provider": {"name": "gcp", "config": {"cmd-path": f"/usr/bin/touch {ran}"}},
         "tokenFile": "/etc/hostname",
     }
-    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    document["users"][0]["user"] = {way: users[way]}
-    (tmp_path / "theirs").write_text(yaml.safe_dump(document))
+    theirs = kubeconfig(kubernetes, tmp_path / "theirs", user={way: users[way]})
     with pytest.raises(LoginProblem, match=f"{way} of the user test.*run `export KUBECONFIG=.*theirs`"):
-        connect(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "theirs"), context="test"))
+        connected(theirs)
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("place", ["home/.kube/clusters/mine", "dotfiles/mine"])
 def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
-    place: str, kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
     (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": kubernetes.token}}))
-    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    document["users"][0]["user"] = {
-        "exec": {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
-    }
-    own = tmp_path / "home/.kube/clusters/mine"
-    own.parent.mkdir(parents=True)
-    (real := tmp_path / place).parent.mkdir(exist_ok=True)
-    real.write_text(yaml.safe_dump(document))
-    if real != own:
-        own.symlink_to(real)
+    program = {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
+    kubeconfig(kubernetes, tmp_path / "dotfiles", user={"exec": program})
+    (tmp_path / "home/.kube").mkdir(parents=True)
+    (tmp_path / "home/.kube/linked").symlink_to(tmp_path / "dotfiles")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/clusters/mine")).list(PODS, "default")[0] == []
-    real.rename(tmp_path / "elsewhere")
+    assert connected("~/.kube/linked") == []
     with pytest.raises(LoginProblem, match="exec of the user test"):
-        connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/../../elsewhere"))
+        connected("~/.kube/../../dotfiles")
 
 
 def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(kubernetes: Cluster, tmp_path: Path) -> None:
-    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    document["clusters"][0]["cluster"]["server"] = "http://127.evil.example:8080"
-    (tmp_path / "plain").write_text(yaml.safe_dump(document))
+    plain = kubeconfig(kubernetes, tmp_path / "plain", server="http://127.evil.example:8080")
     with pytest.raises(LoginProblem, match=r"http://127\.evil\.example:8080, which is not encrypted.*https://"):
-        connect(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "plain")))
+        connected(plain)
 
 
 def test_a_pod_of_the_cluster_uses_its_own_account(
     kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kubernetes.config import incluster_config
-
     address, certificate = kubernetes.tls()
-    (tmp_path / "token").write_text(kubernetes.token)
-    (tmp_path / "ca.crt").write_text(certificate)
-    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
-    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    for name, text, what in (("TOKEN", kubernetes.token, "token"), ("CERT", certificate, "ca.crt")):
+        (tmp_path / what).write_text(text)
+        where = f"kubernetes.config.incluster_config.SERVICE_{name}_FILENAME"
+        monkeypatch.setattr(where, str(tmp_path / what))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", address.rpartition(":")[2])
-    cluster = connect(GkePlatformConfig(kind="gke", in_cluster=True))
-    assert cluster.allows("list", PODS, "default")
+    assert connect(GkePlatformConfig(kind="gke", in_cluster=True)).allows("list", PODS, "default")

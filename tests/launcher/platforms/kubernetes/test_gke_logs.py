@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gke_jobs import gke, job, started
+from gke_jobs import begun, gke
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_cluster import Cluster
 from waiting import until
 
 from launcher.job import JobId, JobState, LogLine
@@ -24,14 +23,8 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "_PAUSES", (0.02,))
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(simulate=True) as made:
-        yield made
-
-
-def say(cluster: Cluster, node: int, *lines: str, name: str = "demo") -> None:
-    pod = cluster.pods(f"{name}-1-nodes-0-{node}-")[0]["metadata"]["name"]
+def say(cluster: Cluster, node: int, *lines: str) -> None:
+    pod = cluster.pods(f"demo-1-nodes-0-{node}-")[0]["metadata"]["name"]
     for line in lines:
         cluster.say(pod, line)
 
@@ -39,9 +32,8 @@ def say(cluster: Cluster, node: int, *lines: str, name: str = "demo") -> None:
 class Reader:
     """Follows a job as the launcher does: the status, then a page of its logs."""
 
-    def __init__(self, platform: GkePlatform, job_id: JobId) -> None:
-        self.platform, self.job_id = platform, job_id
-        self.position = ""
+    def __init__(self, platform: GkePlatform, job_id: JobId, position: str = "") -> None:
+        self.platform, self.job_id, self.position = platform, job_id, position
         self.lines: list[LogLine] = []
 
     def look(self) -> bool:
@@ -59,60 +51,43 @@ class Reader:
 
 
 def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
     cluster.cut_logs(*(range(7, 2000, 61)))
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader = Reader(*begun(cluster, tmp_path))
     told = [f"line {number}" for number in range(120)]
     for begin in range(0, 120, 20):
-        say(cluster, 0, *told[begin : begin + 20])
-        say(cluster, 1, *told[begin : begin + 20])
+        for node in (0, 1):
+            say(cluster, node, *told[begin : begin + 20])
         reader.look()
     cluster.finish("demo")
     until(reader.look)
-    assert reader.of(0) == told
-    assert reader.of(1) == told
+    assert reader.of(0) == reader.of(1) == told
 
 
-def test_the_same_position_gives_the_same_lines_again(cluster: Cluster, tmp_path: Path) -> None:
-    """An answer may be lost on its way; then the page is asked for once more."""
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    say(cluster, 0, "first")
-    reader.until(1)
+def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluster, tmp_path: Path) -> None:
+    """An answer may be lost on its way, or the orchestrator die; its successor has the position, or none at all."""
+    reader = Reader(*begun(cluster, tmp_path))
+    say(cluster, 0, "a")
+    say(cluster, 1, "b")
+    reader.until(2)
     before = reader.position
-    say(cluster, 0, "second")
-    until(lambda: platform.logs(reader.job_id, before).lines)
-    say(cluster, 0, "third")
-    until(lambda: len(platform.logs(reader.job_id, before).lines) == 2)
-    assert [line.text for line in platform.logs(reader.job_id, before).lines] == ["second", "third"]
-
-
-def test_somebody_else_goes_on_from_a_position(cluster: Cluster, tmp_path: Path) -> None:
-    """The orchestrator dies, and its successor has the position, or none at all."""
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    say(cluster, 0, "a", "b")
-    say(cluster, 1, "c")
-    reader.until(3)
-    platform.close()
-    successor = Reader(gke(cluster), reader.job_id)
-    successor.position = reader.position
+    say(cluster, 0, "c")
+    until(lambda: reader.platform.logs(reader.job_id, before).lines)
     say(cluster, 0, "d")
-    successor.until(1)
-    assert [line.text for line in successor.lines] == ["d"]
-    beginner = Reader(gke(cluster), reader.job_id)
+    until(lambda: len(reader.platform.logs(reader.job_id, before).lines) == 2)
+    reader.platform.close()
+    successor, beginner = Reader(gke(cluster), reader.job_id, before), Reader(gke(cluster), reader.job_id)
+    successor.until(2)
     beginner.until(4)
-    assert beginner.of(0) == ["a", "b", "d"]
+    assert (successor.of(0), beginner.of(0)) == (["c", "d"], ["a", "c", "d"])
 
 
 def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=1)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader = Reader(*begun(cluster, tmp_path, restarts=1))
     say(cluster, 0, "first life")
     reader.until(1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
-    until(lambda: reader.look() or platform.status(reader.job_id).restarts == 1)
-    until(lambda: platform.status(reader.job_id).state is JobState.RUNNING)
+    until(lambda: reader.look() or reader.platform.status(reader.job_id).restarts == 1)
+    until(lambda: reader.platform.status(reader.job_id).state is JobState.RUNNING)
     say(cluster, 0, "second life")
     reader.until(2)
     cluster.finish("demo")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import IMAGE, gke, job
+from gke_jobs import add_tcpx_networks, gke, job
 from google.cloud.container_v1.types import Cluster as GoogleCluster
-from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_cluster import Cluster
 
 from launcher.errors import ConfigProblem
 from launcher.networks import tcpx
@@ -23,126 +20,82 @@ from litgpt_demo.findings import Finding
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
 RUNS = "gs://training/runs"
-SAYS_NOTHING = {"gke.image"}
-"""No test's image is in a registry."""
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(simulate=True, nodes=0, kueue=True) as made:
-        yield made
+def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
+    """Findings by code, without the good news and those of the image: no test's is in a registry."""
+    return {one.code: one for one in told(gke(cluster, **settings)) if one.severity != "info"}
 
 
-def found(cluster: Cluster, name: str = "demo", **settings: Any) -> dict[str, Finding]:
-    """Findings by code, the good news left out, and those of the image."""
-    platform = gke(cluster, **settings)
-    asked = job(RUNS, name, processes=platform._settings.processes, nodes=platform._settings.nodes)
-    news = platform.check(platform.render(asked))
-    return {one.code: one for one in news if one.severity != "info" and one.code not in SAYS_NOTHING}
+def told(platform: GkePlatform) -> list[Finding]:
+    settings = platform._settings
+    news = platform.check(platform.render(job(RUNS, processes=settings.processes, nodes=settings.nodes)))
+    return [one for one in news if one.code != "gke.image"]
 
 
-def for_tcpx(cluster: Cluster, *, plugin: str = tcpx.PAIRS[0].plugin, nodes: int = 2) -> None:
-    """All that A3 High needs."""
-    cluster.add_nodes(nodes, gpus=8, machine="a3-highgpu-8g", labels=H100)
-    for number in range(1, 5):
-        reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": f"vpc{number}"}
-        cluster.apply("networks", {
-            "metadata": {"name": f"vpc{number}"}, "spec": {"type": "Device", "parametersRef": reference},
-        })  # fmt: skip
-        cluster.apply("gkenetworkparamsets", {"metadata": {"name": f"vpc{number}"}, "spec": {"vpc": "v"}})
-    daemon_set(cluster, "nccl-tcpx-installer", f"{tcpx.PLUGIN_IMAGE}:{plugin}")
-    daemon_set(cluster, "device-injector", "gcr.io/gke-release/nri-device-injector@sha256:" + 64 * "6")
+def add_tcpx(cluster: Cluster, *, plugin: str) -> None:
+    """All that A3 High needs, with that release of the plug-in."""
+    cluster.add_nodes(2, gpus=8, machine="a3-highgpu-8g", labels=H100)
+    add_tcpx_networks(cluster)
+    ready = dict.fromkeys(("numberReady", "desiredNumberScheduled", "currentNumberScheduled"), 2)
+    for name, image in {
+        "nccl-tcpx-installer": f"{tcpx.PLUGIN_IMAGE}:{plugin}",
+        "device-injector": "gcr.io/gke-release/nri-device-injector:v1",
+    }.items():
+        labels = {"k8s-app": name}
+        pod = {"initContainers": [{"name": "installer", "image": image}], "containers": [{"name": "p", "image": "p"}]}
+        template = {"metadata": {"labels": labels}, "spec": pod}
+        spec = {"selector": {"matchLabels": labels}, "template": template}
+        status = {**ready, "numberMisscheduled": 0}
+        cluster.apply("daemonsets", {"metadata": {"name": name}, "spec": spec, "status": status})
 
 
-def daemon_set(cluster: Cluster, name: str, image: str, *, ready: int = 2) -> None:
-    labels = {"k8s-app": name}
-    pause = {"name": "pause", "image": "gke.gcr.io/pause:3.8"}
-    pod = {"initContainers": [{"name": "installer", "image": image}], "containers": [pause]}
-    cluster.apply("daemonsets", {
-        "metadata": {"name": name},
-        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod}},
-        "status": {"numberReady": ready, "desiredNumberScheduled": 2, "currentNumberScheduled": 2,
-                   "numberMisscheduled": 0},
-    })  # fmt: skip
-
-
-def test_a_cluster_that_has_everything_is_found_good_and_says_so(cluster: Cluster) -> None:
-    for_tcpx(cluster)
-    cluster.add_queue("research")
-    platform = gke(cluster, queue="research", **TCPX)
-    news = [one for one in platform.check(platform.render(job(RUNS, processes=8))) if one.code != "gke.image"]
-    assert [str(one) for one in news if one.severity != "info"] == []
-    assert {one.code for one in news} >= {
+def test_a_cluster_that_has_everything_is_found_good_and_says_so(bare: Cluster) -> None:
+    add_tcpx(bare, plugin=tcpx.PAIRS[0].plugin)
+    bare.add_queue("research")
+    assert {one.code for one in told(gke(bare, queue="research", **TCPX)) if one.severity == "info"} >= {
         "gke.version", "gke.permissions", "gke.namespace", "gke.jobset", "gke.queue", "gke.networks", "gke.installer",
         "gke.machines",
     }  # fmt: skip
+    assert found(bare, queue="research", **TCPX) == {}
 
 
-def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_not_told(cluster: Cluster) -> None:
-    cluster.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
-    settings: dict[str, Any] = {
-        "service_account": "trainer",
-        "queue": "reserch",
-        "claim": "shared",
-        "topology": "block",
-    }
-    platform = gke(cluster, namespace="nowhere", **settings)
-    news = [one for one in platform.check(platform.render(job(RUNS))) if one.severity != "info"]
-    assert news[0].what.startswith("there is no namespace nowhere")
-    assert {one.code for one in news} - SAYS_NOTHING == {"gke.namespace", "gke.topology", "gke.machines"}
+def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_not_told(bare: Cluster) -> None:
+    bare.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
+    news = found(bare, namespace="nowhere", service_account="trainer", queue="reserch", topology="block")
+    assert list(news) == ["gke.namespace", "gke.topology", "gke.machines"]
     with pytest.raises(ConfigProblem, match="kubectl create namespace nowhere"):
-        platform.check_access()
+        gke(bare, namespace="nowhere").check_access()
 
 
-MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {
-    "namespace": ({"namespace": "nowhere"}, "there is no namespace nowhere", "kubectl create namespace nowhere"),
-    "service-account": ({"service_account": "me"}, "there is no service account me", "kubectl create serviceaccount"),
-    "queue": ({"queue": "reserch"}, "no LocalQueue reserch in namespace default", "kubectl get localqueues"),
-    "priority": ({"priority": "high"}, "there is no PriorityClass high", "fix platform.priority"),
-    "secret": ({"secrets": {"HF_TOKEN": "hub/token"}}, "there is no Secret hub", "kubectl create secret generic hub"),
-    "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "fix platform.claim"),
-}
-
-
-@pytest.mark.parametrize("code", MISSING)
-def test_what_the_job_refers_to_and_is_not_there_is_named(cluster: Cluster, code: str) -> None:
-    cluster.add_nodes(2)
-    settings, what, fix = MISSING[code]
-    told = found(cluster, **settings)
-    assert set(told) == {f"gke.{code}"}
-    assert what in told[f"gke.{code}"].what
-    assert fix in told[f"gke.{code}"].fix
-
-
-def login(name: str, kind: str = "kubernetes.io/dockerconfigjson") -> dict[str, Any]:
-    entry = ".dockerconfigjson" if kind.endswith("json") else "token"
-    config = json.dumps({"auths": {IMAGE.partition("/")[0]: {"auth": "YTpi"}}}).encode()
-    return {"metadata": {"name": name}, "type": kind, "data": {entry: base64.b64encode(config).decode()}}
-
-
-def test_a_pull_secret_has_to_be_there_and_to_be_a_login(cluster: Cluster) -> None:
-    """Pods are created without it all the same, and wait for their image on machines that are paid for."""
-    cluster.add_nodes(2)
-    cluster.apply("secrets", login("good"))
-    cluster.apply("secrets", login("token", "Opaque"))
-    assert found(cluster, image_pull_secrets=("good",)) == {}
-    missing = found(cluster, image_pull_secrets=("good", "nowhere"))["gke.pull-secret"]
-    assert "there is no Secret nowhere in namespace default" in missing.what
-    assert "kubectl create secret docker-registry nowhere --namespace default" in missing.fix
-    wrong = found(cluster, image_pull_secrets=("token",))["gke.pull-secret"]
-    assert "Secret token is of type Opaque" in wrong.what
-    assert wrong.severity == missing.severity == "error"
+@pytest.mark.parametrize(
+    ("code", "settings", "fix"),
+    [
+        ("service-account", {"service_account": "me"}, "kubectl create serviceaccount"),
+        ("queue", {"queue": "reserch"}, "kubectl get localqueues"),
+        ("priority", {"priority": "high"}, "fix platform.priority"),
+        ("secret", {"secrets": {"HF_TOKEN": "hub/token"}}, "kubectl create secret generic hub"),
+        ("pull-secret", {"image_pull_secrets": ("login",)}, "kubectl create secret docker-registry login"),
+        ("claim", {"claim": "shared"}, "fix platform.claim"),
+    ],
+)
+def test_what_the_job_refers_to_and_is_not_there_is_named(
+    bare: Cluster, code: str, settings: dict[str, Any], fix: str
+) -> None:
+    bare.add_nodes(2)
+    (news,) = found(bare, **settings).values()
+    assert (news.code, news.severity, fix in news.fix) == (f"gke.{code}", "error", True)
 
 
 # --- what the namespace lets in ---------------------------------------------------------------------------------------
 
 
-def test_a_quota_that_can_never_hold_all_pods(cluster: Cluster) -> None:
-    cluster.add_nodes(2)
-    cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
-    told = found(cluster)
-    assert {code: one.severity for code, one in told.items()} == {"gke.quota": "error"}
-    assert told["gke.quota"].what == "quota small allows 1 of pods, and the job asks for 2"
+def test_a_quota_that_can_never_hold_all_pods_is_an_error(bare: Cluster) -> None:
+    bare.add_nodes(2)
+    bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
+    (news,) = found(bare).values()
+    assert (news.code, news.severity) == ("gke.quota", "error")
+    assert news.what == "quota small allows 1 of pods, and the job asks for 2"
 
 
 @pytest.mark.parametrize(
@@ -153,107 +106,78 @@ def test_a_quota_that_can_never_hold_all_pods(cluster: Cluster) -> None:
     ],
 )
 def test_what_admission_says_to_a_pod_that_is_only_tried_out_is_told_with_its_fix(
-    cluster: Cluster, words: str, code: str
+    bare: Cluster, words: str, code: str
 ) -> None:
-    cluster.add_nodes(2)
-    cluster.answer(403, verb="create", resource="pods", message=f'pods "demo-1" is forbidden: {words}')
-    told = found(cluster)
-    assert {code: one.severity for code, one in told.items()} == {code: "error"}
-    assert words.rpartition(": ")[2] in told[code].what
-    assert told[code].fix
+    bare.add_nodes(2)
+    bare.answer(403, verb="create", resource="pods", message=f'pods "demo-1" is forbidden: {words}')
+    (news,) = found(bare).values()
+    assert (news.code, news.severity) == (code, "error")
+    assert words.rpartition(": ")[2] in news.what
+    assert news.fix
 
 
-# --- networks ---------------------------------------------------------------------------------------------------------
+# --- networks and machines --------------------------------------------------------------------------------------------
 
 
-def test_networks_that_are_missing_are_named_beside_those_there_are(cluster: Cluster) -> None:
-    for_tcpx(cluster)
+def test_networks_that_are_missing_and_a_plug_in_that_is_not_the_jobs_are_named_beside_what_is_there(
+    bare: Cluster,
+) -> None:
+    add_tcpx(bare, plugin="v3.1.9")
     for name in ("vpc2", "vpc4"):
-        cluster.remove("networks", name)
-    told = found(cluster, **TCPX)
-    assert told["gke.networks"].what == "the Network objects vpc2, vpc4 are missing (there are vpc1, vpc3)"
+        bare.remove("networks", name)
+    news = found(bare, **TCPX)
+    assert news["gke.networks"].what == "the Network objects vpc2, vpc4 are missing (there are vpc1, vpc3)"
+    assert news["gke.installer"].severity == "error"
+    assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in news["gke.installer"].what
+    assert "set platform.network_plugin=v3.1.9" in news["gke.installer"].fix
+    assert "gke.installer" not in found(bare, network_plugin="v3.1.9", **TCPX)
 
 
-def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
-    for_tcpx(cluster, plugin="v3.1.9")
-    told = found(cluster, **TCPX)
-    assert told["gke.installer"].severity == "error"
-    assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in told["gke.installer"].what
-    assert "set platform.network_plugin=v3.1.9" in told["gke.installer"].fix
-    assert "gke.installer" not in found(cluster, network_plugin="v3.1.9", **TCPX)
-
-
-# --- machines ---------------------------------------------------------------------------------------------------------
-
-
-def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(cluster: Cluster) -> None:
-    cluster.add_nodes(1, gpus=8, labels=H100)
-    cluster.add_nodes(1, gpus=4, labels=H100)
-    cluster.add_nodes(1, gpus=8, labels=H100, taints=[{"key": "team", "value": "x", "effect": "NoSchedule"}])
-    cluster.add_nodes(1)
-    told = found(cluster, machine="a3-highgpu-8g", nodes=3)["gke.machines"]
-    assert told.severity == "error"
-    assert "only 1 of 3 machines are there" in told.what
+def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(bare: Cluster) -> None:
+    bare.add_nodes(1, gpus=8, labels=H100)
+    bare.add_nodes(1, gpus=4, labels=H100)
+    bare.add_nodes(1, gpus=8, labels=H100, taints=[{"key": "team", "value": "x", "effect": "NoSchedule"}])
+    bare.add_nodes(1)
+    news = found(bare, machine="a3-highgpu-8g", nodes=3)["gke.machines"]
+    assert news.severity == "error"
+    assert "only 1 of 3 machines are there" in news.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
-        assert f"1 {why}" in told.what
+        assert f"1 {why}" in news.what
 
 
-def pool(name: str, machine: str, **more: Any) -> dict[str, Any]:
+def pool(name: str, machine: str = "a3-highgpu-8g", **more: Any) -> dict[str, Any]:
     return {"name": name, "config": {"machine_type": machine}, "locations": ["a", "b"], **more}
 
 
+GROWING = pool("gpu", autoscaling={"enabled": True, "max_node_count": 2})
+
+
 @pytest.mark.parametrize(
-    ("described", "code", "what"),
+    ("described", "nodes", "code", "what"),
     [
-        ({"node_pools": [pool("small", "e2-standard-4")]}, "gke.pools", "there are small of e2-standard-4"),
-        (
-            {"node_pools": [pool("gpu", "a3-highgpu-8g", initial_node_count=1)]},
-            "gke.pools", "cannot give them (gpu: 2 at most)",
-        ),
-        (
-            {"node_pools": [
-                pool("gpu", "a3-highgpu-8g", autoscaling={"enabled": True, "max_node_count": 2}),
-                pool("more", "a3-highgpu-8g", autoscaling={"enabled": True, "total_max_node_count": 3}),
-            ]},
-            "gke.pools", "gpu: 4 at most, more: 3 at most",
-        ),
-        (
-            {"node_pools": [pool("gpu", "a3-highgpu-8g", autoscaling={"enabled": True, "max_node_count": 4})]},
-            "gke.machines", "can grow to it (gpu: 8 at most)",
-        ),
-        ({"autopilot": {"enabled": True}}, "gke.machines", "GKE makes the others"),
+        ({"node_pools": [pool("small", "e2-standard-4")]}, 2, "gke.pools", "there are small of e2-standard-4"),
+        ({"node_pools": [pool("gpu", initial_node_count=1)]}, 3, "gke.pools", "cannot give them (gpu: 2 at most)"),
+        ({"node_pools": [GROWING]}, 5, "gke.pools", "cannot give them (gpu: 4 at most)"),
+        ({"node_pools": [GROWING]}, 4, "gke.machines", "can grow to it (gpu: 4 at most)"),
+        ({"autopilot": {"enabled": True}}, 4, "gke.machines", "GKE makes the others"),
     ],
-)  # fmt: skip
-def test_node_pools_can_give_so_many_machines_and_no_more(described: dict[str, Any], code: str, what: str) -> None:
-    settings = GkePlatformConfig(kind="gke", cluster="c", location="l", machine="a3-highgpu-8g", nodes=8)
-    (told,) = pools(GoogleCluster(described), settings, "only 0 of 8 machines are there")
-    assert told.code == code
-    assert what in told.what
+)
+def test_node_pools_can_give_so_many_machines_and_no_more(
+    described: dict[str, Any], nodes: int, code: str, what: str
+) -> None:
+    settings = GkePlatformConfig(kind="gke", cluster="c", location="l", machine="a3-highgpu-8g", nodes=nodes)
+    (news,) = pools(GoogleCluster(described), settings, "too few machines are there")
+    assert news.code == code
+    assert what in news.what
 
 
-# --- the cluster ------------------------------------------------------------------------------------------------------
-
-
-def test_a_jobset_that_is_too_old_to_tell_failures_apart(cluster: Cluster) -> None:
-    cluster.add_nodes(2)
+def test_a_jobset_that_is_too_old_to_tell_failures_apart_is_named_with_what_would_do(bare: Cluster) -> None:
+    bare.add_nodes(2)
     unknown = 'strict decoding error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"'
-    cluster.answer(400, verb="create", resource="jobsets", message=unknown)
-    assert "older than 0.10" in found(cluster)["gke.jobset"].what
-
-
-def test_what_the_cluster_would_refuse_is_told_in_its_words(cluster: Cluster) -> None:
-    cluster.add_nodes(2)
-    platform = gke(cluster)
-    submission = platform.render(job(RUNS))
-    spec = submission.body["items"][-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    spec["volumes"].append({"name": "scratch", "emptyDir": {}})
-    told = [one for one in platform.check(submission) if one.code == "gke.refused"]
-    assert len(told) == 1
-    assert 'Duplicate value: "scratch"' in told[0].what
-    assert cluster.objects("jobsets") == []
+    bare.answer(400, verb="create", resource="jobsets", message=unknown)
+    assert "older than 0.10" in found(bare)["gke.jobset"].what
 
 
 def test_a_cluster_that_cannot_be_reached_is_one_finding(tmp_path: Path) -> None:
     platform = GkePlatform(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"), nodes=2))
-    told = list(platform.check(platform.render(job(RUNS))))
-    assert [one.code for one in told if one.severity == "error"] == ["gke.cluster"]
+    assert [one.code for one in told(platform) if one.severity == "error"] == ["gke.cluster"]

@@ -1,4 +1,4 @@
-"""What a `platform: {kind: gke}` section may say."""
+"""What a `platform: {kind: gke}` section may say, and where every variable of a node comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from launcher.checks.preflight import check_program
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
-from launcher.job import Job
+from launcher.job import Job, Submission
 from launcher.platforms.kubernetes.checks import Submitted, check_settings
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -20,63 +20,50 @@ JOB = Job(
     name="owt-01", attempt=1, nodes=2, processes=8, program=("-m", "x"), directory="gs://b/runs/owt-01/attempts/1",
     image="registry/train@sha256:" + 64 * "0",
 )  # fmt: skip
+TCPX = {"machine": "a3-highgpu-8g", "network": "tcpx"}
+TCPXO = {"machine": "a3-megagpu-8g", "network": "tcpxo"}
 
 
-def platform(**options: Any) -> GkePlatformConfig:
-    config = validated(ScriptConfig, {"script": "-m x", "platform": {"kind": "gke", **options}}, where="here")
-    assert isinstance(config.platform, GkePlatformConfig)
-    return config.platform
+def config(script: str = "-m x", **options: Any) -> ScriptConfig:
+    return validated(ScriptConfig, {"script": script, "platform": {"kind": "gke", **options}}, where="here")
 
 
-@pytest.mark.parametrize(
-    ("options", "processes"),
-    [
-        ({}, 1),
-        ({"gpus": 4}, 4),
-        ({"machine": "a4x-highgpu-4g"}, 4),
-        ({"machine": "a3-highgpu-8g", "processes": 2}, 2),
-    ],
-)
-def test_there_is_one_rank_per_gpu_unless_it_is_said(options: dict[str, Any], processes: int) -> None:
-    assert platform(**options).processes == processes
+def rendered(options: dict[str, Any], **changes: Any) -> Submission:
+    settings = config(nodes=2, **options).platform
+    assert isinstance(settings, GkePlatformConfig)
+    return GkePlatform(settings).render(replace(JOB, **changes))
+
+
+def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
+    """Findings of the settings by code."""
+    settings = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
+    return {one.code: one for one in check_settings(Submitted(rendered(options, **changes).body["items"], settings))}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"machine": "a3-highgpu-8"}, "'a3-highgpu-8' is not in the table.*did you mean a3-highgpu-8g"),
-        ({"machine": "a3-highgpu-8g", "network": "tcpxo"}, "has not got; take tcpx"),
         ({"machine": "a3-highgpu-8g", "processes": 16}, "has 8 GPUs, and ranks cannot share one"),
         ({"network_registry": "google"}, "network_registry: 'google' given"),  # somebody's folder on Docker Hub
-        ({"roce_resource": "rdma/a"}, "platform.roce_resource=rdma/a means nothing to .*set network: roce, or leave"),
         ({"cluster": "mine", "location": "x", "kubeconfig": "k"}, "different ways to a cluster; keep one"),
-        ({"slice_nodes": 2, "nodes": 3, "queue": "q"}, "nodes=3 is no multiple of platform.slice_nodes=2"),
-        ({"spot": True, "flex_start": 60}, "two ways to buy a machine"),
+        ({"secrets": {"KEY": "the key itself"}}, r"secrets\.KEY"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
-        platform(**options)
+        config(**options)
 
 
 def test_a_script_is_a_path_in_the_image() -> None:
-    config = validated(ScriptConfig, {"script": "train.py", "platform": {"kind": "gke"}}, where="here")
-    assert [one.code for one in check_program(config)] == ["script.relative"]
-    there = validated(ScriptConfig, {"script": "/app/train.py", "platform": {"kind": "gke"}}, where="here")
-    assert there.program == ("/app/train.py",)
-    assert list(check_program(there)) == []
-
-
-def found(job: Job, **options: Any) -> dict[str, Finding]:
-    settings = platform(nodes=2, **options)
-    items = GkePlatform(settings).render(job).body["items"]
-    return {one.code: one for one in check_settings(Submitted(items, settings))}
+    assert [one.code for one in check_program(config("train.py"))] == ["script.relative"]
+    assert list(check_program(config("/app/train.py"))) == []
 
 
 def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
-    job = replace(JOB, directory="/data/runs/owt-01/attempts/1")
-    assert found(job).keys() == {"gke.root-not-shared"}
-    assert found(job, claim="nfs", claim_path="/data") == {}
+    directory = "/data/runs/owt-01/attempts/1"
+    assert found({}, directory=directory).keys() == {"gke.root-not-shared"}
+    assert found({"claim": "nfs", "claim_path": "/data"}, directory=directory) == {}
 
 
 @pytest.mark.parametrize(
@@ -89,25 +76,54 @@ def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is
     ],
 )
 def test_what_may_be_wished_for_and_does_not_end_well_is_a_warning(options: dict[str, Any], code: str) -> None:
-    assert {code: one.severity for code, one in found(JOB, **options).items()} == {code: "warning"}
+    assert {code: one.severity for code, one in found(options).items()} == {code: "warning"}
+
+
+def test_names_that_only_the_site_knows_have_to_be_given() -> None:
+    roce = {"gpus": 8, "network": "roce"}
+    given = {**roce, "roce_resource": "rdma/shared", "roce_network": "rails/a"}
+    lacking, without_need = found(roce), found({**given, "host_network": True})
+    assert lacking.keys() == {"network.roce-network", "network.roce-resource"}
+    assert found(given) == {}
+    assert "leave out platform.roce_network" in without_need["network.roce-network"].fix
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+def told(options: dict[str, Any], **env: str) -> dict[str, dict[str, str]]:
+    return {row["variable"]: dict(row) for row in rendered(options, env=env).environment}
+
+
+def test_every_variable_says_which_profile_platform_user_or_job_it_came_from_and_why() -> None:
+    rows = told({**TCPXO, "overrides": {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "1"}}, MY_FLAG="1", NCCL_BUFFSIZE="1")
+    assert {
+        "LITGPT_ATTEMPT": "platform", "NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY": "profile", "NCCL_DEBUG": "user",
+        "MY_FLAG": "job", "NCCL_NVLSTREE_MAX_CHUNKSIZE": "script", "NCCL_BUFFSIZE": "user",
+    }.items() <= {name: row["from"] for name, row in rows.items()}.items()  # fmt: skip
+    assert "instead of INFO" in rows["NCCL_DEBUG"]["why"]
+    assert rows["LD_LIBRARY_PATH"]["value"] == "/usr/local/nvidia/lib64:$LD_LIBRARY_PATH"
+    assert all(row["why"] for row in rows.values())
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "env", "message"),
     [
-        ({}, {"roce_resource": "kubectl describe node", "roce_network": "or take platform.host_network"}),
-        (
-            {"roce_resource": "rdma/shared", "roce_network": "rails/a", "host_network": True},
-            {"roce_network": "leave out platform.roce_network"},
-        ),
-        ({"roce_resource": "rdma/shared", "roce_network": "rails/a"}, {}),
+        (TCPX, {"NCCL_NET": "Socket"}, r"the network profile.*set it in platform.overrides"),
+        (TCPXO, {"NCCL_BUFFSIZE": "1"}, r"a script of the network profile sets NCCL_BUFFSIZE=8388608"),
+        (TCPX, {"LITGPT_ATTEMPT": "x"}, r"the launcher sets LITGPT_ATTEMPT.*leave it out of env"),
+        ({**TCPX, "overrides": {"A": "1"}}, {"A": "2"}, r"platform.overrides sets A=1"),
+        ({**TCPX, "overrides": {"LITGPT_NETWORK": "{}"}}, {}, r"platform.overrides sets LITGPT_NETWORK"),
+        (TCPX, {"not a name": "1"}, r"'not a name' cannot be an environment variable"),
     ],
 )
-def test_names_that_only_the_site_knows_have_to_be_given(options: dict[str, Any], said: dict[str, str]) -> None:
-    told = found(JOB, gpus=8, network="roce", **options)
-    assert {code: one.severity for code, one in told.items()} == {
-        f"network.{name.replace('_', '-')}": "error" for name in said
-    }
-    for finding, (name, fix) in zip(told.values(), said.items(), strict=True):
-        assert f"platform.{name}" in finding.what
-        assert fix in finding.fix
+def test_variables_that_disagree_are_refused(options: dict[str, Any], env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigProblem, match=message):
+        told(options, **env)
+
+
+def test_a_secret_is_read_from_the_cluster_and_only_its_name_is_shown() -> None:
+    options = {"secrets": {"WANDB_API_KEY": "loggers/wandb"}}
+    entry = told(options)["WANDB_API_KEY"]
+    assert (entry["value"], entry["from"], "loggers/wandb" in entry["why"]) == ("", "user", True)
+    assert "secretKeyRef:" in str(rendered(options))

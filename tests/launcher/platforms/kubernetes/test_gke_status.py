@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gke_jobs import end_of, gke, job, started
-from kubernetes_cluster import Cluster, running_cluster
+from gke_jobs import begun, end_of, gke, job, started
+from kubernetes_cluster import Cluster
 from waiting import until
 
 from launcher.errors import PlatformUnreachable
-from launcher.job import JobState
+from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import informer as watching
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.runs.diagnosis import Action, diagnose
@@ -20,85 +19,47 @@ from litgpt_demo.errors import EXIT_CODES, Fault
 PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(simulate=True) as made:
-        yield made
-
-
-def still_followed(cluster: Cluster, platform: GkePlatform, job_id: str) -> None:
-    """What happens from now on is seen."""
-    cluster.finish("demo")
-    until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)  # type: ignore[arg-type]
-
-
 # --- the life of a job ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_a_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workload: str) -> None:
-    platform = gke(cluster, workload=workload)
-    job_id = started(cluster, platform, job(tmp_path))
-    running = platform.status(job_id)
-    assert running.native.endswith("runs on 2 nodes")
-    assert running.exit_codes == {}
+    platform, job_id = begun(cluster, tmp_path, workload=workload)
+    told = platform.status(job_id)
+    assert (told.native.endswith("runs on 2 nodes"), told.exit_codes) == (True, {})
     cluster.finish("demo")
     seen = end_of(platform, job_id)
-    assert seen.state is JobState.SUCCEEDED
-    assert seen.exit_codes == {0: 0, 1: 0}
-    assert seen.started is not None
-    assert seen.ended is not None
-    assert seen.ended >= seen.started
-    assert seen.scheduled is not None
-    assert seen.pulled is not None
-    assert seen.started - 1 <= seen.scheduled <= seen.pulled + 1 <= seen.ended + 2, "in whole seconds"
+    assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
+    scheduled, pulled, since, ended = (one or 0 for one in (seen.scheduled, seen.pulled, seen.started, seen.ended))
+    assert 1 < since - 1 <= scheduled <= pulled + 1 <= ended + 2, "in whole seconds"
 
 
-@pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_a_failure_tells_every_nodes_exit_code_though_pods_are_gone(
-    cluster: Cluster, tmp_path: Path, workload: str
-) -> None:
+@pytest.mark.parametrize(("workload", "pod"), [("jobset", "-0-1"), ("job", "demo-1-1")])
+def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path, workload: str, pod: str) -> None:
     """The Job controller deletes the pods that still run when one has failed."""
-    platform = gke(cluster, workload=workload)
-    job_id = started(cluster, platform, job(tmp_path))
-    cluster.finish("-0-1" if workload == "jobset" else "demo-1-1", code=41)
+    platform, job_id = begun(cluster, tmp_path, workload=workload)
+    cluster.finish(pod, code=41)
     seen = end_of(platform, job_id)
-    assert seen.state is JobState.FAILED
-    assert seen.exit_codes[1] == 41
+    assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 41)
     assert "exit code 41" in seen.native or "FailJobSet" in seen.native
 
 
-def test_a_node_fault_restarts_the_job_and_that_is_seen(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=1)
-    job_id = started(cluster, platform, job(tmp_path))
+def test_faults_and_preemptions_restart_the_job_in_place_as_often_as_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    platform, job_id = begun(cluster, tmp_path, restarts=1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     told = platform.status(job_id)
     assert told.native.endswith("runs on 2 nodes, restarted 1 times")
     assert told.exit_codes == {}  # those of the last life are not this one's
-    cluster.finish("-0-0", code=EXIT_CODES[Fault.NODE])
-    seen = end_of(platform, job_id)
-    assert seen.state is JobState.FAILED
-    assert "ReachedMaxRestarts" in seen.native
-    assert seen.exit_codes[0] == EXIT_CODES[Fault.NODE]
-
-
-def test_a_preemption_restarts_the_job_in_place_as_often_as_a_fault_does(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=1)
-    job_id = started(cluster, platform, job(tmp_path))
-    cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
-    until(lambda: platform.status(job_id).restarts == 1)
-    until(lambda: platform.status(job_id).state is JobState.RUNNING)
     cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
     seen = end_of(platform, job_id)
-    assert "ReachedMaxRestarts" in seen.native
+    assert (seen.state, "ReachedMaxRestarts" in seen.native) == (JobState.FAILED, True)
     assert diagnose(seen, [], [], logs="").action is Action.RESTART
 
 
 def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=0)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path, restarts=0)
     cluster.finish("-0-1", code=PREEMPTED)
     seen = end_of(platform, job_id)
     assert (seen.state, seen.restarts, seen.exit_codes[1]) == (JobState.FAILED, 0, PREEMPTED)
@@ -114,8 +75,7 @@ def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(clust
 def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
     cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: Fault, action: Action, fix: str
 ) -> None:
-    platform = gke(cluster, workload=workload, restarts=0)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path, workload=workload, restarts=0)
     cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
     seen = end_of(platform, job_id)
     verdict = diagnose(seen, [], [], logs="")
@@ -124,9 +84,7 @@ def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
     assert fix in verdict.evidence
 
 
-def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_fault(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_killed_node_tells_its_signal_and_one_out_of_memory_its_fault(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[Fault.OUT_OF_MEMORY])):
         job_id = started(cluster, platform, job(tmp_path, name))
@@ -134,35 +92,22 @@ def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_f
         assert end_of(platform, job_id).exit_codes[0] == code
 
 
-@pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_a_machine_that_falls_silent_is_named_with_since_when_and_what_happens_next(
-    tmp_path: Path, workload: str
-) -> None:
-    with running_cluster(simulate=True, nodes=3) as cluster:
-        platform = gke(cluster, workload=workload)
-        job_id = started(cluster, platform, job(tmp_path))
-        lost = cluster.pods("-0-1-" if workload == "jobset" else "demo-1-1-")[0]["spec"]["nodeName"]
-        cluster.hang(lost)
-        (told,) = until(lambda: platform.status(job_id).reasons)
-        assert told.code == "gke.machine-lost"
-        assert told.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
-        assert "its pod is given up after 300 s; then the job starts again from its last checkpoint" in told.fix
-        cluster.give_up(lost)
-        until(lambda: any("its pod was given up" in one.fix for one in platform.status(job_id).reasons))
-        cluster.remove_node(lost)
-        if workload == "job":
-            assert end_of(platform, job_id).exit_codes[1] == PREEMPTED
-        else:
-            until(lambda: platform.status(job_id).restarts == 1)
-            until(lambda: platform.status(job_id).state is JobState.RUNNING)
-            assert platform.status(job_id).reasons == ()
+def test_a_machine_that_falls_silent_is_named_with_what_happens_next(cluster: Cluster, tmp_path: Path) -> None:
+    platform, job_id = begun(cluster, tmp_path, restarts=0)
+    lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
+    cluster.hang(lost)
+    (told,) = until(lambda: platform.status(job_id).reasons)
+    assert told.code == "gke.machine-lost"
+    assert told.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
+    assert "its pod is given up after 300 s" in told.fix
+    cluster.give_up(lost)
+    until(lambda: any("its pod was given up" in one.fix for one in platform.status(job_id).reasons))
+    cluster.remove_node(lost)
+    assert end_of(platform, job_id).exit_codes[1] == PREEMPTED
 
 
-def test_a_node_whose_peer_is_lost_has_ended_and_it_is_told_that_others_have_not(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+def test_where_one_node_has_ended_and_a_silent_one_has_not_that_is_told(cluster: Cluster, tmp_path: Path) -> None:
+    platform, job_id = begun(cluster, tmp_path)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.silence(lost)
     cluster.finish("-0-0-", code=EXIT_CODES[Fault.NETWORK])
@@ -175,9 +120,16 @@ def test_a_node_whose_peer_is_lost_has_ended_and_it_is_told_that_others_have_not
 # --- an API that misbehaves -------------------------------------------------------------------------------------------
 
 
+def seen(platform: GkePlatform, job_id: JobId) -> JobState | None:
+    """The job's state; None while nobody answers."""
+    try:
+        return platform.status(job_id).state
+    except PlatformUnreachable:
+        return None
+
+
 def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     end = cluster.answer(503, verb="watch")
     cluster.expire_watches()
     cluster.finish("demo")
@@ -187,58 +139,18 @@ def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tm
     assert end_of(platform, job_id).exit_codes == {0: 0, 1: 0}
 
 
-@pytest.mark.parametrize("status", [429, 500])
-def test_a_server_that_is_busy_for_a_moment_is_not_noticed(cluster: Cluster, tmp_path: Path, status: int) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
-    cluster.answer(status, times=2, verb="watch", retry_after=0)
-    cluster.expire_watches()
-    still_followed(cluster, platform, job_id)
-
-
 def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01,))
     monkeypatch.setattr(watching, "_PAUSES", (0.05,))
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     end = cluster.answer(503)
     cluster.expire_watches()
-
-    def unreachable() -> bool:
-        try:
-            platform.status(job_id)
-        except PlatformUnreachable as error:
-            return "does not answer" in str(error)
-        return False
-
-    until(unreachable)
-    with pytest.raises(PlatformUnreachable):
+    until(lambda: seen(platform, job_id) is None)
+    with pytest.raises(PlatformUnreachable, match="does not answer"):
         platform.logs(job_id)
     end()
-
-    def back() -> bool:
-        try:
-            return platform.status(job_id).state is JobState.RUNNING
-        except PlatformUnreachable:
-            return False
-
-    until(back)
-    still_followed(cluster, platform, job_id)
-
-
-def test_a_cluster_that_is_not_there_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01,))
-    with running_cluster(simulate=True) as cluster:
-        platform = gke(cluster)
-        submission = platform.render(job(tmp_path))
-        assert platform.cluster.where
-    for ask in (
-        lambda: platform.submit(submission),
-        lambda: platform.status(submission.job_id),
-        lambda: platform.logs(submission.job_id),
-        lambda: platform.cancel(submission.job_id),
-    ):
-        with pytest.raises(PlatformUnreachable):
-            ask()
+    until(lambda: seen(platform, job_id) is JobState.RUNNING)
+    cluster.finish("demo")
+    until(lambda: seen(platform, job_id) is JobState.SUCCEEDED)

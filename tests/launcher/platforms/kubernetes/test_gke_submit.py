@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gke_jobs import gke, job, started
+from gke_jobs import begun, gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
@@ -15,31 +14,18 @@ from launcher.errors import PlatformRefused
 from launcher.job import JobState, Submission
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(simulate=True) as made:
-        yield made
-
-
-def test_resubmitting_a_live_job_adopts_it(cluster: Cluster, tmp_path: Path) -> None:
-    submission = gke(cluster).render(job(tmp_path))
-    first = gke(cluster).submit(submission)
-    there = cluster.objects("jobsets")[0]["metadata"]["uid"]
-    assert gke(cluster).submit(submission) == first
-    assert [one["metadata"]["uid"] for one in cluster.objects("jobsets")] == [there]
-
-
-def test_a_job_of_that_name_with_another_body_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
+def test_another_job_of_that_name_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    platform, other = gke(cluster, workload="jobset"), gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     with pytest.raises(PlatformRefused, match="demo-1 is there, and was made of something else; cancel it"):
         platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
+    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1 is there, and this would be a Job"):
+        other.submit(other.render(job(tmp_path)))
     assert len(cluster.objects("jobsets")) == 1
 
 
 def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     cluster.finish("demo")
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
     assert platform.submit(platform.render(job(tmp_path))) == job_id
@@ -88,13 +74,6 @@ def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Pa
     assert len(cluster.objects("services")) == 1
 
 
-def test_one_job_does_not_live_twice_as_two_kinds(cluster: Cluster, tmp_path: Path) -> None:
-    first, second = gke(cluster, workload="jobset"), gke(cluster, workload="job")
-    first.submit(first.render(job(tmp_path)))
-    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1 is there, and this would be a Job"):
-        second.submit(second.render(job(tmp_path)))
-
-
 def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     good = platform.render(job(tmp_path))
@@ -112,14 +91,10 @@ def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster:
 
 def test_auto_becomes_a_job_where_there_is_no_jobset(tmp_path: Path) -> None:
     with running_cluster(simulate=True, jobset=None) as cluster:
-        platform = gke(cluster, workload="auto")
-        submission = platform.render(job(tmp_path))
-        assert "JobSet" in {item["kind"] for item in submission.body["items"]}  # nobody has looked yet
+        blind, platform = gke(cluster, workload="auto"), gke(cluster, workload="auto")
+        submission = blind.render(job(tmp_path))
         with pytest.raises(PlatformRefused, match=r"has no JobSet; install it .* or set platform\.workload=job"):
-            platform.submit(submission)
-        obstacles = [one for one in platform.check(submission) if one.severity == "error"]
-        assert {one.code for one in obstacles} <= {"gke.root-not-shared"}
-        again = gke(cluster, workload="auto")
-        job_id = again.submit(again.render(job(tmp_path)))
-        until(lambda: again.status(job_id).state is JobState.RUNNING)
+            blind.submit(submission)  # nobody has looked before
+        platform.check_access()
+        started(cluster, platform, job(tmp_path))
         assert [one["metadata"]["name"] for one in cluster.objects("jobs")] == ["demo-1"]

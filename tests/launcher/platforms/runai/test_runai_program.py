@@ -2,63 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import runai
-from runai.cluster import UNANSWERED
-from runai_jobs import settings_of
+from runai_jobs import found, settings_of
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
-from launcher.platforms.runai.cli import phases_in, table_of
+from launcher.platforms.runai.cli import phases_in
 from launcher.platforms.runai.platform import RunaiPlatform
 
 Make = Callable[..., RunaiPlatform]
 
 
-@pytest.fixture
-def platform(cluster: runai.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """The platform by some variant of the program."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-
-    def make(variant: str = "v2-newest", *, give_up: float = 3600, **changes: Any) -> RunaiPlatform:
-        program = runai.program(tmp_path, cluster, variant)
-        config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
-        return RunaiPlatform(config, pauses=(0, 0, 0), give_up=give_up)
-
-    return make
-
-
-def found(platform: RunaiPlatform, job: Job) -> dict[str, str]:
-    told = platform.check(platform.render(job))
-    return {one.code: str(one) for one in told if one.severity in {"error", "unknown"}}
-
-
 @pytest.mark.parametrize("variant", ["v1", "v2-newest"])
 def test_every_generation_is_recognised_and_takes_what_is_rendered(
-    variant: str, platform: Make, cluster: runai.Cluster, waiting: Job
+    variant: str, by_program: Make, cluster: runai.Cluster, waiting: Job
 ) -> None:
-    here = platform(variant)
+    here = by_program(variant)
     assert found(here, waiting) == {}
     job_id = here.submit(here.render(waiting))
     assert here.status(job_id).state.live
-    asked = cluster.training("team-a", waiting.attempt_name)
-    assert (asked["workers"], [name for name, _ in asked["claims"]]) == (1, ["scratch"])
-    assert asked["labels"]["train-litgpt/run"] == "owt-0123456789"
-    assert asked["environment"]["PYTHONUNBUFFERED"] == "1"
+    (asked,) = cluster.trainings.values()
+    assert (asked.workers, [*asked.claims]) == (1, ["scratch"])
+    assert asked.environment["PYTHONUNBUFFERED"] == "1"
     here.cancel(job_id)
     assert here.status(job_id).state is JobState.CANCELLED
     assert cluster.live() == []
-    told = here.avoidable(waiting)
-    assert (told.most, "platform.url" in told.fix) == ((0, True) if variant == "v1" else (None, False))
+    assert here.avoidable(waiting).most == (0 if variant == "v1" else None)
 
 
-def test_without_a_program_that_submits_the_fix_is_told_before_anything_is_sent(platform: Make, waiting: Job) -> None:
+def test_without_a_program_that_submits_the_fix_is_told_before_anything_is_sent(by_program: Make, waiting: Job) -> None:
     nowhere = RunaiPlatform(settings_of(cli="no-such-runai"))
     with pytest.raises(ConfigProblem, match=r"install Run:ai's command line .* or submit by REST: set platform\.url"):
         nowhere.render(waiting)
@@ -66,15 +41,15 @@ def test_without_a_program_that_submits_the_fix_is_told_before_anything_is_sent(
     assert "is on no volume that pods mount" in shown["runai.root"]
     assert "runai.no-cli" in shown
     with pytest.raises(ConfigProblem, match="so it cannot submit a PyTorch training"):
-        platform("before").render(waiting)
+        by_program("before").render(waiting)
 
 
 def test_what_the_program_would_refuse_is_found_beforehand(
-    platform: Make, cluster: runai.Cluster, waiting: Job
+    by_program: Make, cluster: runai.Cluster, waiting: Job
 ) -> None:
-    assert "team-b" in found(platform(project="team-b"), waiting)["runai.project"]
-    cluster.change(claims={})
-    rehearsed = platform("v1")
+    assert "team-b" in found(by_program(project="team-b"), waiting)["runai.project"]
+    cluster.claims = {}
+    rehearsed = by_program("v1")
     assert 'persistentvolumeclaim "scratch" not found' in str(found(rehearsed, waiting))
     with pytest.raises(PlatformRefused, match="not found"):
         rehearsed.submit(rehearsed.render(waiting))
@@ -82,58 +57,49 @@ def test_what_the_program_would_refuse_is_found_beforehand(
 
 
 def test_a_program_that_reaches_nobody_or_is_logged_out_is_no_absent_job(
-    platform: Make, cluster: runai.Cluster, waiting: Job
+    by_program: Make, cluster: runai.Cluster, waiting: Job
 ) -> None:
-    here = platform()
+    here = by_program()
     submission = here.render(waiting)
-    cluster.change(fault='Get "https://10.0.0.1:6443/apis": dial tcp 10.0.0.1:6443: i/o timeout')
+    cluster.fault = 'Get "https://10.0.0.1:6443/apis": dial tcp 10.0.0.1:6443: i/o timeout'
     with pytest.raises(PlatformUnreachable, match="i/o timeout"):
         here.status(submission.job_id)
-    cluster.change(fault="unauthorized: please log in with `runai login`")
+    cluster.fault = "unauthorized: please log in with `runai login`"
     with pytest.raises(LoginProblem, match="log in with"):
         here.submit(submission)
     assert "runai.login" in found(here, waiting)
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
-@pytest.mark.parametrize("instead", UNANSWERED)
+@pytest.mark.parametrize(
+    ("way", "instead"),
+    [*(("by_program", words) for words in runai.UNANSWERED), *(("by_rest", answer) for answer in runai.LOST)],
+)
 def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
-    instead: str, made: bool, platform: Make, cluster: runai.Cluster, waiting: Job
+    way: str, instead: str, made: bool, request: pytest.FixtureRequest, cluster: runai.Cluster, waiting: Job
 ) -> None:
-    here = platform()
-    cluster.lose_answers(instead, made=made)
-    assert here.status(here.submit(here.render(waiting))).state.live
+    here = request.getfixturevalue(way)()
+    submission = here.render(waiting)
+    cluster.lost = [(instead, made)]
+    if instead == "refusal" and not made:
+        with pytest.raises(PlatformRefused, match="quota exceeded"):
+            here.submit(submission)
+        return
+    assert here.status(here.submit(submission)).state.live
     assert cluster.live() == [waiting.attempt_name]
-    assert len(cluster.submissions()) == (1 if made else 2)
+    assert len(cluster.submissions) == (1 if made else 2)
 
 
-def test_a_refusal_for_want_of_the_room_that_the_unheard_workload_took_is_no_refusal(
-    platform: Make, cluster: runai.Cluster, waiting: Job
-) -> None:
-    """Nor is its taken name: it is listed a little late."""
-    here = platform()
-    submission = here.render(waiting)
-    cluster.change(room=1)
-    cluster.lose_answers("EOF", made=True, behind=2)  # one of the lists comes before the submission
-    here.submit(submission)
-    assert here.status(submission.job_id).state.live
-    cluster.lose_answers()
-    with pytest.raises(PlatformRefused, match="quota exceeded"):
-        here.submit(here.render(replace(waiting, name="other-0123456789")))
-
-
-@pytest.mark.parametrize(("give_up", "times"), [(3600, 3), (0, 1)])
+@pytest.mark.parametrize("give_up", [3600, 0], ids=["after some times", "when the time for it is over"])
 def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
-    give_up: float, times: int, platform: Make, cluster: runai.Cluster, waiting: Job
+    give_up: float, by_program: Make, cluster: runai.Cluster, waiting: Job
 ) -> None:
-    """After some times, or when the time for it is over: answers that each are long in coming do not add up."""
-    here = platform(give_up=give_up)
+    here = by_program(give_up=give_up)
     submission = here.render(waiting)
-    cluster.lose_answers(*["EOF"] * 9)
+    cluster.lost = [("EOF", False)] * 9
     with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1 is made is not known.*takes it up"):
         here.submit(submission)
-    assert len(cluster.submissions()) == times
-    cluster.lose_answers()
+    cluster.lost = []
     assert here.status(here.submit(submission)).state.live
 
 
@@ -147,22 +113,20 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
         'admission webhook "x.run.ai" denied the request: gpu limit',
     ],
 )
-def test_clear_refusals_are_final_at_once(words: str, platform: Make, cluster: runai.Cluster, waiting: Job) -> None:
-    here = platform()
+def test_clear_refusals_are_final_at_once(words: str, by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
+    here = by_program()
     submission = here.render(waiting)
-    cluster.change(refusal=words)
+    cluster.refusal = words
     with pytest.raises(PlatformRefused):
         here.submit(submission)
-    assert len(cluster.submissions()) == 1
+    assert len(cluster.submissions) == 1
 
 
 def test_names_and_phases_are_found_however_the_list_is_nested() -> None:
     for text in (
         '[{"name": "a", "phase": "Running"}, {"name": "b", "phase": "Failed"}]',
-        '{"workloads": [{"name": "a", "status": "Running"}, {"name": "b", "status": "Failed"}], "next": 3}',
         '{"items": [{"meta": {"Name": "a", "Status": "Running"}}, {"x": {"workloadName": "b", "phase": "Failed"}}]}',
     ):
         assert phases_in(text) == {"a": "Running", "b": "Failed"}
-    assert phases_in("") == phases_in("[]") == table_of("No jobs") == {}
     with pytest.raises(PlatformUnreachable, match="no JSON"):
         phases_in("A new version is available!")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runai
 from certificates import certificate_in
 from leaking import leaks
-from runai.api import LOST
-from runai_jobs import settings_of
+from runai_jobs import found, settings_of
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
@@ -25,43 +23,18 @@ from litgpt_demo.errors import TrainLitgptError
 Make = Callable[..., RunaiPlatform]
 
 
-@pytest.fixture
-def api(cluster: runai.Cluster) -> Iterator[runai.Api]:
-    with runai.serving(cluster) as made:
-        yield made
-
-
-def credentials(api: runai.Api, secret: str | None = None) -> dict[str, str]:
-    return {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": secret or api.application[1]}
-
-
-@pytest.fixture
-def platform(api: runai.Api, tmp_path: Path) -> Make:
-    def make(*, secret: str | None = None, **changes: Any) -> RunaiPlatform:
-        claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(**{"url": api.url, "api": "rest", "claims": claims, **changes})
-        return RunaiPlatform(config, Rest(config, credentials(api, secret), pause=0), pauses=(0, 0, 0))
-
-    return make
-
-
-def found(platform: RunaiPlatform, job: Job, severity: str = "error") -> dict[str, str]:
-    told = platform.check(platform.render(job))
-    return {one.code: str(one) for one in told if one.severity == severity}
-
-
 @pytest.mark.parametrize("grant", ["client_credentials", "app_token"])
 def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_knows(
-    grant: str, api: runai.Api, cluster: runai.Cluster, platform: Make, waiting: Job
+    grant: str, api: runai.Api, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     api.grant = grant
-    here = platform(secrets={"KEY": "wandb/key"})
+    here = by_rest(secrets={"KEY": "wandb/key"})
     submission = here.render(replace(waiting, exclude_nodes=("gpu-node-7",)))
     assert found(here, waiting) == {}
     job_id = here.submit(submission)
     assert here.submit(submission) == job_id
-    assert cluster.submissions() == [waiting.attempt_name]
-    told = cluster.training("team-a", waiting.attempt_name)["environment"]
+    assert cluster.submissions == [waiting.attempt_name]
+    told = cluster.trainings["team-a", waiting.attempt_name].environment
     assert (told["KEY"], told["LITGPT_HOST"]) == ("what the secret wandb has under key", "gpu-node-8")
     assert here.status(job_id).state.live
     here.cancel(job_id)
@@ -71,11 +44,11 @@ def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_know
 
 @pytest.mark.parametrize("theirs", [("team-a", 11), ("team-a-2", 1)], ids=["attempt 11", "another project"])
 def test_a_job_whose_name_or_project_only_begins_alike_is_neither_adopted_nor_deleted(
-    theirs: tuple[str, int], cluster: runai.Cluster, platform: Make, waiting: Job
+    theirs: tuple[str, int], cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     """Run:ai's filters match more than they say, as the stand-in's do."""
     project, attempt = theirs
-    there, here = platform(project=project), platform()
+    there, here = by_rest(project=project), by_rest()
     other = there.submit(there.render(replace(waiting, attempt=attempt, directory=f"{waiting.directory}-theirs")))
     ours = here.render(waiting).job_id
     assert here.status(ours).state is JobState.ABSENT
@@ -87,9 +60,9 @@ def test_a_job_whose_name_or_project_only_begins_alike_is_neither_adopted_nor_de
 
 @pytest.mark.parametrize("logged_in", [False, True])
 def test_neither_secret_nor_token_follows_a_redirect(
-    logged_in: bool, api: runai.Api, cluster: runai.Cluster, platform: Make, waiting: Job
+    logged_in: bool, api: runai.Api, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
-    here = platform()
+    here = by_rest()
     if logged_in:
         here.check_access()
     with runai.serving(cluster) as elsewhere:
@@ -104,9 +77,9 @@ def test_neither_secret_nor_token_follows_a_redirect(
     ("status", "logged_in"), [(200, False), (401, False), (401, True), (422, True), (502, False), (502, True)]
 )
 def test_a_proxy_that_repeats_what_it_was_sent_makes_no_secret_known(
-    status: int, logged_in: bool, api: runai.Api, platform: Make, waiting: Job
+    status: int, logged_in: bool, api: runai.Api, by_rest: Make, waiting: Job
 ) -> None:
-    here = platform()
+    here = by_rest()
     if logged_in:
         here.check_access()
     api.echoing = status
@@ -127,14 +100,14 @@ def test_a_control_plane_is_reached_only_where_its_certificate_is_trusted(
     with runai.serving(cluster, tls=context) as api:
         settings = settings_of(url=api.url, api="rest")
         with pytest.raises(PlatformUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
-            Rest(settings, credentials(api), pause=0).check_access()
+            Rest(settings, api.credentials(), pause=0).check_access()
         assert api.asked == []
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        Rest(settings, credentials(api), pause=0).check_access()
+        Rest(settings, api.credentials(), pause=0).check_access()
 
 
-def test_a_token_that_has_ended_is_renewed_without_a_word(api: runai.Api, platform: Make, waiting: Job) -> None:
-    here = platform()
+def test_a_token_that_has_ended_is_renewed_without_a_word(api: runai.Api, by_rest: Make, waiting: Job) -> None:
+    here = by_rest()
     job_id = here.render(waiting).job_id
     here.status(job_id)
     api.tokens.clear()  # by the server, before its time
@@ -147,9 +120,9 @@ def test_a_token_that_has_ended_is_renewed_without_a_word(api: runai.Api, platfo
     assert ("POST", "/api/v1/token") in api.asked[before:]
 
 
-def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_told(platform: Make, waiting: Job) -> None:
+def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_told(by_rest: Make, waiting: Job) -> None:
     secret = "s3cr3t-marker"
-    here = platform(secret=secret)
+    here = by_rest(secret=secret)
     with pytest.raises(LoginProblem, match="refuses the credentials RUNAI_CLIENT_ID, RUNAI_CLIENT_SECRET") as told:
         here.submit(here.render(waiting))
     assert secret not in f"{told.value}{here.render(waiting)}"
@@ -157,13 +130,11 @@ def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_tol
     assert secret not in repr(credentials_of("A", {"A_CLIENT_ID": "me", "A_CLIENT_SECRET": secret}))
 
 
-def test_what_is_not_there_is_found_beforehand_and_refused(
-    cluster: runai.Cluster, platform: Make, waiting: Job
-) -> None:
-    assert "platform.project=team is no project" in found(platform(project="team"), waiting)["runai.project"]
-    assert "there are: main" in found(platform(cluster="other"), waiting)["runai.project"]
-    cluster.change(claims={})
-    here = platform()
+def test_what_is_not_there_is_found_beforehand_and_refused(cluster: runai.Cluster, by_rest: Make, waiting: Job) -> None:
+    assert "platform.project=team is no project" in found(by_rest(project="team"), waiting)["runai.project"]
+    assert "there are: main" in found(by_rest(cluster="other"), waiting)["runai.project"]
+    cluster.claims = {}
+    here = by_rest()
     submission = here.render(waiting)
     with pytest.raises(PlatformRefused, match='persistentvolumeclaim "scratch" not found'):
         here.submit(submission)
@@ -172,22 +143,10 @@ def test_what_is_not_there_is_found_beforehand_and_refused(
         here.submit(here.render(replace(waiting, image=None)))
 
 
-@pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
-@pytest.mark.parametrize("instead", LOST)
-def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
-    instead: str, made: bool, cluster: runai.Cluster, platform: Make, waiting: Job
-) -> None:
-    here = platform()
-    cluster.lose_answers(instead, made=made)
-    assert here.status(here.submit(here.render(waiting))).state.live
-    assert cluster.live() == [waiting.attempt_name]
-    assert len(cluster.submissions()) == (1 if made else 2)
-
-
 def test_requests_that_nobody_answers_are_sent_again_and_then_given_up(
-    api: runai.Api, platform: Make, waiting: Job
+    api: runai.Api, by_rest: Make, waiting: Job
 ) -> None:
-    here = platform()
+    here = by_rest()
     job_id = here.render(waiting).job_id
     here.status(job_id)
     api.silent = 2
@@ -195,25 +154,24 @@ def test_requests_that_nobody_answers_are_sent_again_and_then_given_up(
     api.silent = 100
     with pytest.raises(PlatformUnreachable, match="GET http://127"):
         here.status(job_id)
-    assert "runai.api" in found(platform(), waiting, "unknown")
+    assert "runai.api" in found(by_rest(), waiting)
 
 
 def test_auto_takes_rest_where_there_are_credentials_and_the_program_elsewhere(tmp_path: Path, waiting: Job) -> None:
     (tmp_path / "secret").write_text("from a file\n")
     both = {"RUNAI_CLIENT_ID": "a", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "secret")}
-    url = {"url": "https://my-company.run.ai"}
-    assert isinstance(chosen_api(settings_of(**url), both), Rest)
-    assert isinstance(chosen_api(settings_of(**url), {"RUNAI_CLIENT_ID": "a"}), Cli)
-    assert isinstance(chosen_api(settings_of(**url, credentials="OTHER"), both), Cli)
-    assert isinstance(chosen_api(settings_of(**url, api="cli"), both), Cli)
-    without = settings_of(**url, api="rest", credentials="TEAM_A")
-    words = found(RunaiPlatform(without, Rest(without, {})), waiting, "unknown")["runai.login"]
+    given = settings_of(url="https://my-company.run.ai", credentials="RUNAI")
+    assert isinstance(chosen_api(given, both), Rest)
+    assert isinstance(chosen_api(given, {"RUNAI_CLIENT_ID": "a"}), Cli)
+    assert isinstance(chosen_api(settings_of(url=given.url, api="cli"), both), Cli)
+    without = settings_of(url=given.url, api="rest", credentials="TEAM_A")
+    words = found(RunaiPlatform(without, Rest(without, both)), waiting)["runai.login"]
     assert "export TEAM_A_CLIENT_ID and TEAM_A_CLIENT_SECRET" in words
 
 
-def test_logs_and_the_outcome_outlive_the_workload(platform: Make, waiting: Job) -> None:
+def test_logs_and_the_outcome_outlive_the_workload(by_rest: Make, waiting: Job) -> None:
     """Run:ai deletes one some time after its end; what its nodes have left in the run's directory stays."""
-    here, folder = platform(), Path(waiting.directory)
+    here, folder = by_rest(), Path(waiting.directory)
     job_id = here.render(waiting).job_id
     folder.mkdir(parents=True)
     for node in (0, 1):
