@@ -8,10 +8,12 @@ opened again there, by any reader with that position.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
@@ -44,7 +46,7 @@ class Place:
     seen: int = 0
     """Lines since then that were read, the last one among them."""
     last: str = ""
-    """When the newest line was written, to the nanosecond."""
+    """When the newest line was written, in UTC and to the nanosecond."""
 
 
 def read(
@@ -71,7 +73,10 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
         place = Place(pod=pod)
     skip, number = place.seen, 0
     for raw in stream:
-        moment, _, text = raw.decode(errors="replace").partition(" ")
+        line = raw.decode(errors="replace")
+        stamp, _, text = line.partition(" ")
+        if not (moment := _utc(stamp)):
+            moment, text = place.last, line  # of the kubelet itself, which has trouble with the log
         # A log that was rotated has lost lines of that second: what is later than our last line is new all the same.
         if number < skip and moment <= place.last:
             number += 1
@@ -80,9 +85,27 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
         yield terminal_text(text), (place := _behind(place, moment))
 
 
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
+
+
+def _utc(stamp: str) -> str:
+    """Return the moment of a line's stamp, such that later ones sort behind it; empty where it is none.
+
+    Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log.
+    """
+    if (found := _STAMP.fullmatch(stamp)) is None:
+        return ""
+    second, fraction, zone = found.groups(default="")
+    try:
+        moment = datetime.fromisoformat(second + zone).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return ""
+    return f"{moment.replace(tzinfo=None).isoformat()}.{fraction:0<9}Z"
+
+
 def _behind(place: Place, moment: str) -> Place:
     """The place behind one more line. Lines of the two output streams may be a little out of order."""
-    second, last = moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
+    second, last = moment and moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
     if second < place.since:
         return replace(place, last=last)
     return replace(place, since=second, seen=place.seen + 1 if second == place.since else 1, last=last)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta, timezone
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gke_jobs import begun, gke
@@ -91,27 +94,35 @@ def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
-
-def file(seconds: list[int]) -> list[bytes]:
-    """A log's lines: times in order, several in one second, some at the very same moment."""
-    moments = [f"2026-01-01T00:00:{second // 3:02d}.{second % 3}00000000Z" for second in sorted(seconds)]
-    return [f"{moment} line {number}".encode() for number, moment in enumerate(moments)]
+BEGIN = datetime(2026, 10, 25, 0, 59, 56, tzinfo=UTC)
+ZONES = st.sampled_from([(0, 0), (2, 1), (-7, -8), (5.5, 5.5)])
+"""Hours from UTC before and after summer time ends, within the log, where the machine's clock is set back."""
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    seconds=st.lists(st.integers(0, 20), max_size=30),
-    cuts=st.lists(st.integers(0, 30), max_size=6),
-)
-def test_reading_on_from_any_line_gives_every_line_once(seconds: list[int], cuts: list[int]) -> None:
-    whole, place, got = file(seconds), Place(), []
+def stamp(moment: datetime, zone: tuple[float, float]) -> str:
+    """As a machine in that zone stamps a line."""
+    offset = timedelta(hours=zone[moment >= BEGIN + timedelta(seconds=4)])
+    return moment.astimezone(timezone(offset)).isoformat().replace("+00:00", "Z")
+
+
+@settings(max_examples=200)
+@given(zone=ZONES, thirds=st.lists(st.integers(0, 20), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=6))
+def test_reading_on_from_any_line_gives_every_line_once(
+    zone: tuple[float, float], thirds: list[int], cuts: list[int]
+) -> None:
+    """In any zone; some lines are of the very same moment, and the API gives all of the second it is asked from."""
+    moments = [BEGIN + timedelta(seconds=third // 3, milliseconds=third % 3 * 100) for third in sorted(thirds)]
+    whole = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
+    place, got = Place(), []
     for cut in [*sorted(cuts), len(whole) + 1]:
-        # The API gives all lines of the second that it is asked from.
-        since = [line for line in whole if line.decode()[:19] + "Z" >= place.since]
-        stop = max(0, cut - len(got))
-        for count, (text, behind) in enumerate(logs._lines(since, place, "pod")):  # type: ignore[arg-type]
-            if count >= stop:
-                break
+        since: Any = [line for at, line in whole if not place.since or at >= datetime.fromisoformat(place.since)]
+        for text, behind in islice(logs._lines(since, place, "pod"), max(0, cut - len(got))):
             got.append(text)
             place = behind
     assert got == [f"line {number}" for number in range(len(whole))]
+
+
+def test_a_line_of_the_kubelets_own_has_no_stamp_and_reading_goes_on_from_the_one_before() -> None:
+    lines: Any = [b"2026-10-25T03:00:00.5+02:00 one", b"failed to create fsnotify watcher: too many open files"]
+    *_, (text, place) = logs._lines(lines, Place(), "pod")
+    assert (text, place.since) == (lines[1].decode(), "2026-10-25T01:00:00Z")
