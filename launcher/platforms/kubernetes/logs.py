@@ -8,7 +8,6 @@ opened again there, by any reader with that position.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,29 +45,17 @@ class Place:
     seen: int = 0
     """Lines since then that were read, the last one among them."""
     last: str = ""
-    """When the newest line was written, in UTC and to the nanosecond."""
+    """When the newest line was written, in UTC and to the microsecond."""
 
 
-def read(
-    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
-) -> Iterator[tuple[str, Place]]:
-    """The lines behind a place, each with the place behind it.
-
-    Raises:
-        NotThere: the pod is gone.
-        PlatformUnreachable: the connection broke; go on from the last place.
-    """
-    yield from _lines(_open(cluster, namespace, pod, place, container, follow=follow), place, uid_of(pod))
-
-
-def _open(
-    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
-) -> Stream:
+def _open(cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
+    """Open the log at a place."""
     since = place.since if place.pod == uid_of(pod) and place.since else None
-    return cluster.log(namespace, pod["metadata"]["name"], container, since=since, follow=follow)
+    return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
 
 
 def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
+    """Yield the lines behind a place, each with the place behind it."""
     if place.pod != pod:
         place = Place(pod=pod)
     skip, number = place.seen, 0
@@ -85,22 +72,16 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
         yield terminal_text(text), (place := _behind(place, moment))
 
 
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)", re.ASCII)
-
-
 def _utc(stamp: str) -> str:
     """Return the moment of a line's stamp, such that later ones sort behind it; empty where it is none.
 
     Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log.
     """
-    if (found := _STAMP.fullmatch(stamp)) is None:
-        return ""
-    second, fraction, zone = found.groups(default="")
     try:
-        moment = datetime.fromisoformat(second + zone).astimezone(UTC)
+        moment = datetime.fromisoformat(stamp)
+        return moment.astimezone(UTC).isoformat(timespec="microseconds") if moment.tzinfo else ""
     except (ValueError, OverflowError):
         return ""
-    return f"{moment.replace(tzinfo=None).isoformat()}.{fraction:0<9}Z"
 
 
 def _behind(place: Place, moment: str) -> Place:
@@ -146,7 +127,8 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
-            return _first_lines(read(cluster, job.namespace, *one, follow=False), share)
+            stream = _open(cluster, job.namespace, *one, follow=False)
+            return _first_lines(_lines(stream, one[1], uid_of(one[0])), share)
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
 
