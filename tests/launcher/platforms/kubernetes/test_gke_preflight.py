@@ -130,6 +130,13 @@ def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(bare: Clus
         assert f"1 {why}" in news.what
 
 
+def test_more_than_any_machine_of_the_pool_has_is_an_error_though_the_pool_may_grow(bare: Cluster) -> None:
+    bare.add_nodes(2, labels={"cloud.google.com/gke-nodepool": "small"}, cpu=8)
+    assert found(bare, node_pool="small", nodes=3)["gke.machines"].severity == "warning"
+    news = found(bare, node_pool="small", cpus="9000")["gke.machines"]
+    assert (news.severity, "2 with 8 CPUs of 9000" in news.what) == ("error", True)
+
+
 def pool(name: str, machine: str = "a3-highgpu-8g", **more: Any) -> dict[str, Any]:
     return {"name": name, "config": {"machine_type": machine}, "locations": ["a", "b"], **more}
 
