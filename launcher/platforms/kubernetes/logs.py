@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
@@ -44,34 +45,25 @@ class Place:
     seen: int = 0
     """Lines since then that were read, the last one among them."""
     last: str = ""
-    """When the newest line was written, to the nanosecond."""
+    """When the newest line was written, in UTC and to the microsecond."""
 
 
-def read(
-    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
-) -> Iterator[tuple[str, Place]]:
-    """The lines behind a place, each with the place behind it.
-
-    Raises:
-        NotThere: the pod is gone.
-        PlatformUnreachable: the connection broke; go on from the last place.
-    """
-    yield from _lines(_open(cluster, namespace, pod, place, container, follow=follow), place, uid_of(pod))
-
-
-def _open(
-    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
-) -> Stream:
+def _open(cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
+    """Open the log at a place."""
     since = place.since if place.pod == uid_of(pod) and place.since else None
-    return cluster.log(namespace, pod["metadata"]["name"], container, since=since, follow=follow)
+    return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
 
 
 def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
+    """Yield the lines behind a place, each with the place behind it."""
     if place.pod != pod:
         place = Place(pod=pod)
     skip, number = place.seen, 0
     for raw in stream:
-        moment, _, text = raw.decode(errors="replace").partition(" ")
+        line = raw.decode(errors="replace")
+        stamp, _, text = line.partition(" ")
+        if not (moment := _utc(stamp)):
+            moment, text = place.last, line  # of the kubelet itself, which has trouble with the log
         # A log that was rotated has lost lines of that second: what is later than our last line is new all the same.
         if number < skip and moment <= place.last:
             number += 1
@@ -80,9 +72,21 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
         yield terminal_text(text), (place := _behind(place, moment))
 
 
+def _utc(stamp: str) -> str:
+    """Return the moment of a line's stamp, such that later ones sort behind it; empty where it is none.
+
+    Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log.
+    """
+    try:
+        moment = datetime.fromisoformat(stamp)
+        return moment.astimezone(UTC).isoformat(timespec="microseconds") if moment.tzinfo else ""
+    except (ValueError, OverflowError):
+        return ""
+
+
 def _behind(place: Place, moment: str) -> Place:
     """The place behind one more line. Lines of the two output streams may be a little out of order."""
-    second, last = moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
+    second, last = moment and moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
     if second < place.since:
         return replace(place, last=last)
     return replace(place, since=second, seen=place.seen + 1 if second == place.since else 1, last=last)
@@ -123,7 +127,8 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
-            return _first_lines(read(cluster, job.namespace, *one, follow=False), share)
+            stream = _open(cluster, job.namespace, *one, follow=False)
+            return _first_lines(_lines(stream, one[1], uid_of(one[0])), share)
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
 

@@ -28,15 +28,21 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     settings = submitted.settings
     nodes, _ = cluster.list(NODES, None)
     wanted = requests_of(submitted.pod)
-    against = {node["metadata"]["name"]: unfit(node, submitted.pod, wanted) for node in nodes}
-    fit = sum(not why for why in against.values())
-    if fit >= settings.nodes:
+    reasons = Counter(unfit(node, submitted.pod, wanted) for node in nodes)
+    if (fit := reasons.pop("", 0)) >= settings.nodes:
         yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
         return
-    reasons = Counter(why for why in against.values() if why)
-    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "the cluster has no machine"
+    none = "there are no others" if nodes else "the cluster has no machine"
+    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or none
     what = f"only {fit} of {settings.nodes} machines are there ({listed})"
-    if settings.cluster is not None:
+    pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
+    room: Amounts = {
+        name: wanted[name] for name in ("cpu", "memory") if name in wanted
+    }  # GPUs show when their driver is there
+    if pool and all(too_small(node, room) for node in pool):
+        fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
+        yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+    elif settings.cluster is not None:
         way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
         yield from pools(way.described, settings, what)
     elif _may_grow(nodes) or settings.queue or settings.flex_start:
@@ -76,6 +82,11 @@ def unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
     for taint in spec.get("taints", ()):
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in pod["tolerations"]):
             return f"with the taint {taint['key']}={taint.get('value', '')}"
+    return too_small(node, wanted)
+
+
+def too_small(node: ApiObject, wanted: Amounts) -> str:
+    """Return what a machine has less of than is asked for; empty if it is large enough."""
     allocatable = node.get("status", {}).get("allocatable", {})
     for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
         has, asked = amount(allocatable.get(resource, "0")), wanted.get(resource, 0)

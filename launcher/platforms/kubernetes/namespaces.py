@@ -57,7 +57,7 @@ def limited(admitted: Object, pod: Object) -> Iterator[Finding]:
     given = {name: value for name, value in _limits(admitted).items() if name not in _limits(pod)}
     if given:
         listed = ", ".join(f"{resource}={quantity}" for resource, quantity in sorted(given.items()))
-        what = f"a LimitRange of the namespace limits every node to {listed}: beyond its memory a training is killed"
+        what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
         yield Finding("warning", "gke.limits", what, "have its default raised, or take another platform.namespace")
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import ImageReference, find_digest
@@ -48,9 +48,6 @@ from launcher.platforms.kubernetes.refusals import refusals
 from launcher.platforms.kubernetes.render import WorkloadObjects
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding, Severity
-
-if TYPE_CHECKING:
-    from google.cloud.container_v1.types import Cluster as GoogleCluster
 
 LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
@@ -208,21 +205,17 @@ def jobset(survey: Survey) -> Iterator[Finding]:
 
 
 def multi_networking(survey: Survey) -> Iterator[Finding]:
-    """Check in the GKE API that the cluster's pods can have more than one interface."""
+    """Check in the GKE API that the cluster's pods can have more than one interface.
+
+    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
+    """
     settings = survey.settings
     if settings.cluster is None or INTERFACES not in survey.submitted.annotations:
         return
     way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
-    yield from multi_networked(way.described, settings)
-
-
-def multi_networked(described: GoogleCluster, settings: GkePlatformConfig) -> Iterator[Finding]:
-    """https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods"""
-    if not described.network_config.enable_multi_networking:
-        what = f"cluster {described.name} has no multi-networking, which {settings.network} needs"
-        fix = (
-            "make a cluster with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
-        )
+    if not way.described.network_config.enable_multi_networking:
+        what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
+        fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
         yield _bad("multi-networking", what, fix)
 
 

@@ -41,34 +41,27 @@ REFUSALS = (
            "the namespace's quota {0} lets in only pods that specify {1}",
            "set platform.cpus and platform.memory for requests; limits come from a LimitRange with defaults", "error"),
     Phrase(r"((?:maximum|minimum) \S+ usage per \w+ is [^,\]]+?(?:, but (?:request|limit) is [^,\s\]]+"
-           r"|\.\s+No (?:request|limit) is specified)|\S+ max limit to request ratio per \w+ is [^,\]]+)", "limits",
+           r"|\.\s+No (?:request|limit) is specified)|\S+ max limit to request ratio per \w+ is [^,\]]+"
+           r"|must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
            "a LimitRange of the namespace does not allow it: {0}",
-           "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
-           "error"),
-    Phrase(r"(must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
-           "a LimitRange gives every container a limit, and what the pods ask for {0}",
            "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
            "error"),
     Phrase(r'violates PodSecurity "([^"]+)": (.+)', "pod-security",
            "the namespace enforces the Pod Security level {0}, which forbids the pods: {1}",
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
-           "forbids platform.host_network and GPUDirect, restricted forbids every pod of a run", "error"),
+           "forbids platform.host_network and GPUDirect, restricted also platform.uid=0", "error"),
     Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
            "kubectl create serviceaccount {0}, or fix platform.service_account", "error"),
     Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
            "fix platform.priority", "error"),
     Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
-    Phrase(r'admission webhook "([^"]+)" denied the request: (.*)', "policy", "the cluster's policy {0} says no: {1}",
-           "do what it says, or ask who runs the cluster for an exception", "error"),
-    Phrase(r"ValidatingAdmissionPolicy '([^']+)'.*? denied request: (.*)", "policy",
-           "the cluster's policy {0} says no: {1}",
+    Phrase(r"""(?:admission webhook "|ValidatingAdmissionPolicy ')([^"']+)["'].*? denied (?:the )?request: (.*)""",
+           "policy", "the cluster's policy {0} says no: {1}",
            "do what it says, or ask who runs the cluster for an exception", "error"),
     Phrase(r"(namespace \S+) because it is being terminated", "namespace", "the {0} is being removed",
            "take another platform.namespace, or wait and create it again", "error"),
     Phrase(r'([Uu]ser "[^"]+" cannot \w+ resource .*)', "permission", "{0}", CLUSTER_ROLES, "error"),
 )  # fmt: skip
-
-_UNKNOWN = "change what it names, or ask who runs the cluster"
 
 
 def refusals(message: str, area: str) -> list[Finding]:
@@ -78,7 +71,7 @@ def refusals(message: str, area: str) -> list[Finding]:
         area: what the findings' codes begin with.
     """
     known = [finding for phrase in REFUSALS for finding in phrase.read(message, area)]
-    return known or [Finding("error", f"{area}.refused", message, _UNKNOWN)]
+    return known or [Finding("error", f"{area}.refused", message, "change what it names, or ask who runs the cluster")]
 
 
 def advice(message: str) -> str:

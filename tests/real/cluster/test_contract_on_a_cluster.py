@@ -1,4 +1,4 @@
-"""What every platform promises, on the cluster of $KUBECONFIG.
+"""What every platform promises, and what a control plane says of jobs that wait, on the cluster of $KUBECONFIG.
 
 CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TEST_CLAIM is the folder
 CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
@@ -6,15 +6,21 @@ CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import gke_jobs
 import pytest
 import real_cluster
+from kubernetes_cluster import running_cluster
+from waiting import until
 
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobId
+from launcher.platforms.kubernetes.cluster import JOBS
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
@@ -23,34 +29,69 @@ from test_platform_contract import *  # noqa: F403  the same tests, with the pla
 from test_platform_contract import Place
 
 
+@contextlib.contextmanager
+def platform_of(kubeconfig: str, **settings: Any) -> Iterator[GkePlatform]:
+    given = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace": 2, "gate": 0, **settings}
+    platform = GkePlatform(GkePlatformConfig.model_validate(given))
+    yield platform
+    platform.close()
+
+
 @pytest.fixture
 def place() -> Iterator[Place]:
-    from kubernetes import client, config
-
     kubeconfig, image, claim, shared = real_cluster.needed(
         "KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED"
     )
-    settings = {"kubeconfig": kubeconfig, "nodes": 2, "grace": 2, "gate": 0, "claim": claim, "claim_path": shared}
-    platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **settings}))
-    config.load_kube_config(kubeconfig)
 
     def jobs() -> set[JobId]:
         """This suite's, all of which are called contract-…: also of a run that was interrupted."""
-        listed = client.BatchV1Api().list_namespaced_job("default", label_selector=RUN_LABEL).items
-        marks = [(one.metadata.labels[RUN_LABEL], one.metadata.labels[ATTEMPT_LABEL]) for one in listed]
+        listed, _ = platform.cluster.list(JOBS, "default", labels=RUN_LABEL)
+        marks = [(one["metadata"]["labels"][RUN_LABEL], one["metadata"]["labels"][ATTEMPT_LABEL]) for one in listed]
         return {JobId(f"default/{run}-{attempt}") for run, attempt in marks if run.startswith("contract-")}
 
     def cancelled() -> None:
         for job_id in jobs():
             platform.cancel(job_id)
 
-    with TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder:
+    with (
+        platform_of(kubeconfig, claim=claim, claim_path=shared) as platform,
+        TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder,
+    ):
         cancelled()
         yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=lambda: len(jobs()), image=image)
         cancelled()
-        platform.close()
 
 
 @pytest.fixture
 def running_place(place: Place) -> Place:
     return place
+
+
+@pytest.fixture(params=["emulated", "real"])
+def control_plane(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A kubeconfig; of the real one neither a kubelet nor an image is needed."""
+    if request.param == "real":
+        yield real_cluster.needed("KUBECONFIG")[0]
+    else:
+        with running_cluster(simulate=True) as cluster:
+            yield str(cluster.kubeconfig)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "why"),
+    [
+        ({"service_account": "no-such"}, "gke.service-account", "gke.pending.service-account"),
+        ({"priority": "no-such"}, "gke.priority", "gke.pending.priority"),
+        ({"node_selector": {"train-litgpt/no-such": "machine"}}, "gke.machines", "gke.pending.selector"),
+    ],
+)
+def test_what_keeps_a_job_from_running_is_found_beforehand_and_is_the_reason_why_it_waits(
+    control_plane: str, tmp_path: Path, settings: dict[str, Any], found: str, why: str
+) -> None:
+    with platform_of(control_plane, **settings) as platform:
+        submission = platform.render(gke_jobs.job(tmp_path, "contract-words"))
+        assert found in {one.code for one in platform.check(submission)}
+        job_id = platform.submit(submission)
+        until(lambda: why in {one.code for one in platform.status(job_id).reasons})
+        platform.cancel(job_id)
+        assert platform.left(job_id) == ()

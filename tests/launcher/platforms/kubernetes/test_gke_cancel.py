@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gke_jobs import begun, gke, job, started
@@ -38,21 +37,14 @@ def test_all_of_a_cancelled_job_goes_and_nothing_of_others(cluster: Cluster, tmp
     assert {platform.status(one).state for one in (other, second)} == {JobState.RUNNING}
 
 
-def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_path: Path) -> None:
+def test_what_somebody_has_cut_loose_from_its_job_is_removed_too(cluster: Cluster, tmp_path: Path) -> None:
     """A Job deleted without saying more leaves its pods behind, with the GPUs."""
-    platform, job_id = begun(cluster, tmp_path, workload="job")
-    alone: dict[str, Any] = {"ownerReferences": [], "finalizers": []}
-    pods, (owner,) = cluster.pods(), cluster.objects("jobs")
-
-    def orphan() -> None:
-        """All at once: a Job that is still there makes new pods for those that it has lost."""
-        for pod in pods:
-            cluster.store.change("pods", pod, lambda thing: thing["metadata"].update(alone))
-        cluster.store.remove("jobs", owner)
-
-    cluster.call(orphan)
-    assert len(cluster.pods()) == 2
-    platform.cancel(job_id)
+    labels = {"train-litgpt/run": "demo", "train-litgpt/attempt": "1"}
+    pod = {"containers": [{"name": "node", "image": "x"}], "restartPolicy": "Never"}
+    cluster.apply("pods", {"metadata": {"name": "demo-1-0", "labels": labels}, "spec": pod})
+    cluster.apply("services", {"metadata": {"name": "demo-1"}, "spec": {"clusterIP": "None"}})
+    platform = gke(cluster, workload="job")
+    platform.cancel(platform.render(job(tmp_path)).job_id)
     assert left(cluster) == []
 
 

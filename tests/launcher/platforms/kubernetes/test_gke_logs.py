@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta, timezone
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gke_jobs import begun, gke
@@ -29,95 +32,97 @@ def say(cluster: Cluster, node: int, *lines: str) -> None:
         cluster.say(pod, line)
 
 
-class Reader:
-    """Follows a job as the launcher does: the status, then a page of its logs."""
+def read(platform: GkePlatform, job_id: JobId, position: str = "", *, lines: int) -> tuple[list[LogLine], str]:
+    """So many lines behind a position, or all until the job ends, as who follows it gets them; and where that is."""
+    found: list[LogLine] = []
 
-    def __init__(self, platform: GkePlatform, job_id: JobId, position: str = "") -> None:
-        self.platform, self.job_id, self.position = platform, job_id, position
-        self.lines: list[LogLine] = []
+    def enough() -> bool:
+        nonlocal position
+        over = platform.status(job_id).state.final
+        page = platform.logs(job_id, position)
+        position = page.position
+        found.extend(page.lines)
+        return over or len(found) >= lines
 
-    def look(self) -> bool:
-        over = self.platform.status(self.job_id).state.final
-        page = self.platform.logs(self.job_id, self.position)
-        self.position = page.position
-        self.lines += page.lines
-        return over
+    until(enough)
+    return found, position
 
-    def of(self, node: int) -> list[str]:
-        return [line.text for line in self.lines if line.node == node]
 
-    def until(self, count: int) -> None:
-        until(lambda: self.look() or len(self.lines) >= count)
+def texts(lines: list[LogLine], node: int = 0) -> list[str]:
+    return [line.text for line in lines if line.node == node]
 
 
 def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.cut_logs(*(range(7, 2000, 61)))
-    reader = Reader(*begun(cluster, tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     told = [f"line {number}" for number in range(120)]
-    for begin in range(0, 120, 20):
-        for node in (0, 1):
-            say(cluster, node, *told[begin : begin + 20])
-        reader.look()
+    for node in (0, 1):
+        say(cluster, node, *told[:60])
+    first, position = read(platform, job_id, lines=60)
+    for node in (0, 1):
+        say(cluster, node, *told[60:])
     cluster.finish("demo")
-    until(reader.look)
-    assert reader.of(0) == reader.of(1) == told
+    rest, _ = read(platform, job_id, position, lines=240)
+    assert texts(first + rest) == texts(first + rest, 1) == told
 
 
 def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluster, tmp_path: Path) -> None:
     """An answer may be lost on its way, or the orchestrator die; its successor has the position, or none at all."""
-    reader = Reader(*begun(cluster, tmp_path))
-    say(cluster, 0, "a")
-    say(cluster, 1, "b")
-    reader.until(2)
-    before = reader.position
+    platform, job_id = begun(cluster, tmp_path)
+    say(cluster, 0, "a", "b")
+    _, before = read(platform, job_id, lines=2)
     say(cluster, 0, "c")
-    until(lambda: reader.platform.logs(reader.job_id, before).lines)
+    until(lambda: platform.logs(job_id, before).lines)
     say(cluster, 0, "d")
-    until(lambda: len(reader.platform.logs(reader.job_id, before).lines) == 2)
-    reader.platform.close()
-    successor, beginner = Reader(gke(cluster), reader.job_id, before), Reader(gke(cluster), reader.job_id)
-    successor.until(2)
-    beginner.until(4)
-    assert (successor.of(0), beginner.of(0)) == (["c", "d"], ["a", "c", "d"])
+    until(lambda: len(platform.logs(job_id, before).lines) == 2)
+    platform.close()
+    assert texts(read(gke(cluster), job_id, before, lines=2)[0]) == ["c", "d"]
+    assert texts(read(gke(cluster), job_id, lines=4)[0]) == ["a", "b", "c", "d"]
 
 
 def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
-    reader = Reader(*begun(cluster, tmp_path, restarts=1))
+    platform, job_id = begun(cluster, tmp_path, restarts=1)
     say(cluster, 0, "first life")
-    reader.until(1)
+    first, position = read(platform, job_id, lines=1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
-    until(lambda: reader.look() or reader.platform.status(reader.job_id).restarts == 1)
-    until(lambda: reader.platform.status(reader.job_id).state is JobState.RUNNING)
+    until(lambda: platform.status(job_id).restarts == 1)
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
     say(cluster, 0, "second life")
-    reader.until(2)
-    cluster.finish("demo")
-    until(reader.look)
-    assert reader.of(0) == ["first life", "second life"]
+    second, _ = read(platform, job_id, position, lines=1)
+    assert (texts(first), texts(second)) == (["first life"], ["second life"])
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
-
-def file(seconds: list[int]) -> list[bytes]:
-    """A log's lines: times in order, several in one second, some at the very same moment."""
-    moments = [f"2026-01-01T00:00:{second // 3:02d}.{second % 3}00000000Z" for second in sorted(seconds)]
-    return [f"{moment} line {number}".encode() for number, moment in enumerate(moments)]
+BEGIN = datetime(2026, 10, 25, 0, 59, 56, tzinfo=UTC)
+ZONES = st.sampled_from([(0, 0), (2, 1), (-7, -8), (5.5, 5.5)])
+"""Hours from UTC before and after summer time ends, within the log, where the machine's clock is set back."""
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    seconds=st.lists(st.integers(0, 20), max_size=30),
-    cuts=st.lists(st.integers(0, 30), max_size=6),
-)
-def test_reading_on_from_any_line_gives_every_line_once(seconds: list[int], cuts: list[int]) -> None:
-    whole, place, got = file(seconds), Place(), []
+def stamp(moment: datetime, zone: tuple[float, float]) -> str:
+    """As a machine in that zone stamps a line."""
+    offset = timedelta(hours=zone[moment >= BEGIN + timedelta(seconds=4)])
+    return moment.astimezone(timezone(offset)).isoformat().replace("+00:00", "Z")
+
+
+@settings(max_examples=200)
+@given(zone=ZONES, thirds=st.lists(st.integers(0, 20), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=6))
+def test_reading_on_from_any_line_gives_every_line_once(
+    zone: tuple[float, float], thirds: list[int], cuts: list[int]
+) -> None:
+    """In any zone; some lines are of the very same moment, and the API gives all of the second it is asked from."""
+    moments = [BEGIN + timedelta(seconds=third // 3, milliseconds=third % 3 * 100) for third in sorted(thirds)]
+    whole = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
+    place, got = Place(), []
     for cut in [*sorted(cuts), len(whole) + 1]:
-        # The API gives all lines of the second that it is asked from.
-        since = [line for line in whole if line.decode()[:19] + "Z" >= place.since]
-        stop = max(0, cut - len(got))
-        for count, (text, behind) in enumerate(logs._lines(since, place, "pod")):  # type: ignore[arg-type]
-            if count >= stop:
-                break
+        since: Any = [line for at, line in whole if not place.since or at >= datetime.fromisoformat(place.since)]
+        for text, behind in islice(logs._lines(since, place, "pod"), max(0, cut - len(got))):
             got.append(text)
             place = behind
     assert got == [f"line {number}" for number in range(len(whole))]
+
+
+def test_a_line_of_the_kubelets_own_has_no_stamp_and_reading_goes_on_from_the_one_before() -> None:
+    lines: Any = [b"2026-10-25T03:00:00.5+02:00 one", b"failed to create fsnotify watcher: too many open files"]
+    *_, (text, place) = logs._lines(lines, Place(), "pod")
+    assert (text, place.since) == (lines[1].decode(), "2026-10-25T01:00:00Z")

@@ -270,13 +270,6 @@ def test_an_attempt_avoids_the_machines_of_the_config_and_its_own() -> None:
     assert (rule["operator"], rule["values"]) == ("NotIn", ["gke-a", "gke-b", "gke-c"])
 
 
-def test_node_0_is_found_under_the_name_that_the_controller_gives_it() -> None:
-    name = "owt-0123456789-1"
-    for file, host in (("plain", f"{name}-nodes-0-0.{name}"), ("plain-job", f"{name}-0.{name}")):
-        command = sent(SHOWN[file]).node["command"]
-        assert command[command.index("--master") + 1].rpartition(":")[0] == host
-
-
 @settings(max_examples=50)
 @given(word=st.text(alphabet="$()ab \n'\"é", max_size=12), workload=st.sampled_from(["jobset", "job"]))
 def test_a_program_gets_its_words_as_they_are(word: str, workload: str) -> None:
