@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +47,8 @@ class Place:
     """What its nodes run, where they need one."""
     runs: bool = True
     """Nodes are processes, and not only said to run."""
+    lose: Callable[[], None] | None = None
+    """Takes the machine of node 1 away, where that can be done."""
 
 
 @contextlib.contextmanager
@@ -104,8 +107,13 @@ def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
 
     from launcher.platforms.batch.platform import BatchPlatform
 
-    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2)
+    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2, spot=True)
     with running_batch(None if simulate else folder / "cloud") as cloud:
+
+        def lose() -> None:
+            (record,) = cloud.records.values()
+            record.vms[1].end(50001)
+
         yield Place(
             platform=BatchPlatform(settings, grace=0 if simulate else 4, settle=0),
             directory=str(folder / "runs"),
@@ -114,6 +122,7 @@ def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
             environment=cloud.environment,
             image=IMAGE,
             runs=not simulate,
+            lose=lose,
         )
 
 
@@ -135,6 +144,11 @@ def runai_place(
         runai.serving(cluster) as api,
         runai.program(folder, cluster, "v1" if variant == "v1" else "v2-newest") as program,
     ):
+
+        def lose() -> None:
+            (training,) = cluster.trainings.values()
+            runai.signal_pod(training.pods[1], signal.SIGKILL)
+
         by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
         settings = settings_of(**asked, **by)
         yield Place(
@@ -145,6 +159,7 @@ def runai_place(
             environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
             image=IMAGE,
             runs=not simulate,
+            lose=lose,
         )
 
 
