@@ -142,7 +142,7 @@ def runai_place(
     with (
         runai.running(folder / "runai", **there) as cluster,
         runai.serving(cluster) as api,
-        runai.program(folder, cluster, "v1" if variant == "v1" else "v2-newest") as program,
+        runai.program(folder, cluster, variant) as program,
     ):
 
         def lose() -> None:
@@ -168,7 +168,8 @@ PLACES = {
     "strict": strict_place,
     "gke": gke_place,
     "runai": runai_place,
-    "runai-program": partial(runai_place, variant="v2-newest"),
+    "runai-v1": partial(runai_place, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_place, variant="v2"),
     "batch": batch_place,
 }
 
