@@ -1,4 +1,4 @@
-"""Whole trainings on the stand-ins of Batch and Run:ai that lose a machine."""
+"""Jobs on the stand-ins of Batch and Run:ai that lose a machine, or all of them for a while."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runai
+from runai_jobs import job_of, settings_of
 from waiting import until
 
 from launcher.config import RunConfig, validated
 from launcher.events import Note
 from launcher.images.settings import PrebuiltImage
+from launcher.job import JobState
+from launcher.platforms.runai.platform import RunaiPlatform
+from launcher.platforms.runai.rest import Rest
 from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import batch_place, runai_place
 
-pytestmark = pytest.mark.prefect
 
-
+@pytest.mark.prefect
 @pytest.mark.parametrize("place", [batch_place, runai_place])
 def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_with_its_models(
     place: Callable[..., Any],
@@ -59,3 +63,32 @@ def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_wi
     assert sorted(curve(rows, "step", "loss")) == list(range(1, 81))
     assert any("node 1" in event.what for event in done.events if isinstance(event, Note))
     assert {"attempts/2/node-0.log", "attempts/2/node-1.json", "final/litgpt/lit_model.pth"} <= set(storage.list())
+
+
+LIVES = """
+import pathlib, sys, time
+second_life = pathlib.Path(sys.argv[0]).with_name("second-life").exists()
+print("again" if second_life else "first", flush=True)
+time.sleep(1 if second_life else 600)
+"""
+
+
+def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on(tmp_path: Path) -> None:
+    (script := tmp_path / "program.py").write_text(LIVES)
+    with (
+        runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, told_gpus=2) as cluster,
+        runai.serving(cluster) as api,
+    ):
+        claims = [{"name": "scratch", "path": str(tmp_path)}]
+        config = settings_of(api="rest", url=api.url, grace=2, claims=claims)
+        platform = RunaiPlatform(config, Rest(config, api.credentials()), settle=4)
+        asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
+        job_id = platform.submit(platform.render(job_of(**asked, directory=str(tmp_path / "attempts/1"))))
+        log = cluster.folder / "team-a/fate-1/0.log"
+        until(lambda: log.exists() and "]:first" in log.read_text())
+        (tmp_path / "second-life").touch()
+        cluster.trainings["team-a", "fate-1"].wanted = "preempt"
+        until(lambda: not platform.status(job_id).state.live)
+        seen = platform.status(job_id)
+        assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
+        assert "[node 0] [rank0]:again" in [str(line) for line in platform.logs(job_id).lines]
