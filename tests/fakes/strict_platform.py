@@ -75,31 +75,27 @@ class StrictPlatform:
         return job_id == f"strict/{attempt_name}"
 
     def status(self, job_id: JobId) -> JobStatus:
-        self._answer()
-        life = self._lives.get(_known(job_id))
+        life = self._life(job_id)
         if life is None:
             return JobStatus(state=JobState.ABSENT, native="not found")
         return JobStatus(state=life.state, native=life.native, exit_codes=life.exit_codes, hosts=life.hosts)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        self._answer()
-        lines = life.lines if (life := self._lives.get(_known(job_id))) else []
+        lines = life.lines if (life := self._life(job_id)) else []
         owner, _, number = position.rpartition("@")
         if position and owner != job_id:
             raise ValueError(f"position {position!r} was never given out for {job_id}")
         return LogPage(tuple(lines[int(number or 0) :]), f"{job_id}@{len(lines)}")
 
     def cancel(self, job_id: JobId) -> None:
-        self._answer()
-        life = self._lives.get(_known(job_id))
+        life = self._life(job_id)
         if life is not None and life.state.live:
             life.state, life.native = JobState.CANCELLED, "cancelled"
         if life is not None:
             life.litter = False
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        self._answer()
-        life = self._lives.get(_known(job_id))
+        life = self._life(job_id)
         return (f"job {job_id} ({life.native})",) if life is not None and (life.state.live or life.litter) else ()
 
     # --- what the test decides ---
@@ -145,8 +141,8 @@ class StrictPlatform:
         if self._silent:
             raise self._error
 
-
-def _known(job_id: JobId) -> JobId:
-    if not job_id.startswith("strict/"):
-        raise ValueError(f"{job_id!r} is not an id that this platform gives")
-    return job_id
+    def _life(self, job_id: JobId) -> _Life | None:
+        self._answer()
+        if not job_id.startswith("strict/"):
+            raise ValueError(f"{job_id!r} is not an id that this platform gives")
+        return self._lives.get(job_id)

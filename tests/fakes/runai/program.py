@@ -23,10 +23,9 @@ _BOTH = """-e --project --workers --command --image --image-pull-policy --annota
 FLAGS = {
     "v1": f"{_BOTH} --name --environment --cpu --gpu --memory --pvc --pvc-exists --dry-run",
     # The newest releases: `--environment` names an asset, only -e sets a variable (docs.nvidia.com, v3.0).
-    "v2-newest": f"""{_BOTH} --environment-variable --cpu-core-request --cpu-memory-request --existing-pvc --run-as-gid
+    "v2": f"""{_BOTH} --environment-variable --cpu-core-request --cpu-memory-request --existing-pvc --run-as-gid
     --gpu-devices-request --gpu-portion-request --gpu-request-type --run-as-uid --exclude-node --priority
     --preemptibility --env-pod-field-ref""",
-    "before": "",
 }
 SWITCHES = {"--command", "--large-shm", "--run-as-user", "--dry-run", "--json", "--help"}
 _POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
@@ -70,7 +69,7 @@ def program(folder: Path, cluster: Cluster, variant: str) -> Iterator[Path]:
 def _answer(cluster: Cluster, variant: str, words: list[str]) -> tuple[int, str]:
     """Its exit code and what it prints."""
     submit = ["submit-dist", "pytorch"] if variant == "v1" else ["training", "pytorch", "submit"]
-    flags = FLAGS[variant].split()
+    flags = FLAGS.get(variant, "").split()
     try:
         if flags and words == [*submit, "--help"]:
             return 0, "".join(f"   {flag}  what it does\n" for flag in flags)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +35,7 @@ class Place:
     """A platform to try, and how to see from outside what runs on it."""
 
     platform: Platform
-    directory: str
+    folder: Path
     """Where its jobs may keep their files."""
     live_jobs: Callable[[], int]
     """How many jobs run or wait there, found without the platform's help."""
@@ -42,10 +43,10 @@ class Place:
     """What has been asked of it that changes something, or what it is like."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of who asks it."""
-    image: str | None = None
-    """What its nodes run, where they need one."""
     runs: bool = True
     """Nodes are processes, and not only said to run."""
+    lose: Callable[[], object] | None = None
+    """Takes the machine of node 1 away, where that can be done."""
 
 
 @contextlib.contextmanager
@@ -60,7 +61,7 @@ def local_place(folder: Path) -> Iterator[Place]:
                 there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
-    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs)
+    yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
     for job in jobs():
         platform.cancel(JobId(job))
 
@@ -70,9 +71,7 @@ def strict_place(folder: Path) -> Iterator[Place]:
     """The one that other tests have in place of a real one."""
     strict = StrictPlatform()
     jobs = strict.live
-    yield Place(
-        platform=strict, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs, runs=False
-    )
+    yield Place(platform=strict, folder=folder, live_jobs=lambda: len(jobs()), written=jobs, runs=False)
 
 
 @contextlib.contextmanager
@@ -88,10 +87,9 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
         platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **asked}))
         yield Place(
             platform=platform,
-            directory=str(folder / "runs"),
+            folder=folder,
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
             written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
-            image=IMAGE,
             runs=not simulate,
         )
         platform.close()
@@ -104,16 +102,16 @@ def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
 
     from launcher.platforms.batch.platform import BatchPlatform
 
-    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2)
+    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2, spot=True)
     with running_batch(None if simulate else folder / "cloud") as cloud:
         yield Place(
             platform=BatchPlatform(settings, grace=0 if simulate else 4, settle=0),
-            directory=str(folder / "runs"),
+            folder=folder,
             live_jobs=lambda: len(cloud.live()),
             written=lambda: cloud.calls.count("CancelJob") + cloud.calls.count("CreateJob"),
             environment=cloud.environment,
-            image=IMAGE,
             runs=not simulate,
+            lose=lambda: [record.vms[1].end(50001) for record in cloud.records.values()],
         )
 
 
@@ -133,18 +131,18 @@ def runai_place(
     with (
         runai.running(folder / "runai", **there) as cluster,
         runai.serving(cluster) as api,
-        runai.program(folder, cluster, "v1" if variant == "v1" else "v2-newest") as program,
+        runai.program(folder, cluster, variant) as program,
     ):
         by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
         settings = settings_of(**asked, **by)
         yield Place(
             platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
-            directory=str(folder / "runs"),
+            folder=folder,
             live_jobs=lambda: len(cluster.live()),
             written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
             environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
-            image=IMAGE,
             runs=not simulate,
+            lose=lambda: [runai.signal_pod(one.pods[1], signal.SIGKILL) for one in cluster.trainings.values()],
         )
 
 
@@ -153,7 +151,8 @@ PLACES = {
     "strict": strict_place,
     "gke": gke_place,
     "runai": runai_place,
-    "runai-program": partial(runai_place, variant="v2-newest"),
+    "runai-v1": partial(runai_place, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_place, variant="v2"),
     "batch": batch_place,
 }
 
@@ -183,11 +182,11 @@ SLEEP = "import time; time.sleep(600)"
 
 
 def job(place: Place, name: str, text: str, **changes: Any) -> Job:
-    script = Path(place.directory).parent / f"{name}.py"
+    script = place.folder / f"{name}.py"
     script.write_text(text)
     asked: dict[str, Any] = {
         "name": f"contract-{name}", "attempt": 1, "nodes": 2, "processes": 1, "program": (str(script),),
-        "directory": f"{place.directory}/{name}", "image": place.image,
+        "directory": str(place.folder / "runs" / name), "image": IMAGE,
     }  # fmt: skip
     return Job(**{**asked, **changes})
 
@@ -225,10 +224,11 @@ def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
 
 
 def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
-    asked = [
-        job(place, "rooted", SLEEP, root=root, directory=f"{place.directory}/{root}") for root in ("ours", "theirs")
-    ]
-    ours, theirs = [place.platform.submit(place.platform.render(one)) for one in asked]
+    def submit_under(root: str) -> JobId:
+        asked = job(place, "rooted", SLEEP, root=root, directory=str(place.folder / root))
+        return place.platform.submit(place.platform.render(asked))
+
+    ours, theirs = submit_under("ours"), submit_under("theirs")
     assert place.live_jobs() == 2
     place.platform.cancel(ours)
     assert place.platform.status(theirs).state.live
@@ -237,7 +237,7 @@ def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_ot
 
 
 def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
-    begun = Path(place.directory).parent / "begun"
+    begun = place.folder / "begun"
     text = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
     submission = place.platform.render(job(place, "twice", text))
     first = place.platform.submit(submission)

@@ -21,8 +21,8 @@ PLACES = {
     "gke": partial(gke_place, simulate=False),
     "gke-job": partial(gke_place, simulate=False, workload="job"),
     "runai-v1": partial(runai_place, simulate=False, variant="v1", version="2.13"),
-    "runai-v2": partial(runai_place, simulate=False, variant="v2-newest", version="2.18"),
-    "runai-rest": partial(runai_place, simulate=False, variant="rest", version="2.18"),
+    "runai-v2": partial(runai_place, simulate=False, variant="v2"),
+    "runai-rest": partial(runai_place, simulate=False, variant="rest"),
     "batch": partial(batch_place, simulate=False),
 }
 

@@ -1,89 +1,35 @@
-"""Whole trainings on the stand-ins of Batch and Run:ai that lose a machine."""
+"""Jobs on the stand-ins of Batch and Run:ai that lose a machine, or all of them for a while."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runai
-from batch import running_batch
-from runai.cluster import signal_pod
+from runai_jobs import job_of, settings_of
 from waiting import until
 
 from launcher.config import RunConfig, validated
 from launcher.events import Note
 from launcher.images.settings import PrebuiltImage
-from launcher.platforms.batch.platform import BatchPlatform
-from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.job import JobState
 from launcher.platforms.runai.platform import RunaiPlatform
-from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.platforms.runai.rest import Rest
 from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
-pytestmark = pytest.mark.prefect
+sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
+from test_platform_contract import batch_place, runai_place
 
 
-@dataclass
-class Place:
-    """Where a training of two nodes runs."""
-
-    platform: dict[str, Any]
-    lose: Callable[[], None]
-    """Take node 1's machine away."""
-    environment: dict[str, str]
-    told: str
-    """What a note says of it."""
-
-
-@contextlib.contextmanager
-def batch_place(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
-    patch.setattr(BatchPlatform, "poll_seconds", 0.5)
-    patch.setattr(BatchPlatformConfig, "open", lambda settings: BatchPlatform(settings, grace=3, settle=0.5))
-    platform = {
-        "kind": "batch", "project": "my-project", "location": "us-central1", "machine": "n2-standard-8", "gpus": 0,
-        "nodes": 2, "spot": True, "nfs": "10.0.0.2:/data", "nfs_path": str(folder), "gate": 0, "grace": 5,
-    }  # fmt: skip
-    with running_batch(folder / "cloud") as cloud:
-
-        def lose() -> None:
-            (record,) = cloud.records.values()
-            record.vms[1].end(50001)
-
-        yield Place(platform, lose, cloud.environment, "preempted on node 1")
-        assert (len(cloud.records), cloud.live()) == (2, [])
-
-
-@contextlib.contextmanager
-def runai_place(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
-    patch.setattr(RunaiPlatform, "poll_seconds", 0.5)
-    patch.setattr(RunaiPlatformConfig, "open", lambda settings: RunaiPlatform(settings, settle=5))
-    claims = {"scratch": str(folder)}
-    with (
-        runai.running(folder / "runai", claims=claims, told_gpus=2, grace=15) as cluster,
-        runai.serving(cluster) as api,
-    ):
-
-        def lose() -> None:
-            (training,) = cluster.trainings.values()
-            signal_pod(training.pods[1], signal.SIGKILL)
-
-        mounted = [{"name": "scratch", "path": str(folder)}]
-        platform = {"kind": "runai", "project": "team-a", "nodes": 2, "claims": mounted, "grace": 3, "url": api.url}
-        yield Place(platform, lose, api.credentials(), "attempt 1")
-        assert (len(cluster.submissions), cluster.live()) == (2, [])
-        for path in folder.rglob("*.json*"):
-            assert api.application[1] not in path.read_text(), f"{path} has the secret"
-
-
+@pytest.mark.prefect
 @pytest.mark.parametrize("place", [batch_place, runai_place])
 def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_with_its_models(
-    place: Callable[..., contextlib.AbstractContextManager[Place]],
+    place: Callable[..., Any],
     tmp_path: Path,
     pushed_image: PrebuiltImage,
     tiny: Callable[..., RunConfig],
@@ -96,20 +42,53 @@ def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_wi
         there.lose()
 
     steps = {"train.max_steps": 80, "train.checkpoint_every": 20, "train.evaluate_every": 40, "train.micro_batch": 2}
-    with place(tmp_path, monkeypatch) as there, ThreadPoolExecutor(1) as aside:
+    with place(tmp_path, simulate=False) as there, ThreadPoolExecutor(1) as aside:
         for name, value in there.environment.items():
             monkeypatch.setenv(name, value)
+        settings = there.platform._settings
+        monkeypatch.setattr(type(settings), "open", lambda _: there.platform)
+        monkeypatch.setattr(type(there.platform), "poll_seconds", 0.5)
         document = tiny(steps).model_dump(mode="json")
-        document |= {"platform": there.platform, "image": pushed_image.model_dump(mode="json")}
+        document |= {"platform": settings.model_dump(mode="json"), "image": pushed_image.model_dump(mode="json")}
         config = validated(RunConfig, document, where="test")
         lost = aside.submit(lose_after_a_checkpoint)
         done = run_again(config)
         lost.result()
+        assert there.live_jobs() == 0
     assert done.final.step == 80
     storage = plan_run(config).storage
     rows = list(rows_of(storage.read("metrics.jsonl").decode()))
     first, second = [row["step"] for row in rows if row["kind"] == "start"]
     assert (first, second >= 20) == (0, True), (first, second)
     assert sorted(curve(rows, "step", "loss")) == list(range(1, 81))
-    assert any(there.told in event.what for event in done.events if isinstance(event, Note))
+    assert any("node 1" in event.what for event in done.events if isinstance(event, Note))
     assert {"attempts/2/node-0.log", "attempts/2/node-1.json", "final/litgpt/lit_model.pth"} <= set(storage.list())
+
+
+LIVES = """
+import pathlib, sys, time
+second_life = pathlib.Path(sys.argv[0]).with_name("second-life").exists()
+print("again" if second_life else "first", flush=True)
+time.sleep(1 if second_life else 600)
+"""
+
+
+def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on(tmp_path: Path) -> None:
+    (script := tmp_path / "program.py").write_text(LIVES)
+    with (
+        runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, told_gpus=2) as cluster,
+        runai.serving(cluster) as api,
+    ):
+        claims = [{"name": "scratch", "path": str(tmp_path)}]
+        config = settings_of(api="rest", url=api.url, grace=2, claims=claims)
+        platform = RunaiPlatform(config, Rest(config, api.credentials()), settle=4)
+        asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
+        job_id = platform.submit(platform.render(job_of(**asked, directory=str(tmp_path / "attempts/1"))))
+        log = cluster.folder / "team-a/fate-1/0.log"
+        until(lambda: log.exists() and "]:first" in log.read_text())
+        (tmp_path / "second-life").touch()
+        cluster.trainings["team-a", "fate-1"].wanted = "preempt"
+        until(lambda: not platform.status(job_id).state.live)
+        seen = platform.status(job_id)
+        assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
+        assert "[node 0] [rank0]:again" in [str(line) for line in platform.logs(job_id).lines]

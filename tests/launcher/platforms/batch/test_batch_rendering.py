@@ -67,26 +67,20 @@ def test_the_submission_is_the_golden_one_and_others_differ_from_it_in_these_fie
     assert {path.stem for path in (GOLDEN / "batch").iterdir()} == {"gpus", "differences"}
 
 
-def test_it_is_a_job_of_the_client_s_own_types_and_nothing_is_wrong_with_it() -> None:
+def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_is_restarted_without_its_peers() -> None:
+    """Otherwise the first would wait for the others forever, or one that comes back find no peers."""
     from google.cloud import batch_v1
 
     for case, options in CASES.items():
-        submission = rendered(case)
-        sent = submission.body["job"]
-        batch_v1.Job.from_json(json.dumps(sent))  # an unknown field would be refused
+        submission, nodes = rendered(case), settings_of(**options).nodes
+        batch_v1.Job.from_json(json.dumps(submission.body["job"]))  # an unknown field would be refused
         found = BatchPlatform(settings_of(**options)).check(submission)
         assert [str(one) for one in found if one.severity == "error"] == [], case
-
-
-def test_all_nodes_run_at_once_on_a_vm_each_and_none_is_restarted_without_its_peers() -> None:
-    """Otherwise the first would wait for the others forever, or one that comes back find no peers."""
-    for case in CASES:
-        body = rendered(case).body
-        group, nodes = group_of(body), settings_of(**CASES[case]).nodes
+        group = group_of(submission.body)
         assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
         assert group.get("requireHostsFile", False) == (nodes > 1)
         assert nodes == 1 or group["taskSpec"]["maxRetryCount"] == 0
-        assert "--shm-size=" in container_of(body)["options"], "it would be Docker's 64 MB"
+        assert "--shm-size=" in container_of(submission.body)["options"], "it would be Docker's 64 MB"
 
 
 @pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])

@@ -22,7 +22,7 @@ from waiting import until
 from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.local.platform import LocalPlatform
-from launcher.platforms.local.supervisor import JOB_TAG, deadlines, reserved_ports, result
+from launcher.platforms.local.supervisor import JOB_TAG, reserved_ports, result
 from litgpt_demo.node.agent import tagged
 
 
@@ -61,9 +61,6 @@ def said(platform: LocalPlatform, job_id: JobId) -> list[str]:
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
-
-
-# --- rendering and checks ---------------------------------------------------------------------------------------------
 
 
 def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
@@ -160,11 +157,10 @@ def test_the_nodes_left_over_from_one_that_failed_or_did_not_start_are_ended(
 
 
 def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
-    saves = (
-        "import pathlib, signal, sys, time\n"
-        "def save(*_): pathlib.Path('saved').touch(); sys.exit(45)\n"
-        "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)"
-    )
+    saves = f"""
+import pathlib, signal, sys
+def save(*_): pathlib.Path('saved').touch(); sys.exit(45)
+signal.signal(signal.SIGTERM, save); print('up', flush=True); {SLEEP}"""
     job_id = platform.submit(plain(platform, tmp_path / "a", saves, STUBBORN))
     until(lambda: len(said(platform, job_id)) == 2)
     platform.cancel(job_id)
@@ -172,15 +168,7 @@ def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalP
     assert (tmp_path / "saved").exists()
     seen = platform.status(job_id)
     assert (seen.state, seen.exit_codes) == (JobState.CANCELLED, {0: 45, 1: -signal.SIGKILL})
-
-
-def test_nodes_are_told_and_killed_in_time_and_a_job_that_had_ended_before_the_cancel_succeeded() -> None:
-    assert deadlines(asked=None, failed=None, grace=30) == (float("inf"), float("inf"))
-    assert deadlines(asked=None, failed=100, grace=30) == (105, 110)
-    assert deadlines(asked=100, failed=None, grace=30) == (100, 132)
-    assert deadlines(asked=101, failed=100, grace=30) == (101, 110)
-    assert result({0: 0, 1: 0}, cancelled=True)["state"] is JobState.SUCCEEDED
-    assert result({0: 0, 1: 45}, cancelled=True)["state"] is JobState.CANCELLED
+    assert result({0: 0, 1: 0}, cancelled=True)["state"] is JobState.SUCCEEDED, "it came to its end before the cancel"
 
 
 # --- who submitted it is gone, or its supervisor ----------------------------------------------------------------------
@@ -189,13 +177,12 @@ def test_nodes_are_told_and_killed_in_time_and_a_job_that_had_ended_before_the_c
 def test_a_job_outlives_the_process_that_submitted_it(platform: LocalPlatform, tmp_path: Path) -> None:
     waits = "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\nprint('done')"
     submission = plain(platform, tmp_path / "a", waits)
-    submitter = (
-        "import json, os, signal, sys\n"
-        "from launcher.job import Submission\n"
-        "from launcher.platforms.local.platform import LocalPlatform\n"
-        "LocalPlatform().submit(Submission(platform='local', **json.loads(sys.argv[1])))\n"
-        "os.killpg(0, signal.SIGKILL)\n"
-    )
+    submitter = """
+import json, os, signal, sys
+from launcher.job import Submission
+from launcher.platforms.local.platform import LocalPlatform
+LocalPlatform().submit(Submission(platform='local', **json.loads(sys.argv[1])))
+os.killpg(0, signal.SIGKILL)"""
     told = json.dumps({"job_id": submission.job_id, "body": submission.body})
     subprocess.run([sys.executable, "-c", submitter, told], start_new_session=True, check=False)
     assert platform.status(submission.job_id).state is JobState.RUNNING
@@ -252,12 +239,12 @@ def test_ranks_have_no_key_to_prefects_server_unless_the_job_names_it(
 ) -> None:
     keys = ["PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"]
     for name in keys:
-        monkeypatch.setenv(name, "litgpt:the server's")
+        monkeypatch.setenv(name, "the server's")
     submission = plain(platform, tmp_path / "a", f"import os; print(*(os.environ.get(one, 'none') for one in {keys}))")
     submission.body["secrets"].append(keys[0])
     submission.body["nodes"][0]["env"][keys[1]] = "mine"
     end_of(platform, platform.submit(submission))
-    assert said(platform, submission.job_id) == ["litgpt:the server's mine none"]
+    assert said(platform, submission.job_id) == ["the server's mine none"]
 
 
 def test_other_users_cannot_look_into_a_job(platform: LocalPlatform, tmp_path: Path) -> None:
