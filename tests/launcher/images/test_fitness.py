@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from registry_server import OCI_INDEX, OCI_MANIFEST, Running, registry
+from registry_server import OCI_MANIFEST, Running, registry
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem
@@ -22,7 +21,6 @@ from launcher.machines import MACHINES
 from launcher.networks import open_network
 from launcher.networks.profile import Choice
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.gpu import DRIVER_FLOORS
 
 HIGH, MEGA, ULTRA = MACHINES["a3-highgpu-8g"], MACHINES["a3-megagpu-8g"], MACHINES["a3-ultragpu-8g"]
 OLD = Contents(torch="2.2.2", nccl="2.19.3", cuda="12.1", python="3.11.9", glibc="2.36", architecture="amd64")
@@ -68,21 +66,13 @@ def test_a_stack_named_in_spite_of_its_network_is_refused_with_the_one_that_woul
     refused = only(built(stack="default"), "tcpxo")
     assert (refused.severity, refused.code) == ("error", "nccl.version")
     assert refused.fix.startswith("leave image.stack out: stack tcpxo has NCCL 2.28.9")
-    risked, told = check_fitness(config(built(stack="default"), "tcpxo", allow_unqualified_nccl=True))
-    assert (risked.severity, told.severity) == ("warning", "info")
-    refused = only(built(), "tcpx", kind=RunConfig)
-    assert refused.severity == "error", "no stack of ours is for it"
-    assert "network=plain" in refused.fix
+    risked, _ = check_fitness(config(built(stack="default"), "tcpxo", allow_unqualified_nccl=True))
+    newer, _ = check_fitness(config(built(), "tcpx", network_plugin="v3.1.7"))
+    assert (risked.severity, newer.severity) == ("warning", "warning")
+    none_of_ours = only(built(), "tcpx", kind=RunConfig)
+    assert none_of_ours.severity == "error"
+    assert "network=plain" in none_of_ours.fix
     assert [one.severity for one in check_fitness(config(built(), "tcpx", nodes=1))] == ["warning", "info"]
-
-
-def test_a_release_whose_nccl_is_not_known_is_no_way_round_the_refusal() -> None:
-    warned, _ = check_fitness(config(built(), "tcpx", network_plugin="v3.1.7"))
-    assert (warned.severity, warned.code) == ("warning", "nccl.version")
-    old = open_network("tcpx", Choice(machine=HIGH), network_plugin="v3.1.7")
-    assert old.node.nccl_fit("2.21.5") == "known to fail"
-    newer = {"network_plugin": "v2.0.0", "network_daemon": "v2.0.0"}
-    assert stack_for(open_network("tcpxo", Choice(machine=MEGA), **newer)) is STACKS["tcpxo"]
 
 
 def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() -> None:
@@ -91,19 +81,16 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
     claimed, _ = check_fitness(config(built(dockerfile="mine", stack="tcpxo"), "tcpxo"))
     assert (claimed.severity, claimed.code) == ("warning", "image.unproved")
     with registry() as public:
-        public.push_image("team/mine", NEW.labels)
-        pinned = f"{public.host}/team/mine@{public.digest('team/mine', '1')}"
+        there = public.push_image("team/mine", NEW.labels)
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
-            require(check_finished(config(mine, "tcpxo"), pinned))
-        assert list(check_finished(config(mine), pinned)) == []
+            require(check_finished(config(mine, "tcpxo"), there))
+        assert list(check_finished(config(mine), there)) == []
 
 
 def test_a_driver_that_is_too_old_for_the_image_is_refused() -> None:
     refused, _ = check_fitness(config(built(), gpu_driver="550.90.07"))
     assert (refused.severity, refused.code) == ("error", "image.driver")
     assert only(built(), gpu_driver="580.95.05").severity == "info"
-    for stack in STACKS.values():
-        assert DRIVER_FLOORS[stack.cuda.partition(".")[0]] == stack.driver, "the node knows the same"
 
 
 # --- labels in a registry ---------------------------------------------------------------------------------------------
@@ -148,14 +135,11 @@ def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: R
     assert "image.architecture" in {one.code for one in found}
 
 
-@pytest.mark.parametrize("how", [{"first": ["429"] * 9}, {"account": "ada:secret"}])
+@pytest.mark.parametrize("how", [{"first": ["429"] * 9}, {"first": ["cut"] * 9}, {"account": "ada:secret"}])
 def test_what_this_machine_could_not_see_is_not_known(how: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.oci._PAUSES", (0.0,))
     with registry(**how) as away:
-        assert only(prebuilt(f"{away.host}/team/train:1"), "tcpx").severity == "unknown"
-    monkeypatch.setattr("launcher.images.fitness.PATIENCE", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        told = only(prebuilt(f"127.0.0.1:{silent.getsockname()[1]}/train:1"), "tcpx")
+        told = only(prebuilt(f"{away.host}/team/train:1"), "tcpx")
     assert (told.severity, told.code) == ("unknown", "image.unread")
 
 
@@ -187,31 +171,16 @@ def test_a_config_that_is_not_what_its_digest_says_or_of_any_size_is_not_read(ho
             read_config(reference)
 
 
-def test_the_index_of_another_program_is_read(public: Running) -> None:
-    """Go writes null for an empty list, `platform` is optional, and BuildKit lists its attestations."""
-    row = public.listed("team/index", OLD.labels, "amd64", tag="one")
-    unknown = {**row, "platform": {"os": "unknown", "architecture": "unknown"}}
-    for name, rows in (("bare", [{"digest": row["digest"]}]), ("null", [{**row, "platform": None}, unknown])):
-        public.put("team/index", name, {"mediaType": OCI_INDEX, "manifests": rows})
-        assert Contents.of_labels(read_config(f"{public.host}/team/index:{name}").labels) == OLD
-
-
 @pytest.mark.parametrize(
-    ("manifest", "words"),
+    "manifest",
     [
-        ({"layers": []}, "names no config"),
-        ({"config": {"digest": "../../etc/passwd"}}, "push the image anew"),
-        ({"manifests": [{"digest": f"sha256:{'0' * 64}", "platform": {"architecture": "\x1b]0;pwned\x07"}}]}, "anew"),
+        {"layers": []},
+        {"config": {"digest": "../../etc/passwd"}},
+        {"manifests": [{"digest": f"sha256:{'0' * 64}", "platform": {"architecture": "\x1b]0;pwned\x07"}}]},
     ],
 )
-def test_a_manifest_that_is_none_is_refused_and_steers_no_terminal(
-    manifest: Settings, words: str, public: Running
-) -> None:
+def test_a_manifest_that_is_none_is_refused_and_steers_no_terminal(manifest: Settings, public: Running) -> None:
     public.put("team/odd", "1", {"mediaType": OCI_MANIFEST, **manifest})
-    with pytest.raises(ImageProblem, match=words) as refused:
+    with pytest.raises(ImageProblem, match=r"names no config|push the image anew") as refused:
         read_config(f"{public.host}/team/odd:1")
     assert "\x1b" not in str(refused.value)
-
-
-def test_a_label_of_any_length_is_taken_for_none() -> None:
-    assert Contents.of_labels({f"{LABELS}nccl": "1." * 4_000_000}) == Contents()
