@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher.checks import arithmetic as module
-from launcher.checks.arithmetic import arithmetic, check_memory, gpu_names, host_memory, place_of
+from launcher.checks.arithmetic import arithmetic, check_memory, gpu_names, host_memory
 from launcher.config import RunConfig, validated
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
@@ -52,15 +52,10 @@ def test_the_figures_show_how_they_come_about(on_h100: None) -> None:
     assert figures["memory per process"][1].startswith("weights 701 GB + AdamW 1.40 TB + gradients 701 GB + at the ")
 
 
-def test_a_model_that_cannot_fit_is_an_error_and_one_that_may_not_a_warning(on_h100: None) -> None:
-    (error,) = found(config(model={"name": "Llama-3-8B", "sequence_length": 128}, train={"micro_batch": 1}))
-    assert (error.severity, error.code) == ("error", "train.memory")
-    pythia = {"name": "pythia-1b", "sequence_length": 2048}
-    (warning,) = found(config(model=pythia, train={"micro_batch": 32}))
-    assert warning.severity == "warning"
-    (compiled,) = found(config(model=pythia, train={"micro_batch": 64, "compile": "blocks"}))
-    assert compiled.severity == "warning", "what it fuses is not known"
-    assert found(config(model=pythia, train={"micro_batch": 8})) == []
+def test_a_model_that_may_not_fit_is_a_warning_and_one_that_fits_nothing(on_h100: None) -> None:
+    for micro_batch, severities in ((32, ["warning"]), (8, [])):
+        model = {"name": "pythia-1b", "sequence_length": 2048}
+        assert [one.severity for one in found(config(model=model, train={"micro_batch": micro_batch}))] == severities
 
 
 LONG = 131_072  # tokens, of which not even one sample fits without recomputation
@@ -79,8 +74,10 @@ def test_the_fix_is_the_change_that_fits_and_costs_least(
     model: str, train: dict[str, Any], processes: int, length: int, fix: str, on_h100: None
 ) -> None:
     platform = {"kind": "local", "processes": processes}
+    platform = {"kind": "local", "processes": processes}
     asked = config(model={"name": model, "sequence_length": length}, train=train, platform=platform)
     (finding,) = found(asked)
+    assert finding.severity == "error"
     assert finding.fix.startswith(fix)
     fits = asked.model_dump()
     for section, name, value in re.findall(r"(model|train)\.(\w+)=(\w+)", finding.fix):
@@ -90,25 +87,18 @@ def test_the_fix_is_the_change_that_fits_and_costs_least(
     assert found(config(**fits)) == []
 
 
-# --- where it runs ----------------------------------------------------------------------------------------------------
-
-
 def test_the_driver_names_the_gpus_and_a_containers_limit_is_its_memory(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 12\n")
     assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"]
-    for content, memory in (("max", host_memory(tmp_path / "none")), ("1000000000", 10**9)):
-        (tmp_path / "limit").write_text(f"{content}\n")
-        assert host_memory(tmp_path / "limit") == memory
+    (tmp_path / "limit").write_text("1000000000\n")
+    assert host_memory(tmp_path / "limit") == 10**9
 
 
 def test_this_machines_devices_say_nothing_of_nodes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = {"name": "transformer-175b"}
     monkeypatch.setattr(module, "gpu_names", list)
-    one, four = (place_of(config(platform={"kind": "local", "processes": count})) for count in (1, 4))
-    assert one is not None
-    assert four is not None
-    assert (one.kind, four.memory) == ("cpu", one.memory // 4)
-    assert place_of(config(platform={"kind": "gke", "gpus": 1})) is None
+    assert found(config(model=huge, platform={"kind": "gke", "gpus": 1})) == []
+    assert found(config(model=huge, platform={"kind": "local"})) != []
     monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA GeForce RTX 3090"])
-    huge = config(model={"name": "transformer-175b"}, platform={"kind": "local"})
-    assert found(huge) == [], "a GPU that is not in the table is not judged"
+    assert found(config(model=huge, platform={"kind": "local"})) == [], "a GPU that is not in the table is not judged"
