@@ -28,8 +28,6 @@ class Running:
 
     account: str = ""
     """`user:password` without which nothing is answered."""
-    basic: bool = False
-    """The password itself is asked for, and not a token for it."""
     token_host: str = "127.0.0.1"
     """The name under which clients find the token service."""
     storage: str = ""
@@ -91,7 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
             query = parse_qs(urlsplit(self.path).query)
             self.grant(query, allowed=self.headers.get("Authorization") == basic(self.registry.account))
         elif self.registry.first and "/manifests/" in self.path:
-            self.fail(self.registry.first.pop(0))
+            self.close_connection = (how := self.registry.first.pop(0)) == "cut"
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le") if how == "cut" else self.send(int(how))
         elif (wanted := WANTED.fullmatch(self.path)) is None:
             self.send(404)
         elif not self.is_authorized(wanted["name"]):
@@ -105,13 +104,6 @@ class _Handler(BaseHTTPRequestHandler):
         form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         known = form.get("refresh_token") == [IDENTITY_TOKEN] and form.get("grant_type") == ["refresh_token"]
         self.grant(form, allowed=known and "client_id" in form, field="access_token")
-
-    def fail(self, how: str) -> None:
-        if how == "cut":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
-            self.close_connection = True
-        else:
-            self.send(int(how))
 
     def send_blob(self, digest: str) -> None:
         if self.registry.storage:
@@ -134,17 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def is_authorized(self, name: str) -> bool:
         given = self.headers.get("Authorization", "")
-        if self.registry.basic:
-            return given == basic(self.registry.account)
         return not self.registry.account or given == f"Bearer {token(f'repository:{name}:pull')}"
 
     def challenge(self, name: str) -> None:
-        if self.headers.get("Authorization"):
-            self.send(403)
-            return
         realm = f"http://{self.registry.token_host}:{self.registry.host.rpartition(':')[2]}/token"
-        bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
-        wanted = f'Basic realm="{SERVICE}"' if self.registry.basic else bearer
+        wanted = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
         self.send(401, headers={"WWW-Authenticate": wanted})
 
     def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:

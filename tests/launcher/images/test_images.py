@@ -44,11 +44,13 @@ OWN = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT
 
 
 @pytest.fixture(autouse=True)
-def _no_login_and_no_pauses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "no-podman"))
+def docker_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where docker would store logins, which is nowhere yet; and no registry is waited for."""
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
     monkeypatch.setattr(oci, "_PAUSES", (0.0, 0.0))
+    return tmp_path / "config.json"
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +87,6 @@ def test_a_prebuilt_image_that_may_change_overnight_is_refused(reference: str) -
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, object]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
-
-
 def test_a_tag_is_resolved_to_the_digest_it_has_now(public: Running) -> None:
     for _ in range(2):
         digest = public.push("team/moving", "1")
@@ -109,55 +106,43 @@ def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_b
 
 
 AUTH = {"auth": base64.b64encode(b"ada:pass:word").decode()}
+each_login = pytest.mark.parametrize("stored", [AUTH, {"identitytoken": "an-identity-token"}])
 
 
-@pytest.mark.parametrize(
-    ("basic", "stored"), [(False, AUTH), (True, AUTH), (False, {"identitytoken": "an-identity-token"})]
-)
-def test_a_private_registry_takes_the_login_that_docker_stored(
-    basic: bool, stored: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with registry(account="ada:pass:word", basic=basic) as running:
+@each_login
+def test_a_private_registry_takes_the_login_that_docker_stored(stored: dict[str, str], docker_config: Path) -> None:
+    with registry(account="ada:pass:word") as running:
         digest = running.push("team/train", "1")
         with pytest.raises(ImageProblem, match=f"log in with `docker login {running.host}`"):
             resolve(f"{running.host}/team/train:1")
-        log_in(monkeypatch, tmp_path, {"auths": {f"https://{running.host}/v2/": stored}})
+        docker_config.write_text(json.dumps({"auths": {f"https://{running.host}/v2/": stored}}))
         assert resolve(f"{running.host}/team/train:1").endswith(digest)
 
 
-@pytest.mark.parametrize("stored", [AUTH, {"identitytoken": "an-identity-token"}])
+@each_login
 def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encrypted(
-    stored: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: dict[str, str], docker_config: Path
 ) -> None:
     """0.0.0.0 leads to this machine, and is no name of it."""
     with registry(account="ada:pass:word", token_host="0.0.0.0") as running:
         running.push("team/train", "1")
-        log_in(monkeypatch, tmp_path, {"auths": {running.host: stored}})
+        docker_config.write_text(json.dumps({"auths": {running.host: stored}}))
         with pytest.raises(ImageProblem, match=r"the password sent to .*, which is not encrypted"):
             resolve(f"{running.host}/team/train:1")
         assert [line for line in running.asked if "/token" in line] == []
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ({"first": ["429"] * 9}, ImageUnreachable),
-        ({"first": ["cut"] * 9}, ImageUnreachable),
-        ({"first": ["418"]}, ImageProblem),
-    ],
-)
-def test_a_registrys_silence_may_pass_and_its_no_is_final(
-    how: dict[str, Any], error: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registrys_silence_may_pass_and_its_no_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oci, "PATIENCE", 1e9)
-    with registry(first=["503", "cut"]) as busy:
-        digest = busy.push("team/train", "1")
-        assert resolve(f"{busy.host}/team/train:1").endswith(digest)
-    with registry(**how) as running:
-        running.push("team/train", "1")
-        with pytest.raises(ImageProblem, match=running.host) as caught:
-            resolve(f"{running.host}/team/train:1")
-        assert type(caught.value) is error
+    with registry() as running:
+        image, digest = f"{running.host}/team/train:1", running.push("team/train", "1")
+        running.first = ["503", "cut"]
+        assert resolve(image).endswith(digest)
+        for fault, error in (("429", ImageUnreachable), ("cut", ImageUnreachable), ("418", ImageProblem)):
+            running.first = [fault] * 3
+            with pytest.raises(ImageProblem, match=running.host) as caught:
+                resolve(image)
+            assert type(caught.value) is error
 
 
 def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +152,16 @@ def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{folder}:/bin")
 
 
-def test_logins_of_podman_and_of_credential_helpers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logins_of_podman_and_of_credential_helpers_count(
+    tmp_path: Path, docker_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def helper(script: str) -> None:
         program(tmp_path, "docker-credential-fake", script, monkeypatch)
 
     (tmp_path / "containers").mkdir()
     (tmp_path / "containers" / "auth.json").write_text(json.dumps({"auths": {"reg.example.com": AUTH}}))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert stored_login("reg.example.com") == Login(username="ada", secret="pass:word")
-    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
+    docker_config.write_text('{"credsStore": "fake"}')
     helper("""read address; echo "{\\"Username\\": \\"at $address\\", \\"Secret\\": \\"s\\"}" """)
     assert stored_login("docker.io") == Login(username="at https://index.docker.io/v1/", secret="s")
     helper("echo credentials not found in native keychain; exit 1")
@@ -282,10 +268,6 @@ def test_a_failing_docker_command_is_reported_with_its_words_and_a_fix(
         assert fix in str(caught.value).rpartition("\n-> ")[2]
 
 
-# What docker prints where the registry hangs up.
-CUT = "error parsing HTTP 503 response body: 503 Service Unavailable: unexpected EOF"
-
-
 def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,10 +275,11 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
     context = Context.of(tmp_path / "context", tmp_path / "Dockerfile")
     build = Build(tag="127.0.0.1:5000/team/train:0123", context=context, platform="linux/amd64")
     engine, once = Engine(asked="docker", pause=lambda _: None), tmp_path / "once"
+    hung_up = "error parsing HTTP 503 response body: 503 Service Unavailable: unexpected EOF"
     cut = f'[ $1 = push ] || exit 0; [ -e {once} ] && echo "v: digest: {DIGEST} size: 1" && exit; : > {once}; '
-    program(tmp_path, "docker", f'{cut} echo "{CUT}"; exit 1', monkeypatch)
+    program(tmp_path, "docker", f'{cut} echo "{hung_up}"; exit 1', monkeypatch)
     assert engine.build(build, log=lambda line: None) == DIGEST
-    for said, error in ((CUT, ImageUnreachable), ("unauthorized: authentication required", ImageProblem)):
+    for said, error in ((hung_up, ImageUnreachable), ("unauthorized: authentication required", ImageProblem)):
         program(tmp_path, "docker", f'[ $1 = push ] || exit 0; echo "{said}"; exit 1', monkeypatch)
         with pytest.raises(ImageProblem) as caught:
             engine.build(build, log=lambda line: None)
