@@ -42,9 +42,6 @@ def problems(document: dict[Any, Any]) -> list[str]:
     return [line.strip() for line in lines]
 
 
-# --- merging ----------------------------------------------------------------------------------------------------------
-
-
 @given(DOCUMENTS, st.lists(NAMES, min_size=1, max_size=4), VALUES, VALUES)
 def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
     document: dict[str, Any], path: list[str], first: Any, last: Any
@@ -76,9 +73,6 @@ def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps
     assert config.data.split_seed == 7
     again = overridden(HUB, {"data": {"corpus": {"kind": "hub", "revision": "v2"}}})
     assert again["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
-
-
-# --- what stands in a file or on the command line ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,9 +121,6 @@ def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may
     assert load_yaml("one: &one {seed: 1, steps: 2}\nmine: {<<: *one, seed: 4}\n")["mine"] == {"seed": 4, "steps": 2}
     document = load_yaml("&all [*all]")
     assert document[0] is document, "a node that contains itself ends too"
-
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:

@@ -76,9 +76,6 @@ def error_of(ask: Callable[[], object]) -> Exception:
     return told.value
 
 
-# --- clients with a secret --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hub(echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -126,9 +123,6 @@ def image(request: pytest.FixtureRequest, echo: Echo, tmp_path: Path, monkeypatc
 
 def pods_of(kubeconfig: str) -> object:
     return connect(GkePlatformConfig(kind="gke", kubeconfig=kubeconfig)).list(PODS, "default")
-
-
-# --- the far side repeats the request ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [401, 200, 500])
@@ -196,9 +190,6 @@ def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pyte
     assert leaks("".join(echo.asked), SECRET)
 
 
-# --- the far side sends elsewhere, or is not the one it seems ---------------------------------------------------------
-
-
 def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(
     image: str, echo: Echo, elsewhere: Echo
 ) -> None:
@@ -230,9 +221,6 @@ def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_mach
         assert proxy.asked == []
     assert isinstance(refused, UserError)
     assert "HF_ENDPOINT=http://127.evil.example is not encrypted" in str(refused)
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

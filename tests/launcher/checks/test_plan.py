@@ -137,9 +137,6 @@ def test_progress_is_a_line_once_there_are_metrics_and_what_no_checkpoint_holds_
     assert lost_steps(run) == ""
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
-
-
 def sweep_of(base: RunConfig, grid: dict[str, list[Any]], **settings: Any) -> SweepConfig:
     sections = {name: getattr(base, name) for name in RunConfig.model_fields}
     return SweepConfig(**sections, sweep=SweepSettings(grid=grid, **settings))
@@ -180,8 +177,6 @@ def test_trials_that_run_at_once_on_this_machine_have_to_fit_it_together(tiny: T
     assert 1 <= fits < 64
     assert found(fits) == []
 
-
-# --- what cannot be used, and what cannot be asked from here ----------------------------------------------------------
 
 # What is changed in a training, and words of the refusal.
 REFUSED = [

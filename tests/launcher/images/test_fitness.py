@@ -47,9 +47,6 @@ def first(image: Settings, network: str = "", **options: Any) -> Finding:
     return next(check_fitness(config(image, network, **options)))
 
 
-# --- the stack that a network needs -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("network", "stack"), [("plain", "default"), ("gib", "default"), ("tcpxo", "tcpxo")])
 def test_the_stack_is_the_first_that_the_plugin_is_qualified_for(network: str, stack: str) -> None:
     assert chosen_image(config(built(), network)).stack == stack
@@ -88,9 +85,6 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
             require(check_finished(config(mine, "tcpxo"), there))
         assert list(check_finished(config(mine), there)) == []
-
-
-# --- labels in a registry ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -59,9 +59,6 @@ def public() -> Iterator[Running]:
         yield running
 
 
-# --- references -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -80,9 +77,6 @@ def test_a_reference_is_taken_apart_and_one_that_may_change_overnight_is_no_preb
     if reference.tag in (None, "latest"):
         with pytest.raises(ValidationError, match="tag"):
             PrebuiltImage(kind="prebuilt", reference=text)
-
-
-# --- the registry -----------------------------------------------------------------------------------------------------
 
 
 def test_a_tag_is_resolved_to_the_digest_it_has_now(public: Running) -> None:
@@ -170,9 +164,6 @@ def test_logins_of_podman_and_of_credential_helpers_count(
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-# --- the context and the key ------------------------------------------------------------------------------------------
-
-
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -249,9 +240,6 @@ def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
     assert (found.image, found.packages) == (f"{public.host}/team/built@{digest}", {})
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-
 def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,9 +275,6 @@ def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-# --- what a run's code was --------------------------------------------------------------------------------------------
-
-
 def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,9 +296,6 @@ def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(
         assert software_identity(checkout=tmp_path).commit is None
     assert [note.severity for note in told] == ["warning"]
     assert "detected dubious ownership" in told[0].what
-
-
-# --- the product's own image ------------------------------------------------------------------------------------------
 
 
 def instructions(dockerfile: str) -> list[str]:

@@ -64,8 +64,6 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float]
         assert not finite or (ends(kept), ends(kept.values())) == (ends(finite), ends(finite.values()))
 
 
-# --- as text for Prefect's pages --------------------------------------------------------------------------------------
-
 # As in the lexer of mermaid 11's xychart: no exponents, and a quoted string ends at the next quote.
 NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)"
 LABEL = r'"[\w\s.,:()/+-]+"'

@@ -129,9 +129,6 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
     assert {"figure": "Training loss", "value": "not a number"} in table(broken)
 
 
-# --- whatever a node wrote --------------------------------------------------------------------------------------------
-
-
 @given(name=TEXT, sample=TEXT, setting=TEXT)
 @settings(max_examples=60)
 def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
