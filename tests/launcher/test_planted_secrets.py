@@ -131,30 +131,20 @@ def test_a_registry_whose_token_service_repeats_the_request(status: int, image: 
     error_of(lambda: resolve(image))
 
 
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("status", [400, 401])
-def test_a_hub_that_repeats_the_request(status: int, echo: Echo) -> None:
+@pytest.mark.usefixtures("hub", "google")
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_a_hub_a_cluster_or_a_bucket_that_repeats_the_request(status: int, echo: Echo, kubeconfig: str) -> None:
     echo.status = status
-    error_of(lambda: sources(HubCorpus(kind="hub", name="owner/texts")))
-    error_of(lambda: load_tokenizer(HubTokenizer(kind="hub", name="owner/model")))
-    assert SECRET in echo.asked[0]
-
-
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_cluster_behind_a_proxy_that_repeats_the_request(status: int, echo: Echo, kubeconfig: str) -> None:
-    echo.status = status
-    error_of(lambda: pods_of(kubeconfig))
-    assert SECRET in echo.asked[0]
-
-
-@pytest.mark.usefixtures("google")
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_bucket_that_repeats_the_request(status: int, echo: Echo) -> None:
-    echo.status = status
-    echo.form = lambda said: {"error": {"message": said}}
-    storage = replace(open_storage("gs://bucket/runs"), patience=0.2)
-    error_of(lambda: storage.write("a.json", b"{}"))
-    assert SECRET in echo.asked[0]
+    bucket = replace(open_storage("gs://bucket/runs"), patience=0.2)
+    for ask in (
+        lambda: sources(HubCorpus(kind="hub", name="owner/texts")),
+        lambda: load_tokenizer(HubTokenizer(kind="hub", name="owner/model")),
+        lambda: pods_of(kubeconfig),
+        lambda: bucket.write("a.json", b"{}"),
+    ):
+        echo.asked.clear()
+        error_of(ask)
+        assert SECRET in echo.asked[0]
 
 
 def test_a_service_of_google_that_repeats_the_request() -> None:
