@@ -46,8 +46,6 @@ class CloudBuild:
     """The next build is made, and nobody is told."""
 
     def create_build(self, request: dict[str, Any], timeout: float) -> Any:
-        if request["parent"].split("/")[1] != PROJECT:
-            raise exceptions.PermissionDenied("The caller does not have permission")
         build = types.Build(request["build"])
         assert build.logs_bucket or not build.service_account, "a build with service_account must have a log"
         build.id, build.project_id, build.status = str(uuid4()), PROJECT, Status.QUEUED

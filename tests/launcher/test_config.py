@@ -58,19 +58,14 @@ def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
 HUB = {"data": {"corpus": {"kind": "hub", "name": "a/b", "revision": "v1"}, "split_seed": 7}}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest() -> None:
+    for files in (
         {"data.corpus.kind": "files", "data.corpus.paths": ["x.txt"]},
         {"data": {"corpus": {"kind": "files", "paths": ["x.txt"]}}},
-    ],
-)
-def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest(
-    overrides: dict[str, Any],
-) -> None:
-    config = validated(RunConfig, overridden(HUB, overrides), where="test")
-    assert config.data.corpus == FileCorpus(kind="files", paths=("x.txt",))
-    assert config.data.split_seed == 7
+    ):
+        config = validated(RunConfig, overridden(HUB, files), where="test")
+        assert config.data.corpus == FileCorpus(kind="files", paths=("x.txt",))
+        assert config.data.split_seed == 7
     again = overridden(HUB, {"data": {"corpus": {"kind": "hub", "revision": "v2"}}})
     assert again["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
 
@@ -90,11 +85,11 @@ def test_values_are_read_as_yaml_and_numbers_as_people_write_them(assignment: st
     assert getattr(config.train, name) == value
 
 
-@pytest.mark.parametrize("word", ["train.learning_rate", "train..seed=3", "name=["])
-def test_a_word_that_is_no_assignment_is_refused(word: str) -> None:
+def test_a_word_that_is_no_assignment_is_refused() -> None:
     assert overrides_of(["env.FLAGS=--a=1 --b=2"]) == {"env.FLAGS": "--a=1 --b=2"}
-    with pytest.raises(ConfigProblem, match=r"is not an override|the value is not YAML"):
-        overrides_of([word])
+    for word in ("train.learning_rate", "train..seed=3", "name=["):
+        with pytest.raises(ConfigProblem, match=r"is not an override|the value is not YAML"):
+            overrides_of([word])
 
 
 @pytest.mark.parametrize("content", [None, b"name: [", b"\xff\xfe\x00", b"- a\n- b\n", b"# name: gpt\n"])

@@ -72,22 +72,13 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     assert "set model.config.padded_vocab_size=70016" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("error", "severity"),
-    [
-        (NoCredentials("there are none"), "unknown"),
-        (PlatformUnreachable("the cluster does not answer"), "unknown"),
-        (NetworkError("the bucket does not answer"), "unknown"),
-        (LoginProblem("a role is missing"), "error"),
-    ],
-)
-def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_all_the_same(
-    error: Exception, severity: str
-) -> None:
-    finding = finding_of(error, "some.code")
-    assert finding.severity == severity
-    with pytest.raises(ConfigProblem, match=str(error)):
-        require([finding])
+def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_all_the_same() -> None:
+    for error in (NoCredentials("none"), PlatformUnreachable("no answer"), NetworkError("no bucket")):
+        finding = finding_of(error, "some.code")
+        assert finding.severity == "unknown"
+        with pytest.raises(ConfigProblem, match=str(error)):
+            require([finding])
+    assert finding_of(LoginProblem("a role is missing"), "some.code").severity == "error"
 
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
