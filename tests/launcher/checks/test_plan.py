@@ -12,7 +12,7 @@ import yaml
 from console_script import Cli
 
 from launcher.checks.arithmetic import arithmetic
-from launcher.checks.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
+from launcher.checks.plan import lost_steps, plan_of, progress_of, steps_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
@@ -156,28 +156,7 @@ def test_the_plan_of_a_sweep_lists_every_trial_and_adds_them_up(tiny: Tiny) -> N
     assert (rows[0]["would"], total["would"]) == ("nothing: done, 8 steps", "32 steps left")
 
 
-def test_what_is_wrong_with_all_trials_of_a_sweep_is_told_once_and_with_one_by_its_name(tiny: Tiny) -> None:
-    nowhere = tiny({"root": "/proc/runs"})
-    sweep = sweep_of(nowhere, {"model.config.padded_vocab_size": [320, 64], "train.seed": [1, 2]})
-    found = findings_of(sweep)
-    assert [finding.code for finding in found].count("root.not-writable") == 1
-    (finding,) = (one for one in found if one.code == "model.vocabulary")
-    assert finding.what.startswith("trial model.config.padded_vocab_size=64 train.seed=1 and 1 more: ")
-
-
-def test_trials_that_run_at_once_on_this_machine_have_to_fit_it_together(tiny: Tiny) -> None:
-    base = tiny({"train.micro_batch": 2**14, "train.global_batch": 2**14})
-
-    def found(at_once: int) -> list[str]:
-        planned = plan_of(sweep_of(base, {"train.seed": list(range(1, 65))}, max_parallel=at_once))
-        return [one.fix for one in planned.findings if one.code == "sweep.memory"]
-
-    (fix,) = found(64)
-    fits = int(fix.removeprefix("set sweep.max_parallel="))
-    assert 1 <= fits < 64
-    assert found(fits) == []
-
-
+HUGE_BATCH = "train.micro_batch=8192 | train.global_batch=8192"
 # What is changed in a training, and words of the refusal.
 REFUSED = [
     ("train.lerning_rate=1", "there is no such setting; did you mean learning_rate"),
@@ -205,6 +184,14 @@ REFUSED = [
     ("data.tokenizer={kind: file, path: pi.py}", "is not JSON"),
     ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
     ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
+    (
+        "sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}",
+        "train.seed=1 and 1 more: the tok",
+    ),
+    (
+        f"sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}} | train={{micro_batch: 8192, global_batch: 8192}}",
+        "set sweep.max_parallel=",
+    ),
 ]
 REFUSED_CORPORA = [
     ("data.corpus.paths=[latin1.txt]", "latin1.txt"),
