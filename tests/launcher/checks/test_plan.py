@@ -184,14 +184,8 @@ REFUSED = [
     ("data.tokenizer={kind: file, path: pi.py}", "is not JSON"),
     ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
     ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
-    (
-        "sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}",
-        "train.seed=1 and 1 more: the tok",
-    ),
-    (
-        f"sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}} | train={{micro_batch: 8192, global_batch: 8192}}",
-        "set sweep.max_parallel=",
-    ),
+    ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
+    (f"{HUGE_BATCH} | sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}}", "set sweep.max_parallel="),
 ]
 REFUSED_CORPORA = [
     ("data.corpus.paths=[latin1.txt]", "latin1.txt"),
