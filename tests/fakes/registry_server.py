@@ -31,19 +31,23 @@ class Running:
     token_host: str = "127.0.0.1"
     """The name under which clients find the token service."""
     storage: str = ""
-    """Where blobs are: `signed` sends clients on to a server that refuses logins, as signed addresses of Google and
-    Amazon do; `asks` to one that says that it wants one."""
+    """Blobs are at this machine's other name, which is another origin: `signed` refuses logins there, as signed
+    addresses of Google and Amazon do; `asks` says that it wants one."""
     no_digest_header: bool = False
     swapped: bool = False
     """The first manifest of a name, and another blob, is the answer, whatever is asked for."""
     first: list[str] = field(default_factory=list)
     """What the first requests for manifests get, one each: a status, or `cut`, a connection closed in mid-answer."""
-    host: str = ""
+    port: int = 0
     manifests: dict[tuple[str, str], tuple[str, bytes]] = field(default_factory=dict)
     """Media type and bytes by name and tag, or name and digest."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Every request: its method and path."""
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
     def push(self, name: str, tag: str) -> str:
         """Put a manifest there that is like no other; returns its digest."""
@@ -85,16 +89,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        if urlsplit(self.path).path == "/token":
-            query = parse_qs(urlsplit(self.path).query)
-            self.grant(query, allowed=self.headers.get("Authorization") == basic(self.registry.account))
+        address = urlsplit(self.path)
+        if address.path == "/token":
+            allowed = self.headers.get("Authorization") == basic(self.registry.account)
+            self.grant(parse_qs(address.query), allowed=allowed)
+        elif address.path.startswith("/storage/"):
+            self.send_from_storage(address.path.removeprefix("/storage/"))
         elif self.registry.first and "/manifests/" in self.path:
             self.close_connection = (how := self.registry.first.pop(0)) == "cut"
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le") if how == "cut" else self.send(int(how))
         elif (wanted := WANTED.fullmatch(self.path)) is None:
             self.send(404)
         elif not self.is_authorized(wanted["name"]):
-            self.challenge(wanted["name"])
+            self.challenge(self.registry.token_host, f"repository:{wanted['name']}:pull")
         elif wanted["kind"] == "blobs":
             self.send_blob(wanted["reference"])
         else:
@@ -107,10 +114,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_blob(self, digest: str) -> None:
         if self.registry.storage:
-            port = self.server.storage.server_port  # type: ignore[attr-defined]
-            self.send(307, headers={"Location": f"http://localhost:{port}/{digest}?signed"})
+            self.send(307, headers={"Location": f"http://localhost:{self.registry.port}/storage/{digest}"})
         else:
             self.send(200, b"another" if self.registry.swapped else self.registry.blobs[digest])
+
+    def send_from_storage(self, digest: str) -> None:
+        if self.registry.storage == "asks":
+            self.challenge("localhost", "all")
+        elif "Authorization" in self.headers:
+            self.send(400, b"InvalidArgument: only one way to authenticate")
+        else:
+            self.send(200, self.registry.blobs[digest])
 
     def send_manifest(self, name: str, reference: str) -> None:
         manifests = self.registry.manifests
@@ -128,10 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "")
         return not self.registry.account or given == f"Bearer {token(f'repository:{name}:pull')}"
 
-    def challenge(self, name: str) -> None:
-        realm = f"http://{self.registry.token_host}:{self.registry.host.rpartition(':')[2]}/token"
-        wanted = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
-        self.send(401, headers={"WWW-Authenticate": wanted})
+    def challenge(self, token_host: str, scope: str) -> None:
+        realm = f"http://{token_host}:{self.registry.port}/token"
+        self.send(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="{scope}"'})
 
     def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
         if allowed and asked.get("service") == [SERVICE] and asked.get("scope"):
@@ -154,20 +167,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class _Storage(_Handler):
-    """The place of the blobs: the signature in the address is the permission, and a login beside it is an error."""
-
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if self.registry.storage == "asks":
-            realm = f"http://localhost:{self.server.server_address[1]}/token"
-            self.send(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="all"'})
-        elif address.query == "signed" and "Authorization" not in self.headers:
-            self.send(200, self.registry.blobs[address.path[1:]])
-        else:
-            self.send(400, b"InvalidArgument: only one way to authenticate")
-
-
 def digest_of(content: bytes) -> str:
     return f"sha256:{sha256(content).hexdigest()}"
 
@@ -184,9 +183,7 @@ def basic(account: str) -> str:
 @contextmanager
 def registry(**how: Any) -> Iterator[Running]:
     """A registry on this machine."""
-    server, storage = (ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in (_Handler, _Storage))
-    running = Running(host=f"127.0.0.1:{server.server_port}", **how)
-    server.registry = storage.registry = running  # type: ignore[attr-defined]
-    server.storage = storage  # type: ignore[attr-defined]
-    with served(server), served(storage):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.registry = running = Running(port=server.server_port, **how)  # type: ignore[attr-defined]
+    with served(server):
         yield running

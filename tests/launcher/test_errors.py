@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import launcher.errors
+import litgpt_demo.errors
 from cli.main import errors_for_people
 from launcher.errors import JobFailed
 from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
@@ -14,14 +15,15 @@ from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 
 
-def tree(kind: type[TrainLitgptError] = TrainLitgptError) -> Iterator[type[TrainLitgptError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        if child.__module__ in {"litgpt_demo.errors", "launcher.errors"}:
-            yield from tree(child)
+KINDS = {
+    kind
+    for module in (litgpt_demo.errors, launcher.errors)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, TrainLitgptError)
+}
 
 
-@pytest.mark.parametrize("kind", list(tree()))
+@pytest.mark.parametrize("kind", sorted(KINDS, key=str))
 def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_process(
     kind: type[TrainLitgptError], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,7 +48,7 @@ def test_time_left_counts_steps_at_the_recent_pace_with_evaluations_and_checkpoi
 def test_a_resumed_training_stands_where_it_resumed_with_the_pace_of_its_newest_attempt() -> None:
     rows = [START, *steps(1, 60), {**START, "step": 50}]
     progress = summary(rows)
-    assert (progress.step, progress.tokens, progress.loss) == (50, 50_000, pytest.approx(4.0))
+    assert (progress.step, progress.tokens, round(progress.loss or 0, 6)) == (50, 50_000, 4.0)
     assert progress.tokens_per_second is progress.eta_seconds is None
     assert summary([*rows, *steps(51, 52, pace=450.0)]).tokens_per_second == 450.0
 
