@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import (
-    DaskWorkers,
     DuplicateKeys,
     RunConfig,
     ScriptConfig,
@@ -162,12 +161,6 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
 def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], words: str) -> None:
     (said,) = problems(document)
     assert words in said
-
-
-def test_workers_need_no_kind_where_the_other_settings_tell_it() -> None:
-    given = overrides_of(["workers.scheduler=tcp://10.0.0.2:8786"])
-    dask = DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:8786")
-    assert validated(RunConfig, overridden({}, given), where="test").workers == dask
 
 
 def test_a_script_is_found_from_the_folder_one_starts_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Callable
 from importlib.metadata import version
@@ -109,17 +108,6 @@ def test_a_training_goes_on_where_it_stopped_until_its_model_is_collected(tiny: 
     commit_checkpoint(config, 12)  # as a longer training leaves it
     assert would(config)["checkpoints"].startswith("verify the last checkpoint")
     assert would(tiny({"train.learning_rate": 0.5}))["training"] == "train 8 steps"
-
-
-def test_a_training_that_runs_would_be_taken_up(tiny: Tiny) -> None:
-    config = tiny()
-    attempt = Path(claim_at(plan_run(config)).take().directory)
-    attempt.mkdir(parents=True)
-    (attempt / "submission.json").write_text(json.dumps({"body": {"nodes": []}}))
-    with (attempt / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
-        assert would(config)["training"] == "take up attempt 1, which is running"
-    assert would(config)["training"] == "train 8 steps"
 
 
 def test_progress_is_a_line_once_there_are_metrics_and_what_no_checkpoint_holds_is_lost(tmp_path: Path) -> None:

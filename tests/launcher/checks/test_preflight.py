@@ -8,7 +8,7 @@ import pytest
 from strangers import evil_scheduler
 
 from launcher.checks.access import check_access
-from launcher.checks.preflight import check_root, check_run, check_workers
+from launcher.checks.preflight import check_run, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
@@ -19,12 +19,6 @@ from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.storage.local import LocalStorage
 
 PREBUILT = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
-
-
-def test_a_root_that_can_be_written_or_made_is_fine_and_left_as_it_is(tmp_path: Path) -> None:
-    for root in (tmp_path, tmp_path / "not" / "yet" / "there"):
-        assert [one for one in check_root(str(root)) if one.severity == "error"] == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path) -> None:
