@@ -33,7 +33,6 @@ class Running:
     storage: str = ""
     """Blobs are at this machine's other name, which is another origin: `signed` refuses logins there, as signed
     addresses of Google and Amazon do; `asks` says that it wants one."""
-    no_digest_header: bool = False
     swapped: bool = False
     """The first manifest of a name, and another blob, is the answer, whatever is asked for."""
     first: list[str] = field(default_factory=list)
@@ -135,8 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
             self.send(404)
             return
-        digest = {} if self.registry.no_digest_header else {"Docker-Content-Digest": digest_of(content)}
-        self.send(200, content, headers={"Content-Type": kind, **digest})
+        self.send(200, content, headers={"Content-Type": kind, "Docker-Content-Digest": digest_of(content)})
 
     def is_authorized(self, name: str) -> bool:
         given = self.headers.get("Authorization", "")

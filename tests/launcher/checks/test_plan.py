@@ -219,8 +219,6 @@ def test_a_run_whose_corpus_cannot_be_asked_for_is_shown_and_never_started(
     assert unknown.severity == "unknown"
     run = preview_run(config)
     assert {row["step"]: row["where"] for row in planned.steps}["training"] == f"{tmp_path}/runs/{run.name}"
-    with pytest.raises(UserError, match=r"cannot be made while its sources are not known"):
-        prepare(run.dataset, run.root)
     with pytest.raises(ConfigProblem, match=r"-unknown can be looked at, and not be started"):
         claim_at(run).take()
     with pytest.raises(UserError, match="cannot be reached"):
