@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode
 
-import grpc
 from serving_thread import served
 
 
@@ -73,25 +71,3 @@ def echoing_server(**how: object) -> Iterator[Echo]:
     server.echo = echo  # type: ignore[attr-defined]
     with served(server):
         yield echo
-
-
-@contextmanager
-def echoing_service(code: grpc.StatusCode) -> Iterator[str]:
-    """The address of a gRPC server on this machine that ends every call so, and repeats the call's metadata."""
-
-    class Handler(grpc.GenericRpcHandler):
-        def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-            def refuse(_request: bytes, context: grpc.ServicerContext) -> None:
-                said = "\n".join(f"{key}: {value}" for key, value in context.invocation_metadata())
-                context.set_trailing_metadata((("repeated", said.replace("\n", " ")),))
-                context.abort(code, f"{call.method}\n{said}")
-
-            return grpc.unary_unary_rpc_method_handler(refuse)
-
-    server = grpc.server(ThreadPoolExecutor(max_workers=2), handlers=[Handler()])
-    port = server.add_secure_port("127.0.0.1:0", grpc.local_server_credentials())
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub that huggingface_hub 1.3.7 calls to list a dataset and to fetch files.
+"""The part of the Hugging Face Hub that huggingface_hub calls to list a dataset and to fetch files.
 
 Written against huggingface_hub's own source (hf_api.dataset_info, file_download, utils/_http.hf_raise_for_status):
 
@@ -8,8 +8,6 @@ Written against huggingface_hub's own source (hf_api.dataset_info, file_download
     GET  /large/{sha256}                                               a large (LFS) file, with ranges
 
 and of a model repository the two that fetch a file, /{owner}/{name}/resolve/{revision}/{path}.
-
-Anything else is answered by 501, so that a new call of the library shows up.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from serving_thread import served
 
@@ -40,16 +38,11 @@ class Repository:
     def commit(self) -> str:
         return sha1(repr(sorted((path, git_id(data)) for path, data in self.files.items())).encode()).hexdigest()
 
-    def listing(self, name: str, *, blobs: bool) -> dict[str, object]:
-        siblings = [self._entry(path) if blobs else {"rfilename": path} for path in self.files]
-        return {"id": name, "sha": self.commit, "private": False, "siblings": siblings}
-
-    def _entry(self, path: str) -> dict[str, object]:
+    def entry(self, path: str) -> dict[str, object]:
         data = self.files[path]
-        entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": git_id(data)}
-        if path in self.large:
-            entry["lfs"] = {"sha256": sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return entry
+        lfs = {"lfs": {"sha256": sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}}
+        blob = {"rfilename": path, "size": len(data), "blobId": git_id(data)}
+        return blob | lfs if path in self.large else blob
 
 
 def git_id(data: bytes) -> str:
@@ -95,51 +88,43 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.hub  # type: ignore[attr-defined,no-any-return]
 
     def do_GET(self) -> None:
-        self._route()
+        url = urlsplit(self.path)
+        match [unquote(part) for part in url.path.split("/")[1:]]:
+            case _ if self.hub.failing is not None:
+                self._answer(self.hub.failing)
+            case ["api", "datasets", owner, name, "revision", revision]:
+                if (repository := self._repository(f"{owner}/{name}", revision)) is not None:
+                    blobs = [repository.entry(path) for path in repository.files]
+                    names = blobs if url.query == "blobs=true" else [{"rfilename": path} for path in repository.files]
+                    listing = {"id": name, "sha": repository.commit, "private": False, "siblings": names}
+                    self._answer(200, json.dumps(listing).encode())
+            case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
+                if (repository := self._repository(f"{owner}/{name}", revision)) is not None:
+                    self._resolve(repository, "/".join(path))
+            case ["large", digest]:
+                self._large(digest)
+            case _:
+                self._answer(501)
 
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
-    def _route(self) -> None:
-        url = urlsplit(self.path)
-        if self.hub.failing is not None:
-            self._answer(self.hub.failing, b"")
-            return
-        match [unquote(part) for part in url.path.split("/")[1:]]:
-            case ["api", "datasets", owner, name, "revision", revision]:
-                self._list(f"{owner}/{name}", revision, blobs=parse_qs(url.query).get("blobs") == ["true"])
-            case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
-                self._resolve(f"{owner}/{name}", revision, "/".join(path))
-            case ["large", digest]:
-                self._large(digest)
-            case _:
-                self._answer(501, b"the fake Hub knows no such call")
-
-    def _list(self, name: str, revision: str, *, blobs: bool) -> None:
-        if (repository := self._repository(name, revision)) is not None:
-            self._answer(200, json.dumps(repository.listing(name, blobs=blobs)).encode())
-
-    def _resolve(self, name: str, revision: str, path: str) -> None:
-        if (repository := self._repository(name, revision)) is None:
-            return
+    def _resolve(self, repository: Repository, path: str) -> None:
         if repository.gated:
             self._refuse(403, "GatedRepo")
         elif path not in repository.files:
             self._refuse(404, "EntryNotFound")
+        elif path in repository.large:
+            data = repository.files[path]
+            digest = sha256(data).hexdigest()
+            linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{digest}"'}
+            location = {"X-Repo-Commit": repository.commit, "Location": f"{self.hub.endpoint}/large/{digest}"}
+            self._answer(302, headers=linked | location)
         else:
-            self._file(repository, path)
-
-    def _file(self, repository: Repository, path: str) -> None:
-        data = repository.files[path]
-        commit = {"X-Repo-Commit": repository.commit}
-        if path not in repository.large:
-            self._answer(200, data, commit | {"ETag": f'"{git_id(data)}"'})
-            return
-        digest = sha256(data).hexdigest()
-        linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{digest}"'}
-        self._answer(302, b"", commit | linked | {"Location": f"{self.hub.endpoint}/large/{digest}"})
+            data = repository.files[path]
+            self._answer(200, data, {"X-Repo-Commit": repository.commit, "ETag": f'"{git_id(data)}"'})
 
     def _large(self, digest: str) -> None:
         files = [data for repository in self.hub.repositories.values() for data in repository.files.values()]
@@ -148,10 +133,19 @@ class _Handler(BaseHTTPRequestHandler):
             middle = len(data) // 2
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-        if self.command == "GET":
-            self.hub.starts.append(start)
         content_range = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        self._answer(206 if start else 200, data[start:], content_range)
+        left = data[start:]
+        self._answer(206 if start else 200, headers=content_range | {"Content-Length": str(len(left))})
+        if self.command == "HEAD":
+            return
+        self.hub.starts.append(start)
+        self.wfile.write(left[: len(left) // 2])
+        self.hub.gate.wait()
+        if self.hub.cuts:
+            self.hub.cuts -= 1
+            self.close_connection = True
+        else:
+            self.wfile.write(left[len(left) // 2 :])
 
     def _repository(self, name: str, revision: str) -> Repository | None:
         repository = self.hub.repositories.get(name)
@@ -164,20 +158,12 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _refuse(self, status: int, code: str) -> None:
-        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+        self._answer(status, headers={"X-Error-Code": code, "X-Error-Message": code})
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if self.path.startswith("/large/") and self.hub.cuts:
-            self.hub.cuts -= 1
-            self.close_connection = True
-            body = body[: len(body) // 2]
-        self.wfile.write(body[: len(body) // 2])
-        if self.path.startswith("/large/"):
-            self.hub.gate.wait()
-        self.wfile.write(body[len(body) // 2 :])
+        if self.command != "HEAD":
+            self.wfile.write(body)

@@ -21,18 +21,14 @@ class RefusingProxy:
     @property
     def environment(self) -> dict[str, str]:
         """Every variable that names a proxy, pointing here, and none that exempts a host."""
-        kinds = ("http_proxy", "https_proxy", "all_proxy")
-        return {name: self.address for kind in kinds for name in (kind, kind.upper())} | {
-            "no_proxy": "",
-            "NO_PROXY": "",
-        }
+        kinds = {"http_proxy": self.address, "https_proxy": self.address, "all_proxy": self.address, "no_proxy": ""}
+        return kinds | {kind.upper(): value for kind, value in kinds.items()}
 
 
 class _Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
-        line = self.rfile.readline(65_537).decode(errors="replace").strip()
         self.close_connection = True
-        if line:
+        if line := self.rfile.readline(65_537).decode(errors="replace").strip():
             self.server.proxy.asked.append(line)  # type: ignore[attr-defined]
             self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 

@@ -1,4 +1,4 @@
-"""A container registry in one file, which keeps what is pushed and refuses what the real ones refuse."""
+"""A container registry in one file, which has what tests put there and refuses what the real ones refuse."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import base64
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import httpx
 from serving_thread import served
 
-BLOB = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/blobs/(?P<digest>sha256:[0-9a-f]{64})")
-UPLOAD = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/blobs/uploads/")
-MANIFEST = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/manifests/(?P<reference>[\w.:-]+)")
+WANTED = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/(?P<kind>blobs|manifests)/(?P<reference>[\w.:-]+)")
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 SERVICE = "fake-registry"
@@ -31,56 +28,53 @@ class Running:
 
     account: str = ""
     """`user:password` without which nothing is answered."""
-    basic: bool = False
-    """The password itself is asked for, and not a token for it."""
     token_host: str = "127.0.0.1"
     """The name under which clients find the token service."""
     storage: str = ""
-    """Where blobs are: `signed` sends clients on to a server that refuses logins, as signed addresses of Google and
-    Amazon do; `asks` to one that says that it wants one."""
-    no_digest_header: bool = False
+    """Blobs are at this machine's other name, which is another origin: `signed` refuses logins there, as signed
+    addresses of Google and Amazon do; `asks` says that it wants one."""
     swapped: bool = False
     """The first manifest of a name, and another blob, is the answer, whatever is asked for."""
     first: list[str] = field(default_factory=list)
     """What the first requests for manifests get, one each: a status, or `cut`, a connection closed in mid-answer."""
-    host: str = ""
+    port: int = 0
     manifests: dict[tuple[str, str], tuple[str, bytes]] = field(default_factory=dict)
     """Media type and bytes by name and tag, or name and digest."""
     blobs: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Every request: its method and path."""
 
-    def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def push(self, name: str, tag: str) -> str:
         """Put a manifest there that is like no other; returns its digest."""
-        return self.put(name, tag, {"mediaType": kind, "annotations": {"for": f"{name}:{tag} {len(self.manifests)}"}})
+        return self.put(name, tag, {"mediaType": OCI_INDEX, "annotations": {"number": str(len(self.manifests))}})
 
     def put(self, name: str, tag: str, body: dict[str, Any]) -> str:
         """Put a manifest there, whatever it says; returns its digest."""
-        url, headers = f"http://{self.host}/v2/{name}/manifests/{tag}", {"Content-Type": body["mediaType"]}
-        done = httpx.put(url, content=json.dumps(body).encode(), headers=headers, trust_env=False).raise_for_status()
-        return done.headers["Docker-Content-Digest"]
-
-    def digest(self, name: str, tag: str) -> str:
-        return digest_of(self.manifests[name, tag][1])
+        content = json.dumps(body).encode()
+        for reference in (tag, digest_of(content)):
+            self.manifests[name, reference] = (body["mediaType"], content)
+        return digest_of(content)
 
     def push_image(self, name: str, labels: dict[str, str], *, architectures: tuple[str, ...] = ()) -> str:
         """Put an image with labels and without layers there, for several processors by an index; returns `…:1`."""
         if architectures:
-            manifests = [self.listed(name, labels, one, tag=f"1-{one}") for one in architectures]
-            self.put(name, "1", {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": manifests})
+            # BuildKit lists its attestations too.
+            rows = [self._listed(name, labels, one, tag=f"1-{one}") for one in ("unknown", *architectures)]
+            self.put(name, "1", {"mediaType": OCI_INDEX, "manifests": rows})
         else:
-            self.listed(name, labels, "amd64", tag="1")
+            self._listed(name, labels, "amd64", tag="1")
         return f"{self.host}/{name}:1"
 
-    def listed(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
+    def _listed(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
         """Put an image for one processor there; returns its row for an index."""
         config = json.dumps({"architecture": architecture, "os": "linux", "config": {"Labels": labels}}).encode()
-        uploads = f"http://{self.host}/v2/{name}/blobs/uploads/"
-        httpx.post(uploads, params={"digest": digest_of(config)}, content=config, trust_env=False).raise_for_status()
-        kind = "application/vnd.oci.image.config.v1+json"
-        described = {"mediaType": kind, "digest": digest_of(config), "size": len(config)}
-        manifest = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described, "layers": []}
-        return {"digest": self.put(name, tag, manifest), "platform": {"os": "linux", "architecture": architecture}}
+        self.blobs[digest_of(config)] = config
+        digest = self.put(name, tag, {"mediaType": OCI_MANIFEST, "config": {"digest": digest_of(config)}})
+        return {"digest": digest, "platform": {"os": "linux", "architecture": architecture}}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -91,67 +85,45 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.registry  # type: ignore[attr-defined, no-any-return]
 
     def do_HEAD(self) -> None:
-        self.answer_manifest()
+        self.do_GET()
 
     def do_GET(self) -> None:
-        if urlsplit(self.path).path == "/token":
-            query = parse_qs(urlsplit(self.path).query)
-            self.grant(query, allowed=self.headers.get("Authorization") == basic(self.registry.account))
-        elif blob := BLOB.fullmatch(self.path):
-            self.answer_blob(blob["name"], blob["digest"])
+        address = urlsplit(self.path)
+        if address.path == "/token":
+            allowed = self.headers.get("Authorization") == basic(self.registry.account)
+            self.grant(parse_qs(address.query), allowed=allowed)
+        elif address.path.startswith("/storage/"):
+            self.send_from_storage(address.path.removeprefix("/storage/"))
+        elif self.registry.first and "/manifests/" in self.path:
+            self.close_connection = (how := self.registry.first.pop(0)) == "cut"
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le") if how == "cut" else self.send(int(how))
+        elif (wanted := WANTED.fullmatch(self.path)) is None:
+            self.send(404)
+        elif not self.is_authorized(wanted["name"]):
+            self.challenge(self.registry.token_host, f"repository:{wanted['name']}:pull")
+        elif wanted["kind"] == "blobs":
+            self.send_blob(wanted["reference"])
         else:
-            self.answer_manifest()
+            self.send_manifest(wanted["name"], wanted["reference"])
 
     def do_POST(self) -> None:
-        content = self.body()
-        if UPLOAD.fullmatch(urlsplit(self.path).path):
-            right = parse_qs(urlsplit(self.path).query)["digest"] == [digest_of(content)]
-            self.registry.blobs[digest_of(content)] = content
-            self.send(201) if right else self.send(400, error="DIGEST_INVALID")
-            return
-        form = parse_qs(content.decode())
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         known = form.get("refresh_token") == [IDENTITY_TOKEN] and form.get("grant_type") == ["refresh_token"]
         self.grant(form, allowed=known and "client_id" in form, field="access_token")
 
-    def do_PUT(self) -> None:
-        match, content = MANIFEST.fullmatch(self.path), self.body()
-        kind = json.loads(content).get("mediaType")
-        if match is None or kind != self.headers["Content-Type"]:
-            self.send(400, error="MANIFEST_INVALID")
-            return
-        for reference in (match["reference"], digest_of(content)):
-            self.registry.manifests[match["name"], reference] = (kind, content)
-        self.send(201, headers={"Docker-Content-Digest": digest_of(content)})
-
-    def answer_blob(self, name: str, digest: str) -> None:
-        if not self.is_authorized(name):
-            self.challenge(name)
-        elif digest not in self.registry.blobs:
-            self.send(404, error="BLOB_UNKNOWN")
-        elif self.registry.storage:
-            port = self.server.storage.server_port  # type: ignore[attr-defined]
-            self.send(307, headers={"Location": f"http://localhost:{port}/{digest}?signed"})
+    def send_blob(self, digest: str) -> None:
+        if self.registry.storage:
+            self.send(307, headers={"Location": f"http://localhost:{self.registry.port}/storage/{digest}"})
         else:
-            content = b"another" if self.registry.swapped else self.registry.blobs[digest]
-            self.send(200, content, kind="application/octet-stream")
+            self.send(200, b"another" if self.registry.swapped else self.registry.blobs[digest])
 
-    def answer_manifest(self) -> None:
-        match, registry = MANIFEST.fullmatch(self.path), self.registry
-        if registry.first:
-            self.fail(registry.first.pop(0))
-        elif match is None:
-            self.send(404, error="NOT_A_MANIFEST")
-        elif not self.is_authorized(match["name"]):
-            self.challenge(match["name"])
+    def send_from_storage(self, digest: str) -> None:
+        if self.registry.storage == "asks":
+            self.challenge("localhost", "all")
+        elif "Authorization" in self.headers:
+            self.send(400, b"InvalidArgument: only one way to authenticate")
         else:
-            self.send_manifest(match["name"], match["reference"])
-
-    def fail(self, how: str) -> None:
-        if how == "cut":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
-            self.close_connection = True
-            return
-        self.send(int(how), error="TOOMANYREQUESTS")
+            self.send(200, self.registry.blobs[digest])
 
     def send_manifest(self, name: str, reference: str) -> None:
         manifests = self.registry.manifests
@@ -160,43 +132,27 @@ class _Handler(BaseHTTPRequestHandler):
         kind, content = manifests.get((name, reference), ("", b""))
         accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
         if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
-            self.send(404, error="MANIFEST_UNKNOWN")
+            self.send(404)
             return
-        digest = {} if self.registry.no_digest_header else {"Docker-Content-Digest": digest_of(content)}
-        self.send(200, content, headers=digest, kind=kind)
+        self.send(200, content, headers={"Content-Type": kind, "Docker-Content-Digest": digest_of(content)})
 
     def is_authorized(self, name: str) -> bool:
         given = self.headers.get("Authorization", "")
-        if self.registry.basic:
-            return given == basic(self.registry.account)
         return not self.registry.account or given == f"Bearer {token(f'repository:{name}:pull')}"
 
-    def challenge(self, name: str) -> None:
-        if self.headers.get("Authorization"):
-            self.send(403, error="DENIED")
-            return
-        realm = f"http://{self.registry.token_host}:{self.registry.host.rpartition(':')[2]}/token"
-        bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
-        wanted = f'Basic realm="{SERVICE}"' if self.registry.basic else bearer
-        self.send(401, headers={"WWW-Authenticate": wanted}, error="UNAUTHORIZED")
+    def challenge(self, token_host: str, scope: str) -> None:
+        realm = f"http://{token_host}:{self.registry.port}/token"
+        self.send(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="{scope}"'})
 
     def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
         if allowed and asked.get("service") == [SERVICE] and asked.get("scope"):
-            self.send(200, json.dumps({field: token(asked["scope"][0])}).encode(), kind="application/json")
+            self.send(200, json.dumps({field: token(asked["scope"][0])}).encode())
         else:
-            self.send(401, error="UNAUTHORIZED")
+            self.send(401)
 
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def send(
-        self, status: int, content: bytes = b"", *, headers: dict[str, str] | None = None, kind: str = "",
-        error: str = "",
-    ) -> None:  # fmt: skip
-        if error:
-            content, kind = json.dumps({"errors": [{"code": error}]}).encode(), "application/json"
+    def send(self, status: int, content: bytes = b"", *, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Type": kind, "Content-Length": str(len(content))}.items():
+        for name, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -207,21 +163,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *words: object) -> None:
         """Say nothing."""
-
-
-class _Storage(_Handler):
-    """The place of the blobs: the signature in the address is the permission, and a login beside it is an error."""
-
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        if self.registry.storage == "asks":
-            realm = f"http://localhost:{self.server.server_address[1]}/token"
-            wanted = f'Bearer realm="{realm}",service="{SERVICE}",scope="all"'
-            self.send(401, headers={"WWW-Authenticate": wanted})
-        elif address.query == "signed" and "Authorization" not in self.headers:
-            self.send(200, self.registry.blobs[address.path[1:]])
-        else:
-            self.send(400, b"InvalidArgument: only one way to authenticate")
 
 
 def digest_of(content: bytes) -> str:
@@ -241,12 +182,6 @@ def basic(account: str) -> str:
 def registry(**how: Any) -> Iterator[Running]:
     """A registry on this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    running = Running(host=f"127.0.0.1:{server.server_port}", **how)
-    server.registry = running  # type: ignore[attr-defined]
-    with ExitStack() as until_the_end:
-        until_the_end.enter_context(served(server))
-        if running.storage:
-            storage = ThreadingHTTPServer(("127.0.0.1", 0), _Storage)
-            storage.registry, server.storage = running, storage  # type: ignore[attr-defined]
-            until_the_end.enter_context(served(storage))
+    server.registry = running = Running(port=server.server_port, **how)  # type: ignore[attr-defined]
+    with served(server):
         yield running

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown, pairs_table, table
+from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_of
@@ -10,35 +10,30 @@ from litgpt_demo.node.collectives import Result, Speed
 
 # An RDMA cluster's published table: ranks to algbw and busbw in Gbit/s.
 PUBLISHED = {2: (1687.1, 1687.1), 4: (1081.0, 1621.5), 8: (949.9, 1662.4), 16: (65.2, 122.3), 32: (39.3, 76.2)}
-HOSTS = tuple(f"machine-{number}" for number in range(4))
 
 
 def result(**more: object) -> Result:
     """Measurements that come to the published algbw, beside slower ones of a smaller size."""
-    speeds = [
+    speeds = tuple(
         Speed(ranks=ranks, bytes=size, seconds=size * 8 / 1e9 / (algbw * share), repeats=5)
         for ranks, (algbw, _) in PUBLISHED.items()
         for size, share in ((2**20, 0.1), (4 * 10**9, 1.0))
-    ]
-    fields: dict[str, object] = {"backend": "nccl", "nodes": 4, "hosts": HOSTS, "floor": None, "seconds": 30.0}
-    return Result(speeds=tuple(speeds), **{**fields, **more})  # type: ignore[arg-type]
+    )
+    hosts = tuple(f"machine-{number}" for number in range(4))
+    return Result(backend="nccl", nodes=4, hosts=hosts, floor=None, seconds=30.0, speeds=speeds, **more)  # type: ignore[arg-type]
 
 
 def test_the_table_is_the_published_one() -> None:
-    rows = {int(row["ranks"]): row for row in table(Benchmark(name="network", result=result()))}
-    assert list(rows) == [2, 4, 8, 16, 32]
-    for ranks, (algbw, busbw) in PUBLISHED.items():
-        assert float(rows[ranks]["algbw Gbit/s"]) == pytest.approx(algbw, rel=2e-3)
-        assert float(rows[ranks]["busbw Gbit/s"]) == pytest.approx(busbw, rel=2e-3)
+    rows = table(Benchmark(name="network", result=result()))
+    told = {int(row["ranks"]): (float(row["algbw Gbit/s"]), float(row["busbw Gbit/s"])) for row in rows}
+    assert told == {ranks: pytest.approx(speeds, rel=2e-3) for ranks, speeds in PUBLISHED.items()}
 
 
 def test_a_slow_node_is_named_in_what_is_shown() -> None:
     speeds = {(0, 1): 40.0, (2, 3): 4.0, (0, 2): 4.1, (1, 3): 39.0, (0, 3): 41.0, (1, 2): 3.9}
     made = Benchmark(name="network", result=result(pairs=speeds))
     assert lead(made.result).endswith("slow: node 2 (machine-2)")
-    slow = [row["nodes"] for row in pairs_table(made.result) if row[""] == "slow: node 2"]
-    assert slow == ["1 and 2", "2 and 3", "0 and 2"]
-    assert "slow: node 2" in markdown(made)
+    assert markdown(made).count("slow: node 2") == 4, "above, and at its three pairs"
 
 
 def test_the_job_is_that_of_a_training_without_its_gate() -> None:

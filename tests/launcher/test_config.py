@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import (
-    DaskWorkers,
     DuplicateKeys,
     RunConfig,
     ScriptConfig,
     config_document,
-    load,
     load_yaml,
     merged,
     overridden,
@@ -24,20 +24,13 @@ from launcher.config import (
     validated,
 )
 from launcher.errors import ConfigProblem
-from litgpt_demo.config import FileCorpus, HubTokenizer
+from litgpt_demo.config import FileCorpus
 
-NAMES = st.sampled_from(["name", "train", "data", "corpus", "kind", "max_steps"])
+NAMES = st.sampled_from(["name", "train", "data", "corpus", "max_steps"])
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
 DOCUMENTS = st.dictionaries(
     NAMES, st.recursive(VALUES, lambda inner: st.dictionaries(NAMES, inner, max_size=3), max_leaves=8), max_size=4
 )
-PATHS = st.lists(NAMES.filter(lambda name: name != "kind"), min_size=1, max_size=4).map(".".join)
-
-
-def at(document: Any, path: str) -> Any:
-    for part in path.split("."):
-        document = document[part]
-    return document
 
 
 def problems(document: dict[Any, Any]) -> list[str]:
@@ -48,47 +41,32 @@ def problems(document: dict[Any, Any]) -> list[str]:
     return [line.strip() for line in lines]
 
 
-# --- merging ----------------------------------------------------------------------------------------------------------
-
-
-@given(DOCUMENTS, PATHS, VALUES, VALUES)
+@given(DOCUMENTS, st.lists(NAMES, min_size=1, max_size=4), VALUES, VALUES)
 def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
-    document: dict[str, Any], path: str, first: Any, last: Any
+    document: dict[str, Any], path: list[str], first: Any, last: Any
 ) -> None:
-    before = yaml.safe_dump(document)
+    name = ".".join(path)
     assert overridden(document, {}) == merged(document, {}) == merged(document, document) == document
-    spoken = overridden(overridden(document, {path: first}), {path: last})
-    assert at(spoken, path) == last
-    assert spoken == overridden(document, {path: last})
-    top = path.split(".")[0]
-    assert {name: spoken[name] for name in document if name != top} == {
-        name: section for name, section in document.items() if name != top
-    }
-    assert yaml.safe_dump(document) == before, "the document itself is left alone"
+    spoken = overridden(overridden(document, {name: first}), {name: last})
+    assert reduce(getitem, path, spoken) == last
+    assert spoken == overridden(document, {name: last})
+    for one in document.keys() - {path[0]}:
+        assert spoken[one] == document[one]
 
 
 HUB = {"data": {"corpus": {"kind": "hub", "name": "a/b", "revision": "v1"}, "split_seed": 7}}
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest() -> None:
+    for files in (
         {"data.corpus.kind": "files", "data.corpus.paths": ["x.txt"]},
         {"data": {"corpus": {"kind": "files", "paths": ["x.txt"]}}},
-    ],
-)
-def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest(
-    overrides: dict[str, Any],
-) -> None:
-    config = validated(RunConfig, overridden(HUB, overrides), where="test")
-    assert config.data.corpus == FileCorpus(kind="files", paths=("x.txt",))
-    assert config.data.split_seed == 7
-    assert overridden({}, {"corpus.paths": ["x.txt"], "corpus.kind": "files"})["corpus"]["paths"] == ["x.txt"]
+    ):
+        config = validated(RunConfig, overridden(HUB, files), where="test")
+        assert config.data.corpus == FileCorpus(kind="files", paths=("x.txt",))
+        assert config.data.split_seed == 7
     again = overridden(HUB, {"data": {"corpus": {"kind": "hub", "revision": "v2"}}})
     assert again["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
-
-
-# --- what stands in a file or on the command line ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,19 +84,11 @@ def test_values_are_read_as_yaml_and_numbers_as_people_write_them(assignment: st
     assert getattr(config.train, name) == value
 
 
-@pytest.mark.parametrize("word", ["train.learning_rate", "train..seed=3", "name=["])
-def test_a_word_that_is_no_assignment_is_refused(word: str) -> None:
+def test_a_word_that_is_no_assignment_is_refused() -> None:
     assert overrides_of(["env.FLAGS=--a=1 --b=2"]) == {"env.FLAGS": "--a=1 --b=2"}
-    with pytest.raises(ConfigProblem, match=r"is not an override|the value is not YAML"):
-        overrides_of([word])
-
-
-def test_a_file_with_overrides_becomes_settings(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\ntrain: {global_batch: 16, micro_batch: 4, learning_rate: 1e-3}\n")
-    config = load(RunConfig, path, ["train.learning_rate=3e-4", "data.tokenizer.kind=hub"])
-    assert (config.name, config.train.global_batch, config.train.learning_rate) == ("mine", 16, 3e-4)
-    assert config.data.tokenizer == HubTokenizer(kind="hub")
+    for word in ("train.learning_rate", "train..seed=3", "name=["):
+        with pytest.raises(ConfigProblem, match=r"is not an override|the value is not YAML"):
+            overrides_of([word])
 
 
 @pytest.mark.parametrize("content", [None, b"name: [", b"\xff\xfe\x00", b"- a\n- b\n", b"# name: gpt\n"])
@@ -142,19 +112,11 @@ def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: st
 
 
 def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may_be() -> None:
-    for text, told in (
-        ("a: {b: 1}\nc:\n  d: 1\n  'd': 1\n", "c.d is given in line 3 and again in line 4"),
-        ("- a: 1\n- b: {c: 1,\n c: 2}\n", "[1].b.c is given in line 2 and again in line 3"),
-    ):
-        with pytest.raises(DuplicateKeys) as refused:
-            load_yaml(text)
-        assert told in str(refused.value)
+    with pytest.raises(DuplicateKeys, match=r"c\.d is given in line 3 and again in line 4"):
+        load_yaml("a: {b: 1}\nc:\n  d: 1\n  'd': 1\n")
     assert load_yaml("one: &one {seed: 1, steps: 2}\nmine: {<<: *one, seed: 4}\n")["mine"] == {"seed": 4, "steps": 2}
     document = load_yaml("&all [*all]")
     assert document[0] is document, "a node that contains itself ends too"
-
-
-# --- profiles ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:
@@ -173,63 +135,34 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
             config_document(config, profile=there)
 
 
-# --- what cannot be used ----------------------------------------------------------------------------------------------
-
-
 def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> None:
     document = {
         "nme": "gpt",
         "data": {"corpus": {"kind": "files", "pths": ["a"]}, "tokenizer": {"kind": "trian"}},
         "train": {"learning_rate": "fast", "max_steps": -1},
-        "model": {"name": "pythia-14"},
-        "platform": {"kind": "slurmy", "node": 2},
-        "image": {"nme": "x"},
+        "image": {"reference": "x"},
+        1: 2,
     }
     assert {line.partition(": ")[0] for line in problems(document)} == {
         "nme", "data.corpus.paths", "data.corpus.pths", "data.tokenizer.kind", "train.learning_rate",
-        "train.max_steps", "model", "platform.kind", "image.kind",
+        "train.max_steps", "image.kind", "1",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("document", "line"),
+    ("document", "words"),
     [
-        ({"nme": "x"}, "nme: there is no such setting; did you mean name?"),
-        ({"image": {"reference": "a"}}, "image.kind: is not given; it says which kind"),
-        ({"workers": {"kind": "processes", "count": 0}}, "workers.count: 0 given; input should be greater than 0"),
         ({"train": None}, "train: None given; settings belong here"),
-        ({"name": "My Run"}, "name: 'My Run' given; string should match"),
+        ({"name": "x" * 33}, "given; string should"),
         ({"train": {"seed": 2**64}}, "train.seed: 18446744073709551616 given; input should be less than"),
-        ({1: 2}, "1: 1 given; keys should be strings"),
-        (
-            {"platform": {"kind": "local", "nodes": {"min": 2, "max": 4}}},
-            "platform: nodes={min, max} and min_nodes let a",
-        ),
+        ({"platform": {"kind": "local", "nodes": {"min": 2, "max": 4}}}, "platform: nodes={min, max} and min_nodes"),
+        ({"image": {"kind": "cluster", "repository": "r/x"}}, "which is gone; take docker or cloudbuild"),
+        ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
     ],
 )
-def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], line: str) -> None:
+def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], words: str) -> None:
     (said,) = problems(document)
-    assert said.startswith(line)
-
-
-def test_workers_need_no_kind_where_the_other_settings_tell_it() -> None:
-    given = overrides_of(["workers.scheduler=tcp://10.0.0.2:8786"])
-    dask = DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:8786")
-    assert validated(RunConfig, overridden({}, given), where="test").workers == dask
-
-
-def test_a_batch_that_does_not_split_over_the_processes_is_refused_with_one_that_does() -> None:
-    local = {"kind": "local", "nodes": 2, "processes": 2}
-    document = {"train": {"global_batch": 20, "micro_batch": 4}, "platform": local}
-    (line,) = problems(document)
-    assert line.endswith("it must be a multiple of 16, for example 32")
-    assert validated(RunConfig, overridden(document, {"train.global_batch": 32}), where="test").world_size == 4
-
-
-def test_names_that_do_not_fit_a_job_are_refused() -> None:
-    assert RunConfig(name="gpt-2").name == "gpt-2"
-    for name in ("", "2gpt", "gpt-", "GPT", "a_b", "x" * 33):
-        assert problems({"name": name})
+    assert words in said
 
 
 def test_a_script_is_found_from_the_folder_one_starts_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,27 @@
 from __future__ import annotations
 
-import threading
+from threading import Thread
 
 import pytest
 
-from launcher.events import Event, Listener, Note, Output, Step, StepDone, report
-
-EVENTS: list[Event] = [
-    StepDone(step=Step.DATASET, what="all", reused=True),
-    Output(line="100 % of it, {braces} and %s"),
-    Note(what="read this", severity="warning"),
-]
+from launcher.events import Event, Listener, Note, report
 
 
 def test_listeners_get_every_event_of_their_time_from_any_thread_and_one_that_fails_is_not_passed_over() -> None:
+    note = Note(what="100 % of it, {braces} and %s", severity="warning")
     first: list[Event] = []
     second: list[Event] = []
-    report(EVENTS[0])
+    report(note)
     with Listener(first.append), Listener(second.append):
-        for event in EVENTS:
-            thread = threading.Thread(target=report, args=(event,))
-            thread.start()
-            thread.join()
-    report(EVENTS[1])
-    assert first == second == EVENTS
+        report(note)
+        thread = Thread(target=report, args=(note,))
+        thread.start()
+        thread.join()
+    report(note)
+    assert first == second == [note, note]
 
     def refuse(event: Event) -> None:
         raise ValueError("a bar cannot be drawn")
 
     with Listener(refuse), pytest.raises(ValueError, match="cannot be drawn"):
-        report(EVENTS[0])
+        report(note)

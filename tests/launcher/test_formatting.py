@@ -5,28 +5,15 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.formatting import (
-    NOTHING,
-    bytes_text,
-    count_text,
-    duration_text,
-    harmless,
-    loss_text,
-    rate_text,
-    share_text,
-)
+from launcher.formatting import bytes_text, count_text, duration_text, harmless, loss_text
 
 
 def test_numbers_read_as_people_say_them() -> None:
-    counts = (12_345, 999_600, 14_067_712, 175e9, 1.7976931348623157e308)
-    assert [count_text(count) for count in counts[:-1]] == ["12,345", "1.00 M", "14.1 M", "175 B"]
-    assert count_text(counts[-1]).endswith(" T"), "the largest number that a row can hold"
+    assert [count_text(count) for count in (12_345, 999_600, 175e9)] == ["12,345", "1.00 M", "175 B"]
+    assert count_text(1.7976931348623157e308).endswith(" T"), "the largest number that a row can hold"
     assert [bytes_text(size) for size in (999, 1500, 54e9)] == ["999 bytes", "1.50 kB", "54.0 GB"]
-    assert [rate_text(rate) for rate in (3.21, 2_345_678.0, None)] == ["3.2 tok/s", "2.35 M tok/s", NOTHING]
-    losses = (3.14159, float("nan"), float("inf"), None)
-    assert [loss_text(loss) for loss in losses] == ["3.1416", "not a number", "infinite", NOTHING]
-    assert [share_text(share) for share in (0.0996, 0.00071, None)] == ["10 %", "0.071 %", NOTHING]
-    assert [duration_text(seconds) for seconds in (None, 9.94, 3599.7)] == [NOTHING, "9.9 s", "1 h"]
+    assert [loss_text(loss) for loss in (3.14159, float("nan"), None)] == ["3.1416", "not a number", "–"]
+    assert [duration_text(seconds) for seconds in (None, 9.94, 3599.7)] == ["–", "9.9 s", "1 h"]
 
 
 @given(st.floats(min_value=10, max_value=1e8))
@@ -34,11 +21,8 @@ def test_a_duration_is_right_to_its_smaller_unit(seconds: float) -> None:
     sizes = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
     parts = re.findall(r"(\d+) (d|h|min|s)", duration_text(seconds))
     shown = sum(int(number) * sizes[unit] for number, unit in parts)
-    largest = next(size for size in sizes.values() if seconds >= size)
-    smaller = {86_400: 3_600, 3_600: 60, 60: 1, 1: 1}[largest]
+    smaller = next(below for size, below in ((86_400, 3_600), (3_600, 60), (0, 1)) if seconds >= size)
     assert abs(shown - seconds) <= smaller / 2 + 1e-6
-    limits = {"h": 24, "min": 60, "s": 60}
-    assert all(int(number) < limits.get(unit, 10**9) for number, unit in parts)
 
 
 @given(st.text(st.characters(exclude_categories=())))

@@ -13,29 +13,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 import yaml
 from console_script import Cli
-from echoing_server import Echo, echoing_server, echoing_service
-from google.cloud.batch_v1 import BatchServiceClient
-from google.cloud.container_v1 import ClusterManagerClient
+from echoing_server import Echo, echoing_server
 from leaking import leaks
 from refusing_proxy import refusing_proxy
 
 from flows.server import require_server
 from launcher.config import ScriptConfig
+from launcher.google import google_errors
 from launcher.images.docker import run_engine
 from launcher.images.oci import resolve
-from launcher.platforms.batch.platform import BatchPlatform
-from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.batch.clients import BATCH
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS
-from launcher.platforms.kubernetes.connection import SCOPE, connect, describe
+from launcher.platforms.kubernetes.connection import SCOPE, connect
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.runai.cli import Cli as RunaiProgram
 from launcher.platforms.runai.rest import TOKEN
-from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.attempts import claim_of
 from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
@@ -53,6 +48,12 @@ def echo() -> Iterator[Echo]:
         yield running
 
 
+@pytest.fixture
+def elsewhere() -> Iterator[Echo]:
+    with echoing_server() as running:
+        yield running
+
+
 @pytest.fixture(autouse=True)
 def _nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, "train_litgpt"):
@@ -65,6 +66,7 @@ def _nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.oci._PAUSES", ())
     monkeypatch.setattr(cluster_module, "_PAUSES", (0.0,))
+    monkeypatch.setattr("huggingface_hub.utils._http._DEFAULT_RETRY_ON_STATUS_CODES", ())
 
 
 def error_of(ask: Callable[[], object]) -> Exception:
@@ -74,107 +76,21 @@ def error_of(ask: Callable[[], object]) -> Exception:
     return told.value
 
 
-# --- registries -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["password", "identity token"])
-def image(request: pytest.FixtureRequest, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an image whose registry asks for a token of the server that repeats, with a login that is stored."""
-    password = {"auth": base64.b64encode(f"me:{SECRET}".encode()).decode()}
-    entry = password if request.param == "password" else {"identitytoken": SECRET}
-    (tmp_path / "config.json").write_text(json.dumps({"auths": {echo.host: entry}}))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    echo.challenge = f'Bearer realm="{echo.address}/token",service="s",scope="pull"'
-    return f"{echo.host}/team/train:1"
-
-
-@pytest.mark.parametrize("status", [401, 200, 500])
-def test_a_registry_whose_token_service_repeats_the_request(status: int, image: str, echo: Echo) -> None:
-    echo.status = status
-    error_of(lambda: resolve(image))
-
-
-def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(image: str, echo: Echo) -> None:
-    with echoing_server() as elsewhere:
-        echo.moved_to = elsewhere.address
-        error_of(lambda: resolve(image))
-        assert elsewhere.asked == [], "the token service sends elsewhere"
-        echo.granted = "/token"
-        error_of(lambda: resolve(image))
-        assert GRANTED in echo.asked[-1]
-        assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
-
-HUB = [
-    lambda: sources(HubCorpus(kind="hub", name="owner/texts")),
-    lambda: load_tokenizer(HubTokenizer(kind="hub", name="owner/model")),
-]
+@pytest.fixture
+def hub(echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", echo.address)
 
 
 @pytest.fixture
-def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.utils._http._DEFAULT_RETRY_ON_STATUS_CODES", ())
-
-
-@pytest.mark.usefixtures("token")
-@pytest.mark.parametrize("ask", HUB, ids=["dataset", "tokenizer"])
-@pytest.mark.parametrize("status", [400, 401])
-def test_a_hub_that_repeats_the_request(
-    status: int, ask: Callable[[], object], echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", echo.address)
-    echo.status = status
-    error_of(ask)
-    assert SECRET in echo.asked[0]
-
-
-@pytest.mark.usefixtures("token")
-@pytest.mark.parametrize("ask", HUB, ids=["dataset", "tokenizer"])
-def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_machines(
-    ask: Callable[[], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with refusing_proxy() as proxy:
-        for name, value in proxy.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.evil.example")
-        refused = error_of(ask)
-        assert proxy.asked == []
-    assert isinstance(refused, UserError)
-    assert "HF_ENDPOINT=http://127.evil.example is not encrypted" in str(refused)
-    assert "write https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1" in str(refused)
-
-
-# --- clusters and Google ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_cluster_behind_a_proxy_that_repeats_the_request(
-    status: int, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    echo.status = status
-    error_of(lambda: cluster_at(echo, tmp_path).list(PODS, "default"))
-    assert SECRET in echo.asked[0]
-
-
-def test_a_cluster_that_sends_elsewhere_is_not_followed(echo: Echo, tmp_path: Path) -> None:
-    with echoing_server() as elsewhere:
-        echo.moved_to = elsewhere.address
-        told = error_of(lambda: cluster_at(echo, tmp_path).list(PODS, "default"))
-        assert elsewhere.asked == []
-        assert f"a redirect to {elsewhere.address}, where the token is not sent" in str(told)
-
-
-def cluster_at(echo: Echo, folder: Path) -> cluster_module.Cluster:
-    (folder / "kubeconfig").write_text(yaml.safe_dump({
+def kubeconfig(echo: Echo, tmp_path: Path) -> str:
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump({
         "clusters": [{"name": "a", "cluster": {"server": echo.address}}],
         "users": [{"name": "a", "user": {"token": SECRET}}],
         "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a",
     }))  # fmt: skip
-    return connect(GkePlatformConfig(kind="gke", kubeconfig=str(folder / "kubeconfig")))
+    return str(tmp_path / "kubeconfig")
 
 
 @pytest.fixture
@@ -188,84 +104,70 @@ def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("google.auth.default", lambda **_: (credentials, "my-project"))
     monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _: None)
     monkeypatch.setenv("API_ENDPOINT_OVERRIDE", echo.address)
-    echo.form = lambda said: {"error": {"message": said}}
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     objects._client.cache_clear()
     yield
     objects._client.cache_clear()  # it has these credentials, with which a later test would wait for Google's servers
 
 
-@pytest.mark.usefixtures("google")
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_bucket_that_repeats_the_request(status: int, echo: Echo) -> None:
-    echo.status = status
-    storage = replace(open_storage("gs://bucket/runs"), patience=0.2)
-    error_of(lambda: storage.write("a.json", b"{}"))
-    assert SECRET in echo.asked[0]
-
-
-def job_of_batch(channel: grpc.Channel) -> object:
-    platform = BatchPlatform(
-        BatchPlatformConfig(kind="batch", project="my-project", location="us-central1", machine="n2-standard-8")
-    )
-    transport = BatchServiceClient.get_transport_class("grpc")(channel=channel)
-    platform._clients.batch = BatchServiceClient(transport=transport)
-    return platform.status("projects/my-project/locations/us-central1/jobs/a")
-
-
-def cluster_of_gke(channel: grpc.Channel) -> object:
-    client = ClusterManagerClient(transport=ClusterManagerClient.get_transport_class("grpc")(channel=channel))
-    return describe(client, project="my-project", location="us-central1", name="a")
-
-
-@pytest.mark.parametrize("ask", [job_of_batch, cluster_of_gke])
-def test_a_service_of_google_that_repeats_the_request(ask: Callable[[grpc.Channel], object]) -> None:
-    with echoing_service(grpc.StatusCode.PERMISSION_DENIED) as address:
-        token = grpc.access_token_call_credentials(SECRET)
-        login = grpc.composite_channel_credentials(grpc.local_channel_credentials(), token)
-        with grpc.secure_channel(address, login) as channel:
-            assert "[secure]" in str(error_of(lambda: ask(channel)))
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-def program(folder: Path, name: str, said: str) -> None:
-    """A program that says this and fails."""
-    (folder / "said").write_text(said)
-    (folder / name).write_text(f"#!/bin/sh\ncat '{folder}/said' >&2\ncat '{folder}/said'\nexit 1\n")
-    (folder / name).chmod(0o755)
-
-
-SAID = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":"{SECRET}"}}\n'
-
-
-def push(folder: Path) -> None:
-    said: list[str] = []
-    try:
-        run_engine("docker", ["push", "a.example/b"], subject="a.example/b", log=said.append)
-    finally:
-        assert said
-        assert leaks("\n".join(said), SECRET) == []
-
-
-def ask_runai(folder: Path) -> None:
-    settings = RunaiPlatformConfig(kind="runai", project="a", claims=[{"name": "a", "path": "/a"}])  # type: ignore[list-item]
-    RunaiProgram(settings)._run("list")
-
-
-PROGRAMS = {"docker": push, "runai": ask_runai}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_repeats_a_request(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path, name, SAID)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+@pytest.fixture(params=["password", "identity token"])
+def image(request: pytest.FixtureRequest, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an image whose registry asks for a token of the server that repeats, with a login that is stored."""
+    password = {"auth": base64.b64encode(f"me:{SECRET}".encode()).decode()}
+    entry = password if request.param == "password" else {"identitytoken": SECRET}
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {echo.host: entry}}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    assert "[secure]" in str(error_of(lambda: PROGRAMS[name](tmp_path)))
+    echo.challenge = f'Bearer realm="{echo.address}/token",service="s",scope="pull"'
+    return f"{echo.host}/team/train:1"
 
 
-# --- Prefect -------------------------------------------------------------------------------------
+def pods_of(kubeconfig: str) -> object:
+    return connect(GkePlatformConfig(kind="gke", kubeconfig=kubeconfig)).list(PODS, "default")
+
+
+@pytest.mark.parametrize("status", [401, 200, 500])
+def test_a_registry_whose_token_service_repeats_the_request(status: int, image: str, echo: Echo) -> None:
+    echo.status = status
+    error_of(lambda: resolve(image))
+
+
+@pytest.mark.usefixtures("hub", "google")
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_a_hub_a_cluster_or_a_bucket_that_repeats_the_request(status: int, echo: Echo, kubeconfig: str) -> None:
+    echo.status = status
+    bucket = replace(open_storage("gs://bucket/runs"), patience=0.2)
+    for ask in (
+        lambda: sources(HubCorpus(kind="hub", name="owner/texts")),
+        lambda: load_tokenizer(HubTokenizer(kind="hub", name="owner/model")),
+        lambda: pods_of(kubeconfig),
+        lambda: bucket.write("a.json", b"{}"),
+    ):
+        echo.asked.clear()
+        error_of(ask)
+        assert SECRET in echo.asked[0]
+
+
+def test_a_service_of_google_that_repeats_the_request() -> None:
+    from google.api_core.exceptions import PermissionDenied
+
+    def ask() -> None:
+        with google_errors(BATCH, "asking after a job"):
+            raise PermissionDenied(f"refused\nauthorization: Bearer {SECRET}")
+
+    assert "[secure]" in str(error_of(ask))
+
+
+def test_a_program_that_repeats_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":"{SECRET}"}}\n'
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "docker").write_text(f"#!/bin/sh\ncat '{tmp_path}/said' >&2\ncat '{tmp_path}/said'\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    lines: list[str] = []
+    refused = error_of(lambda: run_engine("docker", ["push", "x/b"], subject="x/b", log=lines.append))
+    assert "[secure]" in str(refused)
+    assert lines
+    assert leaks("\n".join(lines), SECRET) == []
 
 
 def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,44 +180,71 @@ def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pyte
     assert leaks("".join(echo.asked), SECRET)
 
 
-# --- Run:ai and the command line --------------------------------------------------------------------------------------
+def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(
+    image: str, echo: Echo, elsewhere: Echo
+) -> None:
+    echo.moved_to = elsewhere.address
+    error_of(lambda: resolve(image))
+    assert elsewhere.asked == [], "the token service sends elsewhere"
+    echo.granted = "/token"
+    error_of(lambda: resolve(image))
+    assert GRANTED in echo.asked[-1]
+    assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
+
+
+def test_a_cluster_that_sends_elsewhere_is_not_followed(echo: Echo, elsewhere: Echo, kubeconfig: str) -> None:
+    echo.moved_to = elsewhere.address
+    told = error_of(lambda: pods_of(kubeconfig))
+    assert elsewhere.asked == []
+    assert f"a redirect to {elsewhere.address}, where the token is not sent" in str(told)
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with refusing_proxy() as proxy:
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.evil.example")
+        refused = error_of(lambda: sources(HubCorpus(kind="hub", name="owner/texts")))
+        assert proxy.asked == []
+    assert isinstance(refused, UserError)
+    assert "HF_ENDPOINT=http://127.evil.example is not encrypted" in str(refused)
 
 
 @pytest.fixture
-def console(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    return Cli(capsys, monkeypatch)
+def runai(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A platform whose control plane repeats what it is sent, and a login there."""
+    monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
+    monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
+    return {"kind": "runai", "project": "team-a", "url": echo.address, "claims": [{"name": "a", "path": "/a"}]}
 
 
 def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
-    echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    echo: Echo, runai: dict[str, object], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write to the bucket can have its index name another control plane."""
-    monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
-    monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
-    platform = {"kind": "runai", "project": "team-a", "url": echo.address}
-    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": platform}
+    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": runai}
     echo.granted = TOKEN
     forged = claim_of(ScriptConfig.model_validate(script)).take().run
     for known in ("", "https://my-company.run.ai"):
         monkeypatch.setenv("RUNAI_URL", known)
-        for said in (console("runs", str(tmp_path)), console("status", forged, "--root", str(tmp_path))):
+        for said in (cli("runs", str(tmp_path)), cli("status", forged, "--root", str(tmp_path))):
             assert f"export RUNAI_URL={echo.address}" in " ".join(f"{said.out}{said.err}".split())
     assert echo.asked == []
 
 
 def test_nothing_that_is_printed_or_written_has_a_secret(
-    echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    echo: Echo, runai: dict[str, object], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
-    monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{SECRET}@proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     config = tmp_path / "config.yaml"
-    platform = {"kind": "runai", "project": "team-a", "url": echo.address, "claims": [{"name": "a", "path": "/a"}]}
-    config.write_text(yaml.safe_dump({"root": str(tmp_path), "script": "examples/pi.py", "platform": platform}))
+    config.write_text(yaml.safe_dump({"root": str(tmp_path), "script": "examples/pi.py", "platform": runai}))
     for words in (["render", str(config)], ["render", "--explain", str(config)], ["plan", str(config)]):
-        said = console(*words)
+        said = cli(*words)
         assert leaks(said.out + said.err, SECRET) == []
     assert SECRET in "".join(echo.asked)
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]

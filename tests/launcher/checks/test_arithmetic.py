@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 
 from launcher.checks import arithmetic as module
-from launcher.checks.arithmetic import arithmetic, check_memory, gpu_names, host_memory, place_of
+from launcher.checks.arithmetic import arithmetic, check_memory, gpu_names, host_memory
 from launcher.config import RunConfig, validated
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 
 
-def config(**settings: Any) -> RunConfig:
-    return validated(RunConfig, settings, where="test")
+@pytest.fixture(autouse=True)
+def _on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+
+
+def config(model: dict[str, Any], **settings: Any) -> RunConfig:
+    return validated(RunConfig, {"model": model, **settings}, where="test")
 
 
 def said(asked: RunConfig, **known: Any) -> dict[str, tuple[str, str]]:
@@ -28,39 +33,19 @@ def found(asked: RunConfig) -> list[Finding]:
     return list(check_memory(asked, vocab_size=None))
 
 
-@pytest.fixture
-def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
-
-
-def test_every_model_of_the_catalogue_is_answered_for() -> None:
+def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_about() -> None:
     for name in catalogue.models():
-        figures = said(config(model={"name": name, "sequence_length": 128}, platform={"kind": "local"}))
+        figures = said(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
         assert {"parameters", "FLOPs per token", "memory per process"} == set(figures), name
-    own = config(model={"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
+    own = config({"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
     assert (said(own), found(own)) == ({}, []), "its vocabulary is not known yet"
-    assert "1,024 x 64" in said(own, vocab_size=1000)["parameters"][1]
-
-
-def test_the_figures_show_how_they_come_about(on_h100: None) -> None:
-    asked = config(model={"name": "transformer-175b", "sequence_length": 2048}, platform={"kind": "local"})
-    figures = said(asked, tokens=300_000_000_000)
+    gpt3 = config({"name": "transformer-175b", "sequence_length": 2048}, platform={"kind": "local"})
+    figures = said(gpt3, tokens=300_000_000_000)
     assert figures["parameters"] == ("175 B", "96 blocks of 1.81 B, embedding and output of 50,304 x 12,288 each")
-    flops, how = figures["FLOPs per token"]
-    assert (flops, how) == ("1.08 T", "6 x 175 B weights in products + 29.0 B for attention over 2,048 tokens")
+    told = ("1.08 T", "6 x 175 B weights in products + 29.0 B for attention over 2,048 tokens")
+    assert figures["FLOPs per token"] == told
     assert figures["FLOPs in all"][0] == "3.23e+23"
     assert figures["memory per process"][1].startswith("weights 701 GB + AdamW 1.40 TB + gradients 701 GB + at the ")
-
-
-def test_a_model_that_cannot_fit_is_an_error_and_one_that_may_not_a_warning(on_h100: None) -> None:
-    (error,) = found(config(model={"name": "Llama-3-8B", "sequence_length": 128}, train={"micro_batch": 1}))
-    assert (error.severity, error.code) == ("error", "train.memory")
-    pythia = {"name": "pythia-1b", "sequence_length": 2048}
-    (warning,) = found(config(model=pythia, train={"micro_batch": 32}))
-    assert warning.severity == "warning"
-    (compiled,) = found(config(model=pythia, train={"micro_batch": 64, "compile": "blocks"}))
-    assert compiled.severity == "warning", "what it fuses is not known"
-    assert found(config(model=pythia, train={"micro_batch": 8})) == []
 
 
 LONG = 131_072  # tokens, of which not even one sample fits without recomputation
@@ -75,12 +60,13 @@ LONG = 131_072  # tokens, of which not even one sample fits without recomputatio
         ("transformer-175b", {}, 8, 2048, "take 128 processes and set train.strategy=fsdp train.activation_"),
     ],
 )
-def test_the_fix_is_the_change_that_fits_and_costs_least(
-    model: str, train: dict[str, Any], processes: int, length: int, fix: str, on_h100: None
+def test_the_fix_of_a_model_that_cannot_fit_is_the_change_that_fits_and_costs_least(
+    model: str, train: dict[str, Any], processes: int, length: int, fix: str
 ) -> None:
     platform = {"kind": "local", "processes": processes}
-    asked = config(model={"name": model, "sequence_length": length}, train=train, platform=platform)
+    asked = config({"name": model, "sequence_length": length}, train=train, platform=platform)
     (finding,) = found(asked)
+    assert finding.severity == "error"
     assert finding.fix.startswith(fix)
     fits = asked.model_dump()
     for section, name, value in re.findall(r"(model|train)\.(\w+)=(\w+)", finding.fix):
@@ -90,25 +76,22 @@ def test_the_fix_is_the_change_that_fits_and_costs_least(
     assert found(config(**fits)) == []
 
 
-# --- where it runs ----------------------------------------------------------------------------------------------------
+def test_a_model_that_may_not_fit_is_a_warning() -> None:
+    (finding,) = found(config({"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 32}))
+    assert finding.severity == "warning"
 
 
-def test_the_driver_names_the_gpus_and_a_containers_limit_is_its_memory(tmp_path: Path) -> None:
+def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 12\n")
     assert gpu_names(tmp_path) == ["NVIDIA H100 80GB HBM3"]
-    for content, memory in (("max", host_memory(tmp_path / "none")), ("1000000000", 10**9)):
-        (tmp_path / "limit").write_text(f"{content}\n")
-        assert host_memory(tmp_path / "limit") == memory
-
-
-def test_this_machines_devices_say_nothing_of_nodes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gpu_names", list)
-    one, four = (place_of(config(platform={"kind": "local", "processes": count})) for count in (1, 4))
-    assert one is not None
-    assert four is not None
-    assert (one.kind, four.memory) == ("cpu", one.memory // 4)
-    assert place_of(config(platform={"kind": "gke", "gpus": 1})) is None
+    (tmp_path / "limit").write_text("1000000000\n")
+    assert host_memory(tmp_path / "limit") == 10**9, "a container's"
+    huge = {"name": "transformer-175b"}
+    assert found(config(huge, platform={"kind": "gke", "gpus": 1})) == [], (
+        "this machine's say nothing of nodes elsewhere"
+    )
     monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA GeForce RTX 3090"])
-    huge = config(model={"name": "transformer-175b"}, platform={"kind": "local"})
-    assert found(huge) == [], "a GPU that is not in the table is not judged"
+    assert found(config(huge, platform={"kind": "local"})) == []
+    monkeypatch.setattr(module, "gpu_names", list)
+    assert found(config(huge, platform={"kind": "local"})) != [], "the memory of a machine without GPUs is known"

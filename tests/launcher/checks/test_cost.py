@@ -1,5 +1,3 @@
-"""What a training costs: arithmetic, told with what it rests on."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -23,6 +21,5 @@ def test_more_machines_take_less_time_for_the_same_money() -> None:
     one, eight = (expected(A2, nodes=nodes, seconds=seconds_for(on(nodes), 1e21) or 0) for nodes in (1, 8))
     assert one.seconds == pytest.approx(8 * eight.seconds)
     assert one.dollars == pytest.approx(eight.dollars)
-    told = "about 1 h at 35% of peak, $288 at list price (on demand, us-central1, 2026-10-13)"
-    assert str(expected(A2, nodes=8, seconds=3600)) == told
+    assert "$288 at list price" in str(expected(A2, nodes=8, seconds=3600))
     assert "not known" in str(expected(replace(A2, price=None), nodes=1, seconds=3600))

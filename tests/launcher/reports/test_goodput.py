@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from launcher.job import JobId, JobState
 from launcher.reports.goodput import AttemptTimes, Ledger, Part, ledger
 from launcher.runs.index import AttemptEnd, AttemptRecord
-from litgpt_demo.metrics import marked, parsed
 from litgpt_demo.runs import RecordedPrice
 
 PRICE = RecordedPrice(machine="a3-highgpu-8g", usd=36.0, region="us-central1", date="2026-01-01")
@@ -17,58 +17,51 @@ DAY = 1_000_000.0
 """The first attempt's record, in seconds since the epoch."""
 
 
-def record(number: int, created: float, *, flow_run: str = "flow") -> AttemptRecord:
-    return AttemptRecord(
+def attempt(
+    number: int, created: float, found: float, pulled: float, node: tuple[float, float], ended: float,
+    fell: float | None = None,
+) -> AttemptTimes:  # fmt: skip
+    """One whose machine was found, whose container and node began and ended, all in seconds since DAY."""
+    record = AttemptRecord(
         run="gpt-0f1e2d3c4b", name="gpt", key="0f1e2d3c4b", attempt=number, config={}, platform={"nodes": 2},
-        job_id=JobId(f"gpt-{number}"), directory=f"/r/runs/gpt-0f1e2d3c4b/attempts/{number}", flow_run=flow_run,
+        job_id=JobId(f"gpt-{number}"), directory=f"/r/runs/gpt-0f1e2d3c4b/attempts/{number}", flow_run="flow",
         user="ada", host="desk", machine="m", created=DAY + created,
     )  # fmt: skip
-
-
-def end(state: JobState, ended: float | None, **times: float) -> AttemptEnd:
-    moments = {name: DAY + moment for name, moment in {"seen": (ended or 0.0) + 1, **times}.items()}
-    return AttemptEnd(state=state, native="", ended=None if ended is None else DAY + ended, **moments)
-
-
-def node_report(started: float, ended: float, *, fell: float | None = None) -> dict[str, Any]:
-    ranks = [] if fell is None else [{"rank": 0, "time": DAY + fell}]
-    bad = {"exit_code": 43, "fault": "node fault"} if fell is not None else {"exit_code": 0, "fault": None}
-    times = {"started": DAY + started, "ended": DAY + ended, "gate_seconds": 5.0, "stage_seconds": 15.0}
-    return {"node": 0, **bad, **times, "ranks": ranks}
+    state = JobState.SUCCEEDED if fell is None else JobState.FAILED
+    times = {"scheduled": DAY + found, "pulled": DAY + pulled, "ended": DAY + ended, "seen": DAY + ended + 1}
+    report = {
+        "node": 0, "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0, "stage_seconds": 15.0,
+        "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
+        "ranks": [] if fell is None else [{"rank": 0, "time": DAY + fell}],
+    }  # fmt: skip
+    return AttemptTimes(record=record, end=AttemptEnd(state=state, native="", **times), reports=[report])
 
 
 def row(kind: str, step: int, elapsed: float, **values: Any) -> dict[str, Any]:
-    """A row as it comes out of the channel."""
-    read = parsed(marked({"kind": kind, "step": step, **values, "elapsed": elapsed}))
-    assert read is not None
-    return read
+    return {"kind": kind, "step": step, "elapsed": elapsed, **values}
 
 
-def start(attempt: int, started: float, step: int) -> dict[str, Any]:
+def steps(number: int, started: float, first: int, last: int) -> list[dict[str, Any]]:
+    """The start of an attempt, and its steps of 2 s from second 40 on, the first of which compiles for 10 s."""
     times = {"node_started": DAY + started, "gate_seconds": 5.0, "stage_seconds": 15.0}
-    return row("start", step, 40.0, attempt=attempt, steps=20, **times)
-
-
-def steps(first: int, last: int) -> list[dict[str, Any]]:
-    """Steps of 2 s from second 40 on, the first of which compiles for 10 s."""
-    compiled = row("step", first, 52.0, step_seconds=12.0, first_step_seconds=12.0)
     later = range(first + 1, last + 1)
-    return [compiled, *(row("step", number, 52.0 + 2 * (number - first), step_seconds=2.0) for number in later)]
-
-
-def undisturbed() -> tuple[list[AttemptTimes], list[dict[str, Any]]]:
-    """60 s in the queue, 30 s of image pull, 40 s to the first step, 10 steps of 2 s, an evaluation, two saves."""
-    rows = [
-        start(1, 100, 0),
-        *steps(1, 5),  # until 60
-        row("checkpoint", 5, 64.5, seconds=0.5, taken=60.0),
-        *(row("step", number, 60.5 + 2 * (number - 5), step_seconds=2.0) for number in range(6, 11)),  # until 70.5
-        row("evaluation", 10, 74.5, seconds=4.0),
-        row("checkpoint", 10, 80.5, seconds=0.5, taken=74.5),
-        row("end", 10, 80.5),
+    return [
+        row("start", first - 1, 40.0, attempt=number, steps=20, **times),
+        row("step", first, 52.0, step_seconds=12.0, first_step_seconds=12.0),
+        *(row("step", number, 52.0 + 2 * (number - first), step_seconds=2.0) for number in later),
     ]
-    done = end(JobState.SUCCEEDED, 185, scheduled=60, pulled=90)
-    return [AttemptTimes(record=record(1, 0), end=done, reports=[node_report(100, 183)])], rows
+
+
+UNDISTURBED = attempt(1, 0, found=60, pulled=90, node=(100, 183), ended=185)
+ROWS = [
+    *steps(1, 100, 1, 5),  # until 60
+    row("checkpoint", 5, 64.5, seconds=0.5, taken=60.0),
+    *(row("step", number, 60.5 + 2 * (number - 5), step_seconds=2.0) for number in range(6, 11)),  # until 70.5
+    row("evaluation", 10, 74.5, seconds=4.0),
+    row("checkpoint", 10, 80.5, seconds=0.5, taken=74.5),
+    row("end", 10, 80.5),
+]
+"""60 s in the queue, 30 s of image pull, 40 s to the first step, 10 steps of 2 s, an evaluation, two saves."""
 
 
 def seconds(made: Ledger) -> dict[str, float]:
@@ -76,7 +69,7 @@ def seconds(made: Ledger) -> dict[str, float]:
 
 
 def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None:
-    made = ledger(*undisturbed(), PRICE)
+    made = ledger([UNDISTURBED], ROWS, PRICE)
     assert seconds(made) == {
         "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "compile": 10.0, "training": 20.0,
         "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
@@ -85,21 +78,13 @@ def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None
     assert made.goodput == pytest.approx(20 / 185)
     # Two nodes at $36 an hour are 2 cents a second, from when they were found until the job ended.
     assert [made.usd(part) for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == pytest.approx([0, 0.6, 0.4])
-    assert made.rows()[-1] == {"part": "wall time", "time": "3 min 5 s", "share": "100 %", "cost": "$2.50"}
 
 
 def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:
     """The first attempt saved step 5, fell in step 9, and the second one went on from 5."""
-    [first], rows = undisturbed()
-    fallen = end(JobState.FAILED, 172, scheduled=60, pulled=90)
-    one = AttemptTimes(record=first.record, end=fallen, reports=[node_report(100, 171, fell=168)])
-    two = AttemptTimes(
-        record=record(2, 180),
-        end=end(JobState.SUCCEEDED, 300, scheduled=182, pulled=185),
-        reports=[node_report(190, 298)],
-    )
-    again = [start(2, 190, 5), *steps(6, 10), row("end", 10, 60.0)]
-    made = ledger([one, two], [*rows[:7], *again])
+    fallen = attempt(1, 0, found=60, pulled=90, node=(100, 171), ended=172, fell=168)
+    again = attempt(2, 180, found=182, pulled=185, node=(190, 298), ended=300)
+    made = ledger([fallen, again], [*ROWS[:7], *steps(2, 190, 6, 10), row("end", 10, 60.0)])
     assert seconds(made) == {
         "queue": 62.0, "image pull": 33.0, "gate": 10.0, "stage-in": 30.0, "compile": 20.0, "training": 20.0,
         "checkpoint stall": 0.5,
@@ -112,19 +97,16 @@ def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_res
 
 def test_what_nobody_recorded_is_unknown() -> None:
     """A platform that tells no times, and an end that somebody saw a day later."""
-    [first], rows = undisturbed()
-    seen = AttemptTimes(record=first.record, end=end(JobState.FAILED, None, seen=86_400))
-    made = ledger([seen], rows[:3])
+    late = AttemptEnd(state=JobState.FAILED, native="", ended=None, seen=DAY + 86_400)
+    made = ledger([replace(UNDISTURBED, end=late, reports=[])], ROWS[:3])
     assert seconds(made)["unknown"] == 100.0 + (86_400 - 154)
     assert made.wall == pytest.approx(86_400)
-    assert seconds(ledger([AttemptTimes(record=first.record, end=None)], [])) == {}
+    assert seconds(ledger([replace(UNDISTURBED, end=None, reports=[])], [])) == {}
 
 
 @pytest.mark.parametrize("hour", [-3600.0, 3600.0])
 def test_a_clock_that_was_set_by_an_hour_between_two_machines_books_nothing_twice(hour: float) -> None:
-    [first], rows = undisturbed()
-    shifted = {**rows[0], "node_started": DAY + 100 + hour}
-    told = AttemptTimes(record=first.record, end=first.end, reports=[node_report(100 + hour, 183 + hour)])
-    made = ledger([told], [shifted, *rows[1:]])
+    told = attempt(1, 0, found=60, pulled=90, node=(100 + hour, 183 + hour), ended=185)
+    made = ledger([told], [{**ROWS[0], "node_started": DAY + 100 + hour}, *ROWS[1:]])
     assert all(spent >= 0 for spent in made.seconds.values())
     assert sum(made.seconds.values()) == pytest.approx(made.wall)

@@ -17,7 +17,6 @@ from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
-from launcher.reports import datasets
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
@@ -39,18 +38,16 @@ TEXT = st.text(st.characters(exclude_categories=()), max_size=60) | st.sampled_f
 def training(steps: int = 40) -> list[dict[str, Any]]:
     """Rows of a training that reached `steps` of 40, and resumed once on the way."""
     start = {"kind": "start", "step": 0, "steps": 40, "tokens_per_step": 512, "world_size": 2}
-    rows: list[dict[str, Any]] = [start]
-    for number in range(1, steps + 1):
-        pace = {"learning_rate": 1e-3, "tokens": number * 512, "tokens_per_second": 12_345.0, "step_seconds": 0.04}
-        rows.append({"kind": "step", "step": number, "loss": 4.0 + 6.0 / number, **pace})
-    rows.append({"kind": "evaluation", "step": steps, "validation_loss": 4.5, "seconds": 1.0})
-    return [*rows[:21], {**start, "step": 19}, *rows[21:]]
+    pace = {"learning_rate": 1e-3, "tokens_per_second": 12_345.0, "step_seconds": 0.04}
+    numbers = range(1, steps + 1)
+    rows = [{"kind": "step", "step": one, "loss": 4.0 + 6.0 / one, "tokens": one * 512, **pace} for one in numbers]
+    evaluation = {"kind": "evaluation", "step": steps, "validation_loss": 4.5, "seconds": 1.0}
+    return [start, *rows[:20], {**start, "step": 19}, *rows[20:], evaluation]
 
 
 def dataset(**changes: Any) -> DatasetManifest:
     values = {
-        "name": "stdlib", "key": "0123456789", "dropped": {"duplicate": 3}, "bad_documents": 0, "vocab_size": 4096,
-        "document_lengths": (), "text_bytes": 4_000_000, "tokenizer_hash": "ab", "format": 2,
+        "name": "stdlib", "key": "0123456789", "vocab_size": 4096, "document_lengths": (), "text_bytes": 4_000_000,
         "train": Split(documents=990, tokens=990_000, files=FILES),
         "validation": Split(documents=10, tokens=10_000, files=FILES),
     }  # fmt: skip
@@ -59,10 +56,10 @@ def dataset(**changes: Any) -> DatasetManifest:
 
 def final(**changes: Any) -> FinalManifest:
     values = {
-        "run": "gpt-0f1e2d3c4b", "step": 40, "tokens": 20_480, "parameters": 14_067_712, "dataset_key": "0123456789",
-        "validation_loss": math.log(16), "perplexity": 16.0, "complete": True, "logits_difference": 1.9e-6,
+        "run": "gpt-0f1e2d3c4b", "step": 40, "parameters": 14_067_712, "validation_loss": math.log(16),
+        "complete": True, "logits_difference": 1.9e-6, "findings": (), "cost": None, "files": FILES,
         "huggingface": HuggingFaceProof(architecture="GPTNeoXForCausalLM", logits_difference=2.9e-6, sample=""),
-        "findings": (), "cost": None, "prompt": "def main(", "sample": "argv: list[str]) -> int:", "files": FILES,
+        "prompt": "def main(", "sample": "argv: list[str]) -> int:",
     }  # fmt: skip
     return FinalManifest.model_construct(**{**values, **changes})
 
@@ -82,14 +79,14 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
+        self.attributes: list[tuple[str, str | None]] = []
         self.prose = ""
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
+        self.attributes += attrs
 
     def handle_data(self, data: str) -> None:
         self.prose += data
@@ -100,10 +97,8 @@ def test_the_page_needs_nothing_but_itself_and_is_the_same_each_time() -> None:
     page = Page(text)
     assert html(a_report()) == text
     assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    fetched = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset")]
-    ids = [value for name, value in page.attributes if name == "id"]
-    assert {value.removeprefix("#") for value in fetched} <= set(ids)
-    assert len(ids) == len(set(ids))
+    fetched = {value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset")}
+    assert fetched <= {f"#{value}" for name, value in page.attributes if name == "id"}
     assert not re.search(r"url\((?!#)|@import|http", text)
 
 
@@ -114,15 +109,13 @@ def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> N
         "/data/runs/gpt-0f1e2d3c4b/final/huggingface", "70af7e1 with uncommitted changes",
     ):  # fmt: skip
         assert words in page.prose
-    labels = [value for name, value in page.attributes if name == "aria-label"]
-    assert [label.split(",")[0] for label in labels] == ["Loss", "Loss", "Learning rate", "Throughput"]  # wide, narrow
+    labels = [str(value).partition(",")[0] for name, value in page.attributes if name == "aria-label"]
+    assert set(labels) == {"Loss", "Learning rate", "Throughput"}
     assert text.count("```mermaid") == 2
     assert "def main(argv: list[str]) -> int:" in text
     # log(16) nats are 4 bits per token; a million tokens of four million bytes are a bit per byte.
     assert {"figure": "Bits per byte of text", "value": "1.000"} in table(a_report())
     assert "4.2400" in live_markdown(training(25))
-    lengths = dataset(document_lengths=(0, 0, 250, 0, 750))
-    assert "bar [25.00, 0.00, 75.00]" in datasets.lengths_markdown(lengths), "shares of all documents"
 
 
 def test_the_outcome_says_how_far_the_run_came() -> None:
@@ -132,24 +125,17 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
     html(a_report(rows=[], dataset=None, final=None, identity=None, config={}))
     broken = a_report(final=None, rows=[*training(25), {"kind": "step", "step": 26, "loss": "nan", "tokens": 13_312}])
     assert {"figure": "Training loss", "value": "not a number"} in table(broken)
-    assert '"step" 1 --> 25' in markdown(broken)
-
-
-# --- whatever a node wrote --------------------------------------------------------------------------------------------
 
 
 @given(name=TEXT, sample=TEXT, setting=TEXT)
 @settings(max_examples=60)
 def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
     told = a_report(
-        rows=[],
-        name=name,
-        address=f"/data/runs/{name}",
-        final=final(prompt=name, sample=sample),
+        rows=[], name=name, address=f"/data/runs/{name}", final=final(prompt=name, sample=sample),
         dataset=dataset(name=name.encode(errors="replace").decode()),
         identity=SoftwareIdentity(image=name, packages={setting: name}, commit=setting, dirty=False),
         config={"name": setting, "model": {"name": setting}, setting: [setting]},
-    )
+    )  # fmt: skip
     page = html(told)
     found, expected = Page(page), Page(html(a_report(rows=[])))
     structure = [tag for tag in found.tags if tag not in ("tr", "th", "td", "code")]
@@ -177,15 +163,17 @@ def test_a_verdict_is_a_page_whatever_a_node_wrote() -> None:
 
 
 NUMBERS = st.floats() | st.sampled_from([0.0, -1.0, 1e-320, 1e16, 1.7e308, -1.7e308])
-WHOLE = st.integers(0, 2**53) | st.sampled_from([0, 1, 2, 2**53])
-KINDS = st.sampled_from(["start", "step", "evaluation", "checkpoint", "leave", "network", "end", "?"])
+WHOLE = st.integers(0, 2**53)
 COUNTS = ("steps", "tokens", "tokens_per_step", "parameters", "world_size", "memory", "bytes", "node", "rank")
 AMOUNTS = (
     "loss", "validation_loss", "learning_rate", "tokens_per_second", "mfu", "busbw", "seconds", "step_seconds",
     "data_seconds", "save_seconds", "grad_norm", "floor",
 )  # fmt: skip
 MADE_UP = st.fixed_dictionaries(
-    {"kind": KINDS, "step": st.integers(0, 9) | WHOLE},
+    {
+        "kind": st.sampled_from(["start", "step", "evaluation", "checkpoint", "leave", "network", "end", "?"]),
+        "step": st.integers(0, 9) | WHOLE,
+    },
     optional=dict.fromkeys(COUNTS, WHOLE)
     | dict.fromkeys(AMOUNTS, NUMBERS)
     | dict.fromkeys(("device_name", "precision", "why", "path"), TEXT),

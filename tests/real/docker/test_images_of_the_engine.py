@@ -1,37 +1,66 @@
-"""Images with a real engine and Debian's docker-registry.
+"""Images with a real engine and Debian's docker-registry (apt install docker.io docker-registry busybox-static).
 
-Nothing is pulled from elsewhere: the base image is made of the static busybox.
+The product's own image needs Docker Hub, Debian and PyPI besides, and 30 GB of disk; the others pull nothing.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from docker_engine import docker, docker_registry, remove_images, require_engine
+import yaml
+from waiting import until
 
 from launcher.errors import ImageProblem
 from launcher.images.builders import build_key, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
+from launcher.images.stacks import DEFAULT_STACK, LABELS
 
-DOCKERFILE = """
-ARG BASE
-FROM ${BASE}
-COPY . /app/
-RUN echo "good morning from $(cat /app/name.txt)" > /greeting
-CMD ["cat", "/greeting"]
-"""
+CHECKOUT = Path(__file__).parents[3]
+
+
+def docker(*arguments: str, stdin: bytes | None = None) -> str:
+    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+@contextmanager
+def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a docker-registry of our own, with these parts of its configuration besides address and folder."""
+    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
+    config = {"version": "0.1", "storage": storage, "http": {"addr": "127.0.0.1:0"}, **settings}
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    command, log = ["docker-registry", "serve", str(folder / "config.yml")], folder / "log"
+    with log.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+        try:
+            yield until(lambda: re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text()))[1]  # type: ignore[index]
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image with a shell and nothing else, in a registry."""
-    require_engine("docker-registry", "busybox")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    missing = [program for program in ("docker", "docker-registry", "busybox") if shutil.which(program) is None]
+    if missing or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
+        pytest.skip(f"not installed: {missing}, or no Docker engine answers; start one with `dockerd` as root")
+    with docker_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+        names = docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        docker("image", "rm", "--force", *(name for name in names if name.startswith(running)))
+
+
+@pytest.fixture(scope="module")
+def base(host: str) -> str:
+    """An image with a shell and nothing else, made of the static busybox."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         tar.add(str(shutil.which("busybox")), "bin/busybox")
@@ -39,41 +68,39 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             link = tarfile.TarInfo(f"bin/{name}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
-    with docker_registry(tmp_path_factory.mktemp("registry")) as host:
-        docker("import", "-", f"{host}/team/base:1", stdin=buffer.getvalue())
-        docker("push", f"{host}/team/base:1")
-        yield f"{host}/team/base:1"
+    docker("import", "-", f"{host}/team/base:1", stdin=buffer.getvalue())
+    docker("push", f"{host}/team/base:1")
+    return f"{host}/team/base:1"
 
 
 @pytest.fixture
-def image(tmp_path: Path, base: str) -> DockerImage:
+def image(tmp_path: Path, base: str, host: str) -> DockerImage:
     """An image to build; the test's own folder is in it, so that no two tests share a layer."""
-    (tmp_path / "context").mkdir()
     files = {"name.txt": str(tmp_path), "scratch.log": "not for the image", ".dockerignore": "*.log\n"}
+    (tmp_path / "context").mkdir()
     for name, text in files.items():
         (tmp_path / "context" / name).write_text(text)
-    (tmp_path / "Dockerfile").write_text(DOCKERFILE)
+    (tmp_path / "Dockerfile").write_text('ARG BASE\nFROM ${BASE}\nCOPY . /app/\nCMD ["cat", "/app/name.txt"]\n')
     context, dockerfile = str(tmp_path / "context"), str(tmp_path / "Dockerfile")
-    return DockerImage(kind="docker", repository="nowhere/train", dockerfile=dockerfile, context=context, base=base)
+    return DockerImage(
+        kind="docker", repository=f"{host}/team/train", dockerfile=dockerfile, context=context, base=base
+    )
 
 
 def test_an_image_is_built_once_pushed_pinned_and_runs_with_what_dockerignore_left(
     image: DockerImage, tmp_path: Path
 ) -> None:
-    with docker_registry(tmp_path) as host:
-        image = image.model_copy(update={"repository": f"{host}/team/train"})
-        pinned = prepare_image(image, log=print).image
-        assert pinned is not None
-        assert resolve(f"{image.repository}:{build_key(image)}") == pinned
-        remove_images(host)  # so that the engine must pull it, as a node would
-        assert docker("run", "--rm", pinned) == f"good morning from {tmp_path}"
-        assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"
-        lines: list[str] = []
-        assert prepare_image(image, log=lines.append).image == pinned
-        assert [line for line in lines if "built before" not in line] == []
-        Path(str(image.dockerfile)).write_text("ARG BASE\nFROM ${BASE}\nRUN cat /nowhere/to/be/found\n")
-        with pytest.raises(ImageProblem, match=r"can't open '/nowhere/to/be/found'(.|\n)*fix that step"):
-            prepare_image(image, log=print)
+    pinned = prepare_image(image, log=print).image
+    assert pinned is not None
+    assert resolve(f"{image.repository}:{build_key(image)}") == pinned
+    assert docker("run", "--rm", pinned) == str(tmp_path)
+    assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"
+    lines: list[str] = []
+    assert prepare_image(image, log=lines.append).image == pinned
+    assert [line for line in lines if "built before" not in line] == []
+    Path(str(image.dockerfile)).write_text("ARG BASE\nFROM ${BASE}\nRUN cat /nowhere/to/be/found\n")
+    with pytest.raises(ImageProblem, match=r"can't open '/nowhere/to/be/found'(.|\n)*fix that step"):
+        prepare_image(image, log=print)
 
 
 def test_a_private_registry_takes_the_image_after_docker_login(
@@ -88,3 +115,25 @@ def test_a_private_registry_takes_the_image_after_docker_login(
             prepare_image(private, log=print)
         docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
         assert resolve(f"{private.repository}:{build_key(private)}") == prepare_image(private, log=print).image
+
+
+def test_the_products_image_trains_as_an_ordinary_user_and_no_layer_holds_a_secret_of_its_builder(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ["planted-in-the-environment", "planted-in-pip-conf"]
+    monkeypatch.setenv("HF_TOKEN", secrets[0])
+    (tmp_path / "pip.conf").write_text(f"[planted]\npassword = {secrets[1]}\n")
+    pip_config = str(tmp_path / "pip.conf")
+    image = DockerImage(kind="docker", repository=f"{host}/team/own", context=str(CHECKOUT), pip_config=pip_config)
+    lines: list[str] = []
+    reference = str(prepare_image(image, log=lines.append).image)
+    confined = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--network=none", "--tmpfs=/tmp"]
+    program = "import os, torch, litgpt_demo.training.loop; print(os.getuid(), torch.__version__)"
+    said = docker("run", "--rm", *confined, "--env=HOME=/tmp", reference, "python", "-c", program)
+    assert said.startswith(f"1000 {DEFAULT_STACK.torch}")
+    label = f'{{{{index .Config.Labels "{LABELS}torch"}}}}'
+    assert docker("image", "inspect", "--format", label, reference) == DEFAULT_STACK.torch
+    assert not [line for line in lines if any(secret in line for secret in secrets)]
+    docker("save", "--output", str(tmp_path / "image.tar"), reference)
+    found = subprocess.run(["grep", "-c", "-a", "-e", "planted-in-", str(tmp_path / "image.tar")], capture_output=True)
+    assert found.stdout.strip() == b"0"
