@@ -6,18 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from corpora import contents, cut_into, large_vocabulary, settings_for
+from corpora import as_jsonl, as_parquet, contents, cut_into, large_vocabulary, settings_for, write
 
 from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import finished_dataset, plan_dataset
 from litgpt_demo.data.preparation import in_threads, prepare
 from litgpt_demo.storage import open_storage
 
-SHARD = 25_000
+SHARD = 5_000
 """Stored bytes."""
 
 # What `python -m litgpt_demo prepare` does, with smaller shards, until it would give a file such a name the n-th time.
@@ -38,33 +35,21 @@ main(["prepare", *sys.argv[4:]])
 """
 
 
-def random_texts(folder: Path, size: int) -> Path:
-    """Documents of random words, `size` bytes in all: a half in parquet, a half in JSON lines."""
-    chance, documents, left = Random(7), [], size
-    words = " ".join("".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 9))) for _ in range(10_000))
-    while left > 0:
-        start, length = chance.randrange(len(words)), chance.randint(10, 3000)
-        documents.append(words[start : start + length])
-        left -= len(documents[-1])
-    folder.mkdir(parents=True)
-    first, second = documents[: len(documents) // 2], documents[len(documents) // 2 :]
-    pq.write_table(pa.table({"text": first}), folder / "a.parquet", row_group_size=10, compression="none")
-    (folder / "b.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in second))
-    return folder
-
-
 def noted(shards: Path) -> dict[str, tuple[int, int]]:
     """The ledger's records: which file each is, so that another of the same name can be told from it."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in shards.glob("[0-9]*.json")}
 
 
-def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(
-    tmp_path: Path,
-) -> None:
-    source = random_texts(tmp_path / "corpus", 1_000_000)
-    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer", 300))}
-    filters = Filters(drop_duplicates=True, min_characters=40)
-    planned = plan_dataset(settings_for(source, tokenizer=tokenizer, filters=filters))
+def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    texts = [f"{number % 90} {'word ' * (number % 90)}" for number in range(600)]
+    corpus = {"a.parquet": as_parquet(texts[:300], compression="none"), "b.jsonl": as_jsonl(texts[300:])}
+    planned = plan_dataset(
+        settings_for(
+            write(tmp_path / "corpus", corpus),
+            tokenizer={"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))},
+            filters=Filters(drop_duplicates=True, min_characters=40),
+        )
+    )
     root = tmp_path / "root"
     shards, before = root / planned.path / "shards", dict[str, tuple[int, int]]()
     for last_file, count in (("[0-9]*.json", 9), ("[0-9]*.json", 50), ("manifest.json", 1)):
