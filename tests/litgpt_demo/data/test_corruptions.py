@@ -21,27 +21,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, open_checkpoint
 
 Damage: TypeAlias = tuple[str, int, int, int]
-"""What happens to one file or to two, and where."""
-Content: TypeAlias = bytes | None  # of a file that is not there
-
-
-def damaged(contents: list[bytes], damage: Damage) -> dict[int, Content]:
-    """By number of the file, what it holds after one was spoilt or two were swapped; numbers are taken modulo."""
-    kind, file, file_or_bit, byte = damage
-    one, other = file % len(contents), file_or_bit % len(contents)
-    content = contents[one]
-    place = byte % (len(content) + (kind == "insert"))
-    before, there, behind = content[:place], content[place : place + 1], content[place + 1 :]
-    spoilt: dict[str, Content] = {
-        "flip": before + bytes([there[0] ^ 1 << file_or_bit % 8]) + behind if there else None,
-        "truncate": before,
-        "insert": before + b"\0" + there + behind,
-        "zeros": before + bytes(len(content[place : place + 512])) + content[place + 512 :],
-        "remove": None,
-    }
-    return {one: contents[other], other: content} if kind == "swap" else {one: spoilt[kind]}
-
-
+"""What happens to one file or to two, and where; numbers are taken modulo."""
 DAMAGES = st.tuples(
     st.sampled_from(["flip", "truncate", "insert", "zeros", "remove", "swap"]),
     st.integers(0, 100),
@@ -50,26 +30,40 @@ DAMAGES = st.tuples(
 )
 
 
+def spoilt(content: bytes, kind: str, place: int) -> bytes | None:
+    """What a file holds then; None where it is gone."""
+    if kind == "remove" or not content:
+        return None
+    before, rest = content[: place % len(content)], content[place % len(content) :]
+    middle = {"flip": bytes([rest[0] ^ 1 << place % 8]), "insert": b"\0" + rest[:1], "zeros": bytes(len(rest[:512]))}
+    return before if kind == "truncate" else before + middle[kind] + rest[512 if kind == "zeros" else 1 :]
+
+
 class Spoilable:
     """A folder whose files can be spoilt and are made whole again."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files = sorted(path for path in root.rglob("*") if path.is_file())
-        self.contents = [path.read_bytes() for path in self.files]
+        self.whole = {path: path.read_bytes() for path in self.files}
 
     @contextmanager
     def spoilt(self, damage: Damage) -> Iterator[set[Path]]:
         """Within it the files are damaged, of which those are given that are others now."""
-        changes = {self.files[number]: content for number, content in damaged(self.contents, damage).items()}
-        for path, content in changes.items():
-            path.unlink() if content is None else path.write_bytes(content)
-        whole = dict(zip(self.files, self.contents, strict=True))
+        kind, one, other, place = damage
+        path, second = self.files[one % len(self.files)], self.files[other % len(self.files)]
+        content = self.whole[path]
+        if kind == "swap":
+            changes: dict[Path, bytes | None] = {path: self.whole[second], second: content}
+        else:
+            changes = {path: spoilt(content, kind, place)}
+        for path, changed in changes.items():
+            path.unlink() if changed is None else path.write_bytes(changed)
         try:
-            yield {path for path, content in changes.items() if content != whole[path]}
+            yield {path for path, changed in changes.items() if changed != self.whole[path]}
         finally:
             for path in changes:
-                path.write_bytes(whole[path])
+                path.write_bytes(self.whole[path])
 
 
 @pytest.fixture(scope="module")

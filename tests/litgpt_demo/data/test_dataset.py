@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import SEPARATOR, corpus_in, large_vocabulary, prepared, settings_for
+from corpora import SEPARATOR, corpus_in, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import plan_dataset, stage
+from litgpt_demo.data.dataset import finished_dataset, plan_dataset, stage
 from litgpt_demo.errors import DataError
+from litgpt_demo.storage import open_storage
 
 
 @pytest.mark.parametrize(
@@ -31,13 +33,13 @@ def test_a_setting_that_decides_the_bytes_is_part_of_the_key(
     assert plan_dataset(settings_for(folder, **change)).key != plan_dataset(settings_for(folder)).key
 
 
-@pytest.mark.parametrize(("policy", "key"), [("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")])
-def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path, policy: str, key: str) -> None:
+def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
-    assert plan_dataset(DataConfig.model_validate(settings)).key == key
-    limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
-    assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
+    for policy, key in (("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")):
+        settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
+        assert plan_dataset(DataConfig.model_validate(settings)).key == key
+        limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
+        assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
 
 
 def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> None:
@@ -47,15 +49,12 @@ def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> N
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_finished_dataset_that_lost_a_file_is_refused_by_the_files_name(tmp_path: Path) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    _, folder = prepared(source, tmp_path / "root")
-    (folder / "val.bin").unlink()
+def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_path: Path) -> None:
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
+    shutil.copytree(copied, tmp_path / planned.path)
+    (tmp_path / planned.path / "val.bin").unlink()
     with pytest.raises(DataError, match=r"has a manifest but val\.bin is missing; .*delete the folder and run again"):
-        prepared(source, tmp_path / "root")
-
-
-def test_a_folder_without_manifest_is_no_dataset(copied: Path, tmp_path: Path) -> None:
+        finished_dataset(open_storage(str(tmp_path)), planned)
     (copied / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest.*train-litgpt prepare"):
         stage(str(copied), tmp_path / "scratch")
