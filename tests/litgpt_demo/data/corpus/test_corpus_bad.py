@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import random
@@ -16,26 +15,26 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
-from corpora import cut_into
+from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, read, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, read, write
 
-from litgpt_demo.data.corpus import BadDocument, Source, documents, plan_shards, read_shard, sources
+from litgpt_demo.data.corpus import BadDocument, documents, plan_shards, read_shard, sources
 from litgpt_demo.data.corpus.compression import opened, seekable
-from litgpt_demo.data.corpus.lines import separated_texts
 from litgpt_demo.errors import DataError, UserError
 
 
-def skipping(folder: Path, target: int | None = None) -> tuple[list[str], list[tuple[int, BadDocument]]]:
+def skipping(
+    folder: Path, target: int | None = None, *, separator: str = SEPARATOR, most: int = 1 << 30
+) -> tuple[list[str], list[tuple[int, BadDocument]]]:
     """The documents of a folder with the bad ones as empty texts, and the bad ones by their number in the corpus."""
-    corpus = files(folder, separator=SEPARATOR)
+    corpus = files(folder, separator=separator)
     texts: list[str] = []
     bad: list[tuple[int, BadDocument]] = []
     for shard in plan_shards(corpus, sources(corpus), target):
         first = len(texts)
-        for batch in read_shard(corpus, shard, scratch=folder, skip_bad=True):
+        for batch in read_shard(corpus, shard, scratch=folder, skip_bad=True, most=most):
             texts += batch.texts.to_pylist()
             bad += ((first + one.index, one) for one in batch.bad)
     return texts, bad
@@ -219,28 +218,29 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
     assert [(one.index, one.reason) for one in batch.bad] == [(1, "has more than 1,000,000 bytes")]
 
 
-class Trickle(io.BytesIO):
-    """Gives a few bytes at a time, so that a small text spans many chunks."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        return super().read(min(5, size) if size and size > 0 else 5)
-
-
+@settings(max_examples=200)
 @given(
-    st.text("ab\n", max_size=80), st.sampled_from(["\n", "\n\n", "\n\n\n", "ab"]), st.integers(1, 12) | st.just(10**6)
-)
-def test_texts_are_cut_where_the_separators_are_and_only_long_ones_are_left_out(
-    text: str, separator: str, most: int
+    text=st.text("ab\n-é", max_size=80), separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abaab", "é"]),
+    target=st.integers(1, 40) | st.none(), chunk=st.integers(1, 9), most=st.integers(1, 12) | st.just(1 << 30),
+)  # fmt: skip
+@example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30)
+@example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30)
+@example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30)
+def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long_ones_are_left_out(
+    text: str, separator: str, target: int | None, chunk: int, most: int
 ) -> None:
-    source = Source(address="/a.txt", name="a.txt", size=len(text), version="")
-    pieces = list(separated_texts(Trickle(text.encode()), source, separator.encode(), most=most))
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("litgpt_demo.data.corpus.lines.CHUNK", chunk)
+        write(Path(folder), {"a.txt": text.encode()})
+        found, bad = skipping(Path(folder), target, separator=separator, most=most)
     expected, byte, long = text.split(separator), 0, []
-    for one in expected:
-        long += [f"a.txt, byte {byte}"] if len(one) > most else []
-        byte += len(one) + len(separator)
-    found = [one for piece in pieces for one in piece.texts.to_pylist()]
-    assert found == [one if len(one) <= most else "" for one in expected]
-    assert [flaw.place for piece in pieces for flaw in piece.flaws] == long
+    for number, one in enumerate(expected):
+        if len(one.encode()) > most:
+            long.append((number, f"a.txt, byte {byte}"))
+            expected[number] = ""
+        byte += len((one + separator).encode())
+    assert found == expected
+    assert [(number, one.place) for number, one in bad] == long
 
 
 # --- files that change ------------------------------------------------------------------------------------------------
@@ -264,7 +264,6 @@ def replaced(path: Path) -> None:
     [
         (rewritten, "has crc32c .* listed was .*changed meanwhile"),
         (replaced, "was written anew while it was read"),
-        (Path.unlink, "was there when the corpus was listed and is gone"),
     ],
 )
 def test_a_file_that_changes_while_it_is_read_is_refused(
