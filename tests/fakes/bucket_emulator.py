@@ -59,8 +59,9 @@ def _read_data(handler: RequestHandler, query: dict[str, list[str]]) -> Any:
 server._read_data = _read_data
 
 
-class _PreconditionError(Exception):
-    pass
+class _RefusedError(Exception):
+    def __init__(self, status: int) -> None:
+        self.status = status
 
 
 class _Server(HTTPServer):
@@ -97,44 +98,38 @@ class _Storage(Storage):
     def _check(self, bucket: str, name: str) -> None:
         there = self.objects.get(bucket, {}).get(name, {"generation": "0"})
         if self.condition not in {None, there["generation"]}:
-            raise _PreconditionError
+            raise _RefusedError(412)
+
+
+def _conditional(handle: Callable[[Any], None]) -> Callable[[_Handler], None]:
+    def conditionally(handler: _Handler) -> None:
+        # It answers an unknown upload without reading the body, and what is left unread resets the connection.
+        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        handler.rfile = BytesIO(body)
+        url = urlparse(handler.path)
+        query = parse_qs(url.query)
+        handler.storage.condition = query.get("ifGenerationMatch", [None])[0]
+        handler.storage.generation = query.get("generation", [None])[0]
+        try:
+            if url.path.endswith("/compose"):
+                handler.check_sources(url.path, json.loads(body)["sourceObjects"])
+            handle(handler)
+        except _RefusedError as refused:
+            handler.send_response(refused.status)
+            handler.send_header("Content-Length", "0")
+            handler.end_headers()
+
+    return conditionally
 
 
 class _Handler(RequestHandler):
-    def do_GET(self) -> None:  # noqa: N802
-        self._conditionally(super().do_GET)
+    do_GET, do_POST, do_PUT, do_DELETE = map(  # noqa: N815
+        _conditional, (RequestHandler.do_GET, RequestHandler.do_POST, RequestHandler.do_PUT, RequestHandler.do_DELETE)
+    )
 
-    def do_POST(self) -> None:  # noqa: N802
-        self._conditionally(super().do_POST)
-
-    def do_PUT(self) -> None:  # noqa: N802
-        self._conditionally(super().do_PUT)
-
-    def do_DELETE(self) -> None:  # noqa: N802
-        self._conditionally(super().do_DELETE)
-
-    def _conditionally(self, handle: Callable[[], None]) -> None:
-        # It answers an unknown upload without reading the body, and what is left unread resets the connection.
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.rfile = BytesIO(body)
-        url = urlparse(self.path)
-        query = parse_qs(url.query)
-        self.storage.condition = query.get("ifGenerationMatch", [None])[0]
-        self.storage.generation = query.get("generation", [None])[0]
-        if url.path.endswith("/compose") and (status := self._refusal(url.path, json.loads(body)["sourceObjects"])):
-            return self._refuse(status)
-        try:
-            handle()
-        except _PreconditionError:
-            self._refuse(412)
-
-    def _refusal(self, path: str, sources: list[dict[str, Any]]) -> int | None:
-        """What GCS answers to such sources of a composition, if it is not to make it."""
+    def check_sources(self, path: str, sources: list[dict[str, Any]]) -> None:
+        """Refuse what GCS refuses as sources of a composition."""
         objects = self.storage.objects.get(path.split("/b/")[1].split("/")[0], {})
         known = [objects.get(source["name"], {}).get("generation") == str(source["generation"]) for source in sources]
-        return 400 if not 1 <= len(sources) <= 32 else None if all(known) else 404
-
-    def _refuse(self, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        if not 1 <= len(sources) <= 32 or not all(known):
+            raise _RefusedError(404 if 1 <= len(sources) <= 32 else 400)

@@ -48,20 +48,16 @@ def test_what_is_created_is_there_and_never_replaced(storage: Storage) -> None:
     assert storage.create("index/run/1.json", b"first")
     assert storage.create("index/run/1.json", b"first")  # as after an answer that was lost
     assert not storage.create("index/run/1.json", b"second")
-    assert storage.read("index/run/1.json") == b"first"
-    assert storage.list() == ["index/run/1.json"]
-
-
-def test_of_many_creators_at_once_one_is_told_that_it_was_its_data(storage: Storage) -> None:
     claims = [f"from {number}".encode() for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         mine = list(pool.map(lambda data: storage.create("claim", data), claims))
     won = [data for data, was_mine in zip(claims, mine, strict=True) if was_mine]
     assert [storage.read("claim")] == won
+    assert storage.read("index/run/1.json") == b"first"
+    assert storage.list() == ["claim", "index/run/1.json"]
 
 
 def test_a_listing_is_deep_sorted_and_relative_to_the_root(storage: Storage) -> None:
-    assert storage.list() == []
     storage.write("b.txt", b"a longer first version")
     written = [storage.write(path, path.encode()) for path in ("b.txt", "a/2", "a/10", "a/deep/er/x", ".hidden")]
     assert storage.list() == [".hidden", "a/10", "a/2", "a/deep/er/x", "b.txt"]
@@ -95,11 +91,9 @@ def test_an_upload_copies_and_with_move_takes_the_source_away(storage: Storage, 
     link.symlink_to(source)
     storage.upload(link, "linked", move=True)
     assert not link.is_symlink()
-    copied = storage.upload(source, "copy/train.bin")
-    assert source.read_bytes() == b"tokens"
-    moved = storage.upload(source, "moved/train.bin", move=True)
-    assert not source.exists()
-    assert [storage.read(path) for path in ("linked", copied.path, moved.path)] == [b"tokens"] * 3
+    storage.upload(source, "copy/train.bin")
+    storage.upload(source, "moved/train.bin", move=True)
+    assert [storage.read(path) for path in storage.list()] == [b"tokens"] * 3
     with pytest.raises(FileNotFoundError, match=r"train\.bin"):
         storage.upload(source, "again")
 
@@ -115,24 +109,18 @@ def test_a_file_of_several_chunks_arrives_whole_both_ways_and_leaves_nothing_bes
     target.write_bytes(b"an old content")
     assert storage.download("large", target) == stored
     assert sha256_of(target) == sha256_of(source)
-    assert [file.name for file in target.parent.iterdir()] == ["back"]
+    assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_removal_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage) -> None:
-    for path in ("step-1/a", "step-1/deep/b", "step-10/a", "step-1.json", "other"):
-        storage.write(path, b"x")
+def test_a_removal_or_a_move_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage) -> None:
+    for path in ("step-1/a", "step-1/deep/b", "step-10/a", "step-1.json", "other", "torn/deep/a"):
+        storage.write(path, path.encode())
+    storage.move("torn", "damaged/torn.1")
     storage.remove("step-1")
     for path in ("other", "other", "never/was", "step-1.json/below"):
         storage.remove(path)
-    assert storage.list() == ["step-1.json", "step-10/a"]
-
-
-def test_a_folder_moves_with_all_that_is_in_it(storage: Storage) -> None:
-    for path in ("step-1/a", "step-1/deep/b", "step-10/a"):
-        storage.write(path, path.encode())
-    storage.move("step-1", "damaged/step-1.1")
-    assert storage.list() == ["damaged/step-1.1/a", "damaged/step-1.1/deep/b", "step-10/a"]
-    assert storage.read("damaged/step-1.1/deep/b") == b"step-1/deep/b"
+    assert storage.list() == ["damaged/torn.1/deep/a", "step-1.json", "step-10/a"]
+    assert storage.read("damaged/torn.1/deep/a") == b"torn/deep/a"
 
 
 def test_a_storage_within_another_shares_its_files_in_any_process(storage: Storage) -> None:
@@ -340,9 +328,8 @@ def test_a_late_removal_does_not_take_a_newer_object(bucket: BucketStorage, prox
 
 def test_of_two_creators_exactly_the_one_that_came_first_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     others: list[bool] = []
-    proxy.arm(
-        Fault(on="upload", do="overtake", meanwhile=lambda: others.append(bucket.create("attempt.json", b"theirs")))
-    )
+    theirs = lambda: others.append(bucket.create("attempt.json", b"theirs"))  # noqa: E731
+    proxy.arm(Fault(on="upload", do="overtake", meanwhile=theirs))
     assert not bucket.create("attempt.json", b"mine")
     assert others == [True]
     assert bucket.read("attempt.json") == b"theirs"
@@ -373,7 +360,7 @@ def test_a_bucket_that_does_not_answer_is_a_network_fault(bucket: BucketStorage,
     bucket.write("state", b"x")
     proxy.arm(*[Fault(on=on, do="refuse", times=FOREVER) for on in ("look", "upload", "download", "delete")])
     for verb in (hasty.read, hasty.list, hasty.remove, lambda path: hasty.create(path, b"y")):
-        with pytest.raises(NetworkError, match=re.escape(f"{hasty.root}")):
+        with pytest.raises(NetworkError, match=hasty.root):
             verb("state")
 
 
@@ -386,14 +373,13 @@ def test_an_interrupted_removal_has_taken_the_manifest(bucket: BucketStorage, pr
     assert bucket.list() == ["step-1/a.distcp", "step-1/z.distcp"]
 
 
-def test_a_missing_bucket_is_a_user_error_for_every_verb(bucket: BucketStorage) -> None:
-    storage = open_storage("gs://no-such-bucket/runs")
-    for verb in (storage.list, storage.read, storage.remove, lambda path: storage.write(path, b"x")):
+def test_a_bucket_that_is_not_there_or_refuses_is_named_with_the_command_that_helps(
+    bucket: BucketStorage, proxy: FaultyBucket
+) -> None:
+    missing = open_storage("gs://no-such-bucket/runs")
+    for ask in (missing.list, missing.read, missing.remove, lambda path: missing.write(path, b"x")):
         with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*buckets create gs://no-such-bucket"):
-            verb("x")
-
-
-def test_a_refusal_names_bucket_role_and_command(bucket: BucketStorage, proxy: FaultyBucket) -> None:
+            ask("x")
     proxy.arm(*(Fault(on=on, do="refuse", status=403, times=FOREVER) for on in ("look", "upload")))
     for verb, role in ((lambda: bucket.read("state"), "Viewer"), (lambda: bucket.create("state", b"x"), "User")):
         with pytest.raises(UserError, match=rf"{proxy.bucket} refused.*role=roles/storage\.object{role}"):
