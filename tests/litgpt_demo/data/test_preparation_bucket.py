@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -37,11 +38,11 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
     monkeypatch: pytest.MonkeyPatch, seed: int, waiting: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(workers, "_WAITING", waiting)
-    proxy.arm_at_random(seed)
+    proxy.arm(chance=Random(seed))
     with cut_into(1200):
         prepare(planned, bucket, each=in_threads(4))
     staged = stage(bucket.address(planned.path), tmp_path / "scratch")
-    assert proxy.objects(proxy.watched) == local
+    assert proxy.objects() == local
     assert {f"{planned.path}/{name}": content for name, content in contents(staged).items()} == local
     assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
 
@@ -54,7 +55,7 @@ def test_a_bucket_that_is_not_there_or_refuses_writing_is_refused_before_anythin
     proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
     with pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
         prepare(planned, bucket, each=lambda step, items: pytest.fail("encoding"))
-    assert proxy.objects(proxy.watched) == {}
+    assert proxy.objects() == {}
 
 
 @pytest.mark.parametrize(("kind", "skip"), [("upload", 9), ("compose", 1)])
@@ -66,7 +67,7 @@ def test_a_bucket_that_refuses_half_way_holds_nothing_that_looks_finished_and_is
         prepare(planned, bucket, each=in_threads(2))
     proxy.arm()
     assert finished_dataset(bucket, planned) is None
-    assert [name for name in proxy.objects(proxy.watched) if name.endswith(".json")], "something was done"
+    assert [name for name in proxy.objects() if name.endswith(".json")], "something was done"
     with cut_into(400):
         prepare(planned, bucket, each=in_threads(2))
-    assert proxy.objects(proxy.watched) == local
+    assert proxy.objects() == local

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import google_crc32c
@@ -82,7 +83,7 @@ def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
 ) -> None:
     stored = storage.upload(source, "data/train.bin")
     assert proxy.seen.count("upload") == PARTS
-    assert list(proxy.objects(proxy.watched)) == ["data/train.bin"]
+    assert list(proxy.objects()) == ["data/train.bin"]
     assert storage.download("data/train.bin", target) == storage.stat("data/train.bin") == stored
     assert proxy.seen.count("download") == PARTS
     assert target.read_bytes() == CONTENT
@@ -120,11 +121,11 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
         f'storage.upload(Path({str(source)!r}), "data/train.bin")',
     )
     assert storage.list() == storage.inventory() == []
-    assert len(proxy.objects(proxy.watched)) == went_through
+    assert len(proxy.objects()) == went_through
     proxy.arm()
     storage.upload(source, "data/train.bin")
     assert proxy.seen.count("upload") == PARTS - went_through
-    assert proxy.objects(proxy.watched) == {"data/train.bin": CONTENT}
+    assert proxy.objects() == {"data/train.bin": CONTENT}
 
 
 def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_next_one(
@@ -133,16 +134,16 @@ def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_n
     proxy.arm(Fault(on="compose", do="refuse", times=FOREVER))
     with pytest.raises(NetworkError):
         replace(storage, patience=0.1).upload(source, "data/train.bin")
-    assert len(proxy.objects(proxy.watched)) == PARTS
+    assert len(proxy.objects()) == PARTS
     proxy.arm(Fault(on="delete", do="refuse", times=FOREVER))
     with pytest.raises(NetworkError):
         replace(storage, patience=0.1).upload(source, "train.bin")
     proxy.arm()
     storage.remove("data")
-    assert len(proxy.objects(proxy.watched)) == PARTS + 1
+    assert len(proxy.objects()) == PARTS + 1
     storage.upload(source, "train.bin")
     assert {"upload", "compose"}.isdisjoint(proxy.seen)
-    assert proxy.objects(proxy.watched) == {"train.bin": CONTENT}
+    assert proxy.objects() == {"train.bin": CONTENT}
 
 
 def test_a_download_goes_on_where_a_killed_one_stopped_but_for_what_was_damaged_meanwhile(
@@ -192,13 +193,13 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_obj
 def test_all_comes_right_where_one_request_in_five_goes_wrong(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, seed: int
 ) -> None:
-    proxy.arm_at_random(seed)
+    proxy.arm(chance=Random(seed))
     storage.upload(source, "data/train.bin")
     storage.join(["data/train.bin"] * 2, "data/twice.bin")
     storage.download("data/twice.bin", tmp_path / "target")
     storage.remove("data/train.bin")
     assert (tmp_path / "target").read_bytes() == CONTENT * 2
-    assert list(proxy.objects(proxy.watched)) == ["data/twice.bin"]
+    assert list(proxy.objects()) == ["data/twice.bin"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_part_that_comes_damaged_is_transferred_again(
     storage.upload(source, "train.bin")
     storage.download("train.bin", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == CONTENT
-    assert proxy.objects(proxy.watched) == {"train.bin": CONTENT}
+    assert proxy.objects() == {"train.bin": CONTENT}
 
 
 def test_a_source_that_shrinks_under_the_upload_never_shows(
