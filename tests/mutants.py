@@ -520,7 +520,7 @@ MUTANTS = (
         old="delete(if_generation_match=blob.generation, retry=self._retry())",
         new="delete(retry=self._retry())",
         why="A deletion that a bucket carries out late removes what was written since.",
-        tests=("tests/litgpt_demo/storage/test_storage.py::test_a_late_removal_does_not_take_a_newer_object",),
+        tests=("tests/litgpt_demo/storage/test_storage.py::test_a_late_request_does_not_touch_a_newer_object",),
     ),
     Mutant(
         name="nan-logits-pass",

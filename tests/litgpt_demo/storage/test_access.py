@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from litgpt_demo.storage.access import environment_of_readers
 
 KEYS = (
@@ -24,12 +22,10 @@ def test_a_key_to_anything_but_the_storage_stays_behind() -> None:
     assert environment_of_readers(dict.fromkeys(KEYS + WAY, "value")) == dict.fromkeys(WAY, "value")
 
 
-@pytest.mark.parametrize(("source", "along"), [({"environment_id": "aws1"}, True), ({"file": "/var/token"}, False)])
-def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(
-    source: dict[str, str], along: bool, tmp_path: Path
-) -> None:
+def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(tmp_path: Path) -> None:
     account = tmp_path / "account.json"
-    account.write_text(json.dumps({"type": "external_account", "credential_source": source}))
     keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1"}
     named = {"GOOGLE_APPLICATION_CREDENTIALS": str(account)}
-    assert environment_of_readers(keys | named) == (keys | named if along else named)
+    for source, expected in (({"environment_id": "aws1"}, keys | named), ({"file": "/var/token"}, named)):
+        account.write_text(json.dumps({"type": "external_account", "credential_source": source}))
+        assert environment_of_readers(keys | named) == expected

@@ -53,14 +53,13 @@ def test_the_ranks_of_a_run_share_its_folder_and_runs_of_two_buckets_do_not(own:
 def test_a_new_folder_of_a_run_is_its_owners_alone_unless_it_is_in_a_shared_one(
     tmp_path: Path, above: int, made: int
 ) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(above)
+    tmp_path.chmod(above)
     before = os.umask(0o022)
     try:
-        make_private(tmp_path / "runs" / "owt-1a2b")
+        make_private(tmp_path / "owt-1a2b")
     finally:
         os.umask(before)
-    assert mode_of(tmp_path / "runs" / "owt-1a2b") == made
+    assert mode_of(tmp_path / "owt-1a2b") == made
 
 
 def test_a_private_file_is_replaced_in_one_piece_or_stays(tmp_path: Path) -> None:
