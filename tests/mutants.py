@@ -512,7 +512,7 @@ MUTANTS = (
         old="if (crc32c := crc32c_of(path)) != record.crc32c:",
         new="if (crc32c := record.crc32c) != record.crc32c:",
         why="A flipped bit of a dataset or checkpoint is trained on.",
-        tests=("tests/litgpt_demo/test_manifests.py",),
+        tests=("tests/litgpt_demo/test_stored_documents.py",),
     ),
     Mutant(
         name="delete-takes-a-newer-object",

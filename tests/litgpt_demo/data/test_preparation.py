@@ -6,16 +6,19 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from itertools import groupby
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from corpora import (
+    DOCUMENTS,
     FILES,
     FILTERS,
     FORMATS,
@@ -29,10 +32,11 @@ from corpora import (
     found,
     large_vocabulary,
     prepared,
+    reason_to_drop,
     settings_for,
     write,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -46,6 +50,7 @@ from litgpt_demo.data.dataset import (
     stage,
 )
 from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, prepare
+from litgpt_demo.data.preparation.filters import digests_of, first_of_each, passing
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import train_tokenizer
 from litgpt_demo.data.verification import verify_dataset
@@ -186,18 +191,46 @@ def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Pat
     assert len(steps) <= 2 * 3 + 1
 
 
-def test_progress_runs_through_its_phases_and_ends_at_what_the_manifest_says(tmp_path: Path) -> None:
+def test_progress_ends_at_what_the_manifest_says(tmp_path: Path) -> None:
     planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
     seen = list[Preparation]()
     with cut_into(200):
-        manifest = prepare(planned, open_storage(str(tmp_path / "root")), report=seen.append)
-    phases = [phase for phase, _ in groupby(progress.phase for progress in seen)]
-    assert phases == ["tokenizer", "survey", "encode", "publish"]
-    encoding = [progress for progress in seen if progress.phase == "encode"]
-    assert [progress.documents for progress in encoding] == sorted(progress.documents for progress in encoding)
-    last = encoding[-1]
-    assert (last.documents, last.tokens, last.text_bytes) == (len(TEXTS), manifest.tokens, manifest.text_bytes)
-    assert (last.all_bytes, last.seconds_left) == (manifest.text_bytes, 0)
+        made = prepare(planned, open_storage(str(tmp_path / "root")), report=seen.append)
+    assert list(dict.fromkeys(progress.phase for progress in seen)) == ["tokenizer", "survey", "encode", "publish"]
+    *_, last = (progress for progress in seen if progress.phase == "encode")
+    assert (last.documents, last.tokens, last.text_bytes) == (len(TEXTS), made.tokens, made.text_bytes)
+    assert (last.all_bytes, last.seconds_left) == (made.text_bytes, 0)
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+SCRIPTS = ["", " ", "é", "日本", "Дождь", "नमस्ते", "|--|", "٣٫١٤"]
+
+
+@given(texts=st.lists(DOCUMENTS | st.sampled_from(SCRIPTS), max_size=6), filters=FILTERS)
+@example(texts=SCRIPTS, filters=Filters(min_characters=2, max_characters=5))
+@example(texts=SCRIPTS, filters=Filters(min_letter_ratio=0.9))
+def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], filters: Filters) -> None:
+    filters = filters.model_copy(update={"drop_duplicates": False})  # it is dropped when all documents are known
+    kept, dropped = passing(pa.array(texts, pa.large_string()), filters)
+    reasons = [reason_to_drop(text, filters, []) for text in texts]
+    assert kept.tolist() == [reason is None for reason in reasons]
+    assert dropped == Counter(reason for reason in reasons if reason)
+
+
+@given(
+    shards=st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=6),
+    at_once=st.sampled_from([1, 2, 5, 4_000_000]),
+)
+def test_of_equal_documents_the_first_of_the_corpus_is_kept_however_few_are_compared_at_a_time(
+    shards: list[list[int]], at_once: int
+) -> None:
+    written = [digests_of(pa.array([str(number) for number in shard], pa.large_string())) for shard in shards]
+    masks = first_of_each([len(shard) for shard in shards], written.__getitem__, at_once=at_once)
+    seen = [number for shard in shards for number in shard]
+    first = [number not in seen[:place] for place, number in enumerate(seen)]
+    edges = [0, *accumulate(len(shard) for shard in shards)]
+    assert [mask.tolist() for mask in masks] == [first[start:end] for start, end in pairwise(edges)]
 
 
 # --- a folder and a bucket --------------------------------------------------------------------------------------------
@@ -286,19 +319,6 @@ def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, 
     assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
     assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
     assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
-
-
-def test_a_source_that_changes_between_two_readings_is_named(tmp_path: Path, tokenizer: TokenizerFile) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    storage, planned = open_storage(str(tmp_path / "root")), plan_dataset(settings_for(source, tokenizer=tokenizer))
-
-    def change(progress: Preparation) -> None:
-        if progress.phase == "survey":
-            corpus_in(source, TEXTS[:3])
-
-    with cut_into(1), pytest.raises(DataError, match=r"a\.txt.*chang"):
-        prepare(planned, storage, each=in_threads(1), report=change)
-    assert finished_dataset(storage, planned) is None
 
 
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:

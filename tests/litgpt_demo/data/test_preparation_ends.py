@@ -1,18 +1,25 @@
-"""Preparations that are killed, by the operating system and at once, go on where they were."""
+"""Preparations that are killed, or whose bucket fails, go on where they were."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
-from corpora import as_jsonl, as_parquet, contents, cut_into, large_vocabulary, settings_for, write
+import pytest
+from bucket_faults import FOREVER, Fault, FaultyBucket
+from corpora import as_jsonl, as_parquet, contents, corpus_in, cut_into, large_vocabulary, settings_for, write
 
 from litgpt_demo.config import Filters
-from litgpt_demo.data.dataset import finished_dataset, plan_dataset
-from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.storage import open_storage
+from litgpt_demo.data.dataset import PlannedDataset, finished_dataset, plan_dataset, stage
+from litgpt_demo.data.preparation import in_threads, prepare, workers
+from litgpt_demo.data.preparation.ledger import Work
+from litgpt_demo.errors import UserError
+from litgpt_demo.storage import BucketStorage, open_storage
 
 SHARD = 5_000
 """Stored bytes."""
@@ -65,3 +72,61 @@ def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_byt
         prepare(planned, open_storage(str(root)))
         prepare(planned, open_storage(str(tmp_path / "other")), each=in_threads(1))
     assert contents(root) == contents(tmp_path / "other")
+
+
+# --- a bucket that answers as buckets do: late, wrongly, not at all, or no ------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> PlannedDataset:
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
+    return plan_dataset(settings_for(corpus_in(tmp_path / "corpus"), tokenizer=tokenizer))
+
+
+@pytest.fixture
+def local(planned: PlannedDataset, tmp_path: Path) -> dict[str, bytes]:
+    """The files of the same dataset in a local root, by their path below it."""
+    prepare(planned, open_storage(str(tmp_path / "local")))
+    return contents(tmp_path / "local")
+
+
+# None may wait on this machine's disk, as where workers are on other machines; or all may.
+@pytest.mark.parametrize(("seed", "waiting"), [(1, 0), (2, 1000)])
+def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is_left(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, seed: int, waiting: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(workers, "_WAITING", waiting)
+    proxy.arm(chance=Random(seed))
+    with cut_into(1200):
+        prepare(planned, bucket, each=in_threads(4))
+    staged = stage(bucket.address(planned.path), tmp_path / "scratch")
+    assert proxy.objects() == local
+    assert {f"{planned.path}/{name}": content for name, content in contents(staged).items()} == local
+    assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
+
+
+def test_a_bucket_that_is_not_there_or_refuses_writing_is_refused_before_anything_is_encoded(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset
+) -> None:
+    with pytest.raises(UserError, match="there is no bucket 'elsewhere'"):
+        prepare(planned, replace(bucket, root="gs://elsewhere/root"), each=lambda step, items: pytest.fail("encoding"))
+    proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
+    with pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
+        prepare(planned, bucket, each=lambda step, items: pytest.fail("encoding"))
+    assert proxy.objects() == {}
+
+
+@pytest.mark.parametrize(("kind", "skip"), [("upload", 9), ("compose", 1)])
+def test_a_bucket_that_refuses_half_way_holds_nothing_that_looks_finished_and_is_gone_on_with(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], kind: Any, skip: int
+) -> None:
+    proxy.arm(Fault(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
+    with cut_into(400), pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
+        prepare(planned, bucket, each=in_threads(2))
+    proxy.arm()
+    assert finished_dataset(bucket, planned) is None
+    assert [name for name in proxy.objects() if name.endswith(".json")], "something was done"
+    with cut_into(400):
+        prepare(planned, bucket, each=in_threads(2))
+    assert proxy.objects() == local

@@ -354,7 +354,5 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     objects._client.cache_clear()  # an earlier test may have had credentials
-    with pytest.raises(
-        UserError, match=r"no usable credentials: .*`gcloud auth application-default login`"
-    ):
+    with pytest.raises(UserError, match=r"no usable credentials: .*`gcloud auth application-default login`"):
         open_storage("gs://some-bucket/x").list()
