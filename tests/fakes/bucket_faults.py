@@ -7,20 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from threading import Event, Lock
 from typing import Literal
-from urllib.parse import quote
-from urllib.request import urlopen
 
+from bucket_emulator import RUNNING, Answer, BucketServer, Request
 from serving_thread import served
 
 FOREVER = 1_000_000
-
-Request = tuple[str, str, bytes, dict[str, str]]  # method, path, body, headers
-Answer = tuple[int, bytes, dict[str, str]]
 
 
 @dataclass(kw_only=True)
@@ -50,14 +44,12 @@ class Fault:
         return True
 
 
-class FaultyBucket(ThreadingHTTPServer):
+class FaultyBucket(BucketServer):
     """The proxy: `arm` it with faults, and count what it saw."""
 
-    request_queue_size = 128
-
     def __init__(self, upstream: str, bucket: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.upstream, self.bucket, self.url = upstream, bucket, f"http://127.0.0.1:{self.server_port}"
+        super().__init__(self.spoilt)
+        self.bucket, self._behind = bucket, RUNNING[upstream]
         self._lock, self._faults = Lock(), list[Fault]()
         self.arm()
 
@@ -77,7 +69,7 @@ class FaultyBucket(ThreadingHTTPServer):
         for fault in before:
             fault.rearmed.set()
 
-    def fault_for(self, kind: str) -> Fault | None:
+    def _fault_for(self, kind: str) -> Fault | None:
         with self._lock:
             self.seen.append(kind)
             if self._chance and self._chance.randrange(5) == 0:
@@ -85,27 +77,36 @@ class FaultyBucket(ThreadingHTTPServer):
             return next((fault for fault in self._faults if fault.strikes(kind)), None)
 
     def forward(self, request: Request) -> Answer:
-        method, path, body, headers = request
-        connection = HTTPConnection(self.upstream.removeprefix("http://"))
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        content, named = answer.read(), dict(answer.getheaders())
-        connection.close()
-        if _kind(method, path) == "download" and answer.status < 300:
+        status, content, headers = self._behind.answer(request)
+        if _kind(*request[:2]) == "download" and status < 300:
             with self._lock:
                 self.downloaded += len(content)
-        return answer.status, content, named
+        return status, content, headers
+
+    def spoilt(self, request: Request) -> Answer | None:
+        method, path, body, headers = request
+        fault = self._fault_for(_kind(method, path))
+        do = fault.do if fault else ""
+        request = (method, path, _OF_REQUESTS.get(do, bytes)(body), headers)
+        if do == "hold":
+            self.held.append(request)
+            return None
+        if fault and do == "stall":
+            fault.rearmed.wait()
+            return None
+        if fault and do == "refuse":
+            return fault.status, b"spoilt", {}
+        if fault and do == "overtake":
+            fault.meanwhile()
+        status, content, headers = self.forward(request)
+        if do == "cut":
+            return status, content[: len(content) // 2], {**headers, "Content-Length": str(len(content))}
+        return None if do == "lose" else (status, _OF_ANSWERS.get(do, bytes)(content), headers)
 
     def objects(self) -> dict[str, bytes]:
         """Every object by its name below `root/`, those too that no storage lists."""
-        objects = f"{self.upstream}/storage/v1/b/{self.bucket}/o"
-        with urlopen(objects) as answer:
-            names = [item["name"] for item in json.loads(answer.read()).get("items", [])]
-        found = {}
-        for name in names:
-            with urlopen(f"{objects}/{quote(name, safe='')}?alt=media") as answer:
-                found[name.removeprefix("root/")] = answer.read()
-        return found
+        objects = self._behind.objects[self.bucket]
+        return {name.removeprefix("root/"): found.content for name, found in sorted(objects.items())}
 
     def release(self) -> list[int]:
         """Let the held requests through, long after their sender gave them up: the statuses of the answers."""
@@ -114,7 +115,7 @@ class FaultyBucket(ThreadingHTTPServer):
 
 @contextmanager
 def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
-    """A proxy before the bucket service at `upstream`, without faults at first."""
+    """A proxy before the `bucket_emulator` at `upstream`, without faults at first."""
     with served(bucket := FaultyBucket(upstream, name)):
         try:
             yield bucket
@@ -124,7 +125,7 @@ def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
 
 def _kind(method: str, path: str) -> str:
     if path.startswith("/upload"):
-        return "begin" if method == "POST" and "uploadType=resumable" in path else "upload"
+        return "begin" if "uploadType=resumable" in path else "upload"
     if path.split("?")[0].endswith("/compose"):
         return "compose"
     if method == "DELETE":
@@ -149,42 +150,3 @@ _OF_ANSWERS: dict[str, Callable[[bytes], bytes]] = {
     "drop zeros": lambda body: re.sub(rb'"size": ?"0",', b"", body),
     "shorten": lambda body: body[:10],
 }
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FaultyBucket
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.server.fault_for(_kind(self.command, self.path))
-        do = fault.do if fault else ""
-        body = _OF_REQUESTS.get(do, bytes)(body)
-        headers = {**self.headers, "Content-Length": str(len(body))} if body else dict(self.headers)
-        request = (self.command, self.path, body, headers)
-        if do == "hold":
-            self.server.held.append(request)
-        elif fault and do == "stall":
-            fault.rearmed.wait()
-        elif fault and do == "refuse":
-            self._answer((fault.status, b"spoilt", {}))
-        else:
-            if fault and do == "overtake":
-                fault.meanwhile()
-            answer = self.server.forward(request)
-            if do != "lose":
-                self._answer(answer, do)
-        # Returning without an answer closes the connection.
-
-    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-    def _answer(self, answer: Answer, do: str = "") -> None:
-        status, body, headers = answer
-        body = _OF_ANSWERS.get(do, bytes)(body)
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body[: len(body) // 2] if do == "cut" else body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: pytest shows what failed."""
