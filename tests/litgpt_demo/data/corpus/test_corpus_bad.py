@@ -8,7 +8,7 @@ import os
 import random
 import re
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ import pytest
 from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, read, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from litgpt_demo.data.corpus import BadDocument, documents, plan_shards, read_shard, sources
 from litgpt_demo.data.corpus.compression import opened, seekable
@@ -119,18 +118,17 @@ def test_documents_before_a_bad_one_are_handed_out_and_one_behind_the_limit_is_n
 TEXTS = [f"{number} " + "word " * 50 for number in range(200)]
 PARQUET = as_parquet(TEXTS, compression="none")
 NOISE = as_jsonl([random.Random(0).randbytes(200_000).hex()])
-DAMAGED: dict[str, tuple[str, bytes, str]] = {
-    "cut off": ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
-    "page spoiled": ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
-    "gzip cut off": ("f.jsonl.gz", gzip.compress(NOISE)[:-9], " is damaged gzip after byte "),
-    "gzip and more": ("f.txt.gz", gzip.compress(b"one") + b"tail", " is damaged gzip after byte 3 "),
-    "zstd cut off": ("f.txt.zst", COMPRESS[".zst"](NOISE)[:-1], " is damaged zstd after byte "),
-}
+DAMAGED = [
+    ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
+    ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
+    ("f.jsonl.gz", gzip.compress(NOISE)[:-9], " is damaged gzip after byte "),
+    ("f.txt.gz", gzip.compress(b"one") + b"tail", " is damaged gzip after byte 3 "),
+    ("f.txt.zst", COMPRESS[".zst"](NOISE)[:-1], " is damaged zstd after byte "),
+]
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_file_is_no_bad_document(tmp_path: Path, case: str) -> None:
-    name, data, words = DAMAGED[case]
+@pytest.mark.parametrize(("name", "data", "words"), DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_no_bad_document(tmp_path: Path, name: str, data: bytes, words: str) -> None:
     write(tmp_path / "corpus", {name: data})
     for reading in (lambda: skipping(tmp_path / "corpus"), lambda: read(files(tmp_path / "corpus"), tmp_path)):
         with pytest.raises(DataError, match=re.escape(name + words)):
@@ -146,12 +144,6 @@ def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
     with pytest.raises(UserError, match="has int64 in column 'id', and documents are strings"):
         read(corpus.model_copy(update={"column": "id"}), tmp_path)
 
-    def too_large(*_: object, **__: object) -> None:
-        raise pa.ArrowMemoryError("malloc of size 1099511627776 failed")
-
-    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", too_large)  # as of a footer that lies
-    with pytest.raises(DataError, match=r"row group 0: a page of it needs more memory than there is .*malloc"):
-        read(corpus, tmp_path)
     monkeypatch.setattr("litgpt_demo.data.corpus.parquet.MOST_RATIO", 0)
     monkeypatch.setattr("litgpt_demo.data.corpus.parquet.SLACK", 0)
     with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, and at most 0 are expanded"):
@@ -165,11 +157,10 @@ def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
 def little_memory() -> Iterator[None]:
     """Python's own, of which 50 MB are little here."""
     tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < 50_000_000
-    finally:
-        tracemalloc.stop()
+    yield
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 50_000_000
 
 
 @pytest.mark.parametrize("name", ["bomb.txt.zst", "bomb.txt.gz"])
@@ -246,36 +237,16 @@ def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long
 # --- files that change ------------------------------------------------------------------------------------------------
 
 
-def rewritten(path: Path) -> None:
-    """Another text of the same size at the same time, as two writes within one tick of the clock leave it."""
-    before = path.stat()
-    path.write_bytes(path.read_bytes().replace(b"199 word", b"199 bird"))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def replaced(path: Path) -> None:
-    path.with_name("other").write_bytes(path.read_bytes())
-    path.with_name("other").replace(path)
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (rewritten, "has crc32c .* listed was .*changed meanwhile"),
-        (replaced, "was written anew while it was read"),
-    ],
-)
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, name: str, change: Callable[[Path], object], words: str
-) -> None:
-    content = PARQUET if name == "a.parquet" else FORMATS[Path(name).suffix](TEXTS)
-    path = write(tmp_path, {name: content}) / name
-    corpus = files(tmp_path, separator=SEPARATOR)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, {name: PARQUET if name == "a.parquet" else as_jsonl(TEXTS)}) / name
+    before, corpus = path.stat(), files(tmp_path)
     (shard,) = plan_shards(corpus, sources(corpus), 1 << 30)
     with cut_into(1 << 30, batch=1000):
         found = read_shard(corpus, shard, scratch=tmp_path, skip_bad=True)
         next(found)
-        change(path)
-        with pytest.raises(DataError, match=re.escape(name) + " " + words):
+        # Another text of the same size at the same time, as two writes within one tick of the clock leave it.
+        path.write_bytes(path.read_bytes().replace(b"199 word", b"199 bird"))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(DataError, match=rf"{name} has crc32c .* listed was .*changed meanwhile"):
             list(found)
