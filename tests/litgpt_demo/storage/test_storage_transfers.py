@@ -202,18 +202,3 @@ def test_a_part_that_comes_damaged_is_transferred_again(
     storage.download("train.bin", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == CONTENT
     assert proxy.objects() == {"train.bin": CONTENT}
-
-
-def test_a_source_that_shrinks_under_the_upload_never_shows(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path
-) -> None:
-    storage.write("train.bin", b"old")
-    proxy.arm(Fault(on="upload", do="stall", skip=2, times=storage.parallel))
-    with ThreadPoolExecutor(1) as pool:
-        going = pool.submit(storage.upload, source, "train.bin")
-        until(lambda: proxy.seen.count("upload") >= 2 + storage.parallel)
-        os.truncate(source, 5 * PART + 7)
-        proxy.arm()
-        with pytest.raises(DataError, match="did not come out right"):
-            going.result()
-    assert storage.read("train.bin") == b"old"

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, read, write
+from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, read, write
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +74,21 @@ def test_strings_of_any_arrow_type_are_a_column_of_text(tmp_path: Path, kind: pa
     texts = ["one", "two", "one", "a text of more than twelve bytes"]
     write(tmp_path, {"corpus.parquet": as_parquet(texts, kind=kind)})
     assert read(files(tmp_path), tmp_path / "scratch") == texts
+
+
+def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
+    # 100 MB in one row group, which compress to next to nothing.
+    texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(10_000)])
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd")
+    corpus, before = files(tmp_path), pa.default_memory_pool()
+    (shard,) = plan_shards(corpus, sources(corpus))
+    pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
+    try:
+        found = sum(batch.texts.nbytes for batch in read_shard(corpus, shard, scratch=tmp_path, skip_bad=False))
+    finally:
+        pa.set_memory_pool(before)
+    assert found > 100_000_000
+    assert 10_000_000 < pool.max_memory() < 60_000_000  # pyarrow writes pages of 10 MB here, 1024 rows in one
 
 
 # --- JSON lines are never trained on as text by mistake: C4's own files are `*.json.gz`
@@ -135,38 +150,6 @@ def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does
     assert identity(files(here)) != before
 
 
-# --- in batches -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_batches_hold_about_the_same_amount_of_text(tmp_path: Path, form: str) -> None:
-    texts = [f"{number}:" + "x" * 100 for number in range(250)]
-    texts[100] = "y" * 20_000
-    corpus = files(write(tmp_path, {f"a{form}": FORMATS[form](texts)}), separator=SEPARATOR)
-    with cut_into(1 << 30, batch=10_000):
-        (shard,) = plan_shards(corpus, sources(corpus))
-        batches = [one.texts.to_pylist() for one in read_shard(corpus, shard, scratch=tmp_path, skip_bad=False)]
-    assert [text for batch in batches for text in batch] == texts
-    sizes = sorted(sum(map(len, batch)) for batch in batches)
-    assert sizes[-1] < 33_000
-    assert sizes[-2] < 13_000
-
-
-def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
-    # 100 MB in one row group, which compress to next to nothing.
-    texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(10_000)])
-    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd")
-    corpus, before = files(tmp_path), pa.default_memory_pool()
-    (shard,) = plan_shards(corpus, sources(corpus))
-    pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
-    try:
-        found = sum(batch.texts.nbytes for batch in read_shard(corpus, shard, scratch=tmp_path, skip_bad=False))
-    finally:
-        pa.set_memory_pool(before)
-    assert found > 100_000_000
-    assert 10_000_000 < pool.max_memory() < 60_000_000  # pyarrow writes pages of 10 MB here, 1024 rows in one
-
-
 # --- a folder and a bucket --------------------------------------------------------------------------------------------
 
 
@@ -226,23 +209,20 @@ def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_pa
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
-NOISE = random.Random(0).randbytes(200_000).hex()
-TEXTS = ["one", NOISE, "two", "three"]
+TEXTS = ["one", random.Random(0).randbytes(200_000).hex(), "two", "three"]
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    contents = {
+        "README.md": b"# A corpus",
+        "data/b-large.parquet": as_parquet(TEXTS[1:]),
+        "data/a-small.parquet": as_parquet(TEXTS[:1]),
+        "extra/notes.jsonl": as_jsonl(["note"]),
+    }
     repositories = {
-        "someone/corpus": Repository(
-            files={
-                "README.md": b"# A corpus",
-                "data/b-large.parquet": as_parquet(TEXTS[1:]),
-                "data/a-small.parquet": as_parquet(TEXTS[:1]),
-                "extra/notes.jsonl": as_jsonl(["note"]),
-            },
-            large={"data/b-large.parquet"},
-        ),
-        "someone/gated": Repository(files={"a.parquet": as_parquet(["secret"])}, gated=True),
+        "someone/corpus": Repository(contents, large={"data/b-large.parquet"}),
+        "someone/gated": Repository({"a.parquet": as_parquet(["secret"])}, gated=True),
     }
     with running_hub(repositories) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
@@ -311,21 +291,15 @@ def test_a_download_that_breaks_off_is_taken_up_again_and_damage_is_noticed(hub:
         read(repository(), tmp_path / "anew")
 
 
-@pytest.mark.parametrize(
-    ("corpus", "words"),
-    [
+def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for corpus, words in (
         (repository("someone/missing"), "has no dataset someone/missing, or it is private.*HF_TOKEN"),
         (repository(revision="v9"), "someone/corpus has no branch, tag or commit 'v9'"),
         (repository(files="*.parquet"), r"matches no file of the dataset someone/corpus; it has README\.md, data/a-s"),
         (repository("someone/gated"), "someone/gated is gated: accept its conditions"),
-    ],
-)
-def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, corpus: HubCorpus, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        read(corpus, tmp_path)
-
-
-def test_a_hub_that_fails_or_is_out_of_reach_is_explained(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        with pytest.raises(UserError, match=words):
+            read(corpus, tmp_path)
     for hub.failing, error in ((503, NetworkError), (429, NetworkError), (401, UserError)):
         with pytest.raises(error, match=f"dataset someone/corpus: .*{hub.failing}"):
             sources(repository())

@@ -104,15 +104,6 @@ def test_a_line_means_the_same_in_any_company(lines: list[bytes], target: int) -
     assert [number for number, _ in bad] == [number for number, text in enumerate(alone) if text is None]
 
 
-def test_documents_before_a_bad_one_are_handed_out_and_one_behind_the_limit_is_not_met(tmp_path: Path) -> None:
-    write(tmp_path, {"a.jsonl": as_jsonl(["one", "two"]) + b"{"})
-    found = documents(files(tmp_path), sources(files(tmp_path)), scratch=tmp_path / "scratch")
-    assert [next(found), next(found)] == ["one", "two"]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 3 is no JSON"):
-        next(found)
-    assert read(files(tmp_path, max_bytes=4), tmp_path / "scratch") == ["one", "two"]
-
-
 # --- damaged: refused even where bad documents are skipped ------------------------------------------------------------
 
 TEXTS = [f"{number} " + "word " * 50 for number in range(200)]
