@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import re
 
 import pytest
 
@@ -28,8 +28,8 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        f"Authorization: Bearer {'s3cr-t/marker'}",
-        f"authorization: Basic {base64.b64encode(b'me:secret').decode()} is wrong",
+        "Authorization: Bearer s3cr-t/marker",
+        "authorization: Basic czNjcjptYXJrZXI= is wrong",
         '{"clientSecret": "s3cr-t/marker"}',
         '{\\"client_secret\\": \\"s3cr-t/marker\\"}',
         "'refresh_token': 's3cr-t/marker'",
@@ -41,8 +41,7 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
 def test_what_has_the_form_of_a_secret_is_left_out(text: str) -> None:
     for told in (redacted(text), words_of(text)):
         assert "[secure]" in told
-        assert "s3cr" not in told
-        assert base64.b64encode(b"me:secret").decode() not in told
+        assert not re.search("s3cr|czNj", told)
 
 
 def test_other_texts_stay_as_they_are() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,31 +41,22 @@ main(["prepare", *sys.argv[4:]])
 """
 
 
-def noted(shards: Path) -> dict[str, tuple[int, int]]:
-    """The ledger's records: which file each is, so that another of the same name can be told from it."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in shards.glob("[0-9]*.json")}
-
-
 def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     texts = [f"{number % 90} {'word ' * (number % 90)}" for number in range(600)]
     corpus = {"a.parquet": as_parquet(texts[:300], compression="none"), "b.jsonl": as_jsonl(texts[300:])}
-    planned = plan_dataset(
-        settings_for(
-            write(tmp_path / "corpus", corpus),
-            tokenizer={"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))},
-            filters=Filters(drop_duplicates=True, min_characters=40),
-        )
-    )
-    root = tmp_path / "root"
-    shards, before = root / planned.path / "shards", dict[str, tuple[int, int]]()
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
+    filters = Filters(drop_duplicates=True, min_characters=40)
+    source, root = write(tmp_path / "corpus", corpus), tmp_path / "root"
+    planned = plan_dataset(settings_for(source, tokenizer=tokenizer, filters=filters))
+    before = dict[str, tuple[int, int]]()
     for last_file, count in (("[0-9]*.json", 9), ("[0-9]*.json", 50), ("manifest.json", 1)):
         asked = [last_file, str(count), "--root", str(root), "--data", planned.data.model_dump_json()]
         ended = subprocess.run([sys.executable, "-c", PROGRAM, str(SHARD), *asked], stdout=subprocess.DEVNULL)
         assert ended.returncode == -signal.SIGKILL
         assert finished_dataset(open_storage(str(root)), planned) is None
-        now = noted(shards)
-        assert {name: now.get(name) for name in before} == before, "what was noted is not made again"
-        assert len(now) > len(before)
+        noted = {path.name: path.stat() for path in (root / planned.path / "shards").glob("[0-9]*.json")}
+        now = {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in noted.items()}
+        assert now.items() > before.items(), "what was noted is not made again"
         before = now
     with cut_into(SHARD):
         prepare(planned, open_storage(str(root)))
@@ -106,15 +96,12 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
     assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
 
 
-def test_a_bucket_that_is_not_there_or_refuses_writing_is_refused_before_anything_is_encoded(
+def test_a_bucket_that_refuses_writing_is_refused_before_anything_is_encoded(
     proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset
 ) -> None:
-    with pytest.raises(UserError, match="there is no bucket 'elsewhere'"):
-        prepare(planned, replace(bucket, root="gs://elsewhere/root"), each=lambda step, items: pytest.fail("encoding"))
     proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
     with pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
         prepare(planned, bucket, each=lambda step, items: pytest.fail("encoding"))
-    assert proxy.objects() == {}
 
 
 @pytest.mark.parametrize(("kind", "skip"), [("upload", 9), ("compose", 1)])

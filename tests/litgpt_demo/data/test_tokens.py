@@ -131,47 +131,39 @@ def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_t
 def test_a_tokenizer_found_in_a_file_or_a_litgpt_checkpoint_is_the_one_that_was_written(
     tokenizer: TokenizerFiles, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "checkpoint", dict(tokenizer.files) | {"lit_model.pth": b"weights"})
-    from_file = load_tokenizer(TokenizerFile(kind="file", path=f"{folder}/tokenizer.json"))
+    folder = write(tmp_path, dict(tokenizer.files) | {"lit_model.pth": b"weights"})
     from_checkpoint = load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
-    assert from_file.hash == from_checkpoint.hash == tokenizer.hash
+    assert load_tokenizer(TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")).hash == tokenizer.hash
+    assert from_checkpoint.hash == tokenizer.hash
     assert set(from_checkpoint.files) == {"tokenizer.json", "tokenizer_config.json"}
 
 
 def test_the_end_of_text_token_is_the_settings_or_the_tokenizers_own(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
-    write(tmp_path, {"bpe.json": tokenizer.files["tokenizer.json"]})
     for named, end_of_text in (({"content": END_OF_TEXT, "special": True}, None), ("missing", END_OF_TEXT)):
         config = json.dumps({"eos_token": named, "model_max_length": 512}).encode()
-        write(tmp_path, {"tokenizer_config.json": config})
+        write(tmp_path, {"bpe.json": tokenizer.files["tokenizer.json"], "tokenizer_config.json": config})
         found = load_tokenizer(TokenizerFile(kind="file", path=f"{tmp_path}/bpe.json", end_of_text=end_of_text))
         assert found.end_of_text == tokenizer.end_of_text
         completed = json.loads(found.files["tokenizer_config.json"])
         assert (completed["eos_token"], completed["model_max_length"]) == (END_OF_TEXT, 512)
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        (lambda good: {}, "tokenizer.json is not there; give the folder"),
-        (lambda good: {"tokenizer.json": good.files["tokenizer.json"][:-9]}, "is not JSON .* is it cut short"),
-        (lambda good: dict(good.files) | {"tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
-        (
-            lambda good: {"tokenizer.json": good.files["tokenizer.json"].replace(END_OF_TEXT.encode(), b"the end")},
-            r"names no end-of-text token.*set data\.tokenizer\.end_of_text",
-        ),
-        (lambda good: definition_of(good, model={"type": "Unigram", "vocab": [["a", 0.0]]}), "unigram"),
-        (
-            lambda good: definition_of(good, model={"type": "BPE", "vocab": {"a": "first"}}),
-            r"no tokenizer \(model\.vocab",
-        ),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(
-    tokenizer: TokenizerFiles, tmp_path: Path, files: Any, words: str
-) -> None:
-    folder = write(tmp_path / "checkpoint", files(tokenizer))
-    with pytest.raises(UserError, match=words):
-        load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
+    whole = tokenizer.files["tokenizer.json"]
+    without_end = whole.replace(END_OF_TEXT.encode(), b"the end")
+    spoilt = definition_of(tokenizer, model={"type": "BPE", "vocab": {"a": "?"}})
+    for number, (files, words) in enumerate(
+        [
+            ({}, "tokenizer.json is not there; give the folder"),
+            ({"tokenizer.json": whole[:-9]}, "is not JSON .* is it cut short"),
+            ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
+            ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
+            (spoilt, r"no tokenizer \(model\.vocab"),
+        ]
+    ):
+        folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)
+        with pytest.raises(UserError, match=words):
+            load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
