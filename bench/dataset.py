@@ -265,7 +265,7 @@ def main() -> int:
 
 @contextmanager
 def bucket_emulator() -> Iterator[tuple[str, psutil.Process]]:
-    """The tests' gcp-storage-emulator in a process of its own, which the sides find by their environment."""
+    """The tests' bucket emulator in a process of its own, which the sides find by their environment."""
     serve = "\n".join(
         [
             "import time",

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from litgpt_demo.config import DataConfig, Filters
-from litgpt_demo.data.corpus import reading, shards
+from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
+from litgpt_demo.data.corpus import documents, reading, shards, sources
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.tokens import TokenizerFiles
@@ -31,13 +32,67 @@ SEPARATOR = "\n---\n"
 TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]
 TEXTS[4] = "A document that quotes <|endoftext|> is one document."
 
+# --- files ------------------------------------------------------------------------------------------------------------
+
+Document: TypeAlias = str | None
+"""None is one that cannot be read."""
+
+
+def as_text(texts: Sequence[Document]) -> bytes:
+    return SEPARATOR.encode().join(b"\xff" if text is None else text.encode() for text in texts)
+
+
+def as_jsonl(texts: Sequence[Document]) -> bytes:
+    lines = [
+        b"{" if text is None else json.dumps({"id": number, "text": text}, ensure_ascii=number % 2 == 0).encode()
+        for number, text in enumerate(texts)
+    ]
+    return b"".join(line + b"\n" for line in lines)
+
+
+def as_parquet(
+    texts: Sequence[Document] | pa.Array, *, kind: pa.DataType | None = None, compression: str = "snappy"
+) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, kind or pa.string())})
+    pq.write_table(table, sink, row_group_size=2, compression=compression, write_page_checksum=True)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+FORMATS: dict[str, Callable[[Sequence[Document]], bytes]] = {
+    ".txt": as_text,
+    ".jsonl": as_jsonl,
+    ".parquet": as_parquet,
+}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def write(folder: Path, contents: dict[str, bytes]) -> Path:
+    for name, data in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
 
 def corpus_in(folder: Path, texts: Sequence[str] = TEXTS) -> Path:
     """Two files of documents."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "a.txt").write_text(SEPARATOR.join(texts[:9]))
-    (folder / "b.txt").write_text(SEPARATOR.join(texts[9:]))
-    return folder
+    return write(folder, {"a.txt": as_text(texts[:9]), "b.txt": as_text(texts[9:])})
+
+
+def files(*paths: str | Path, **fields: object) -> FileCorpus:
+    return FileCorpus.model_validate({"kind": "files", "paths": [str(path) for path in paths], **fields})
+
+
+def read(corpus: Corpus, scratch: Path) -> list[str]:
+    return list(documents(corpus, sources(corpus), scratch=scratch))
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
 
 
 def settings_for(folder: Path, **fields: Any) -> DataConfig:
@@ -62,7 +117,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def large_vocabulary(folder: Path, size: int) -> Path:
+def large_vocabulary(folder: Path, size: int = 300) -> Path:
     """A byte-level tokenizer with one merge and ids up to `size`, most of them never met."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(alphabet)}
@@ -78,12 +133,7 @@ def large_vocabulary(folder: Path, size: int) -> Path:
 
 @contextmanager
 def cut_into(shard: int, batch: int = reading.BATCH_BYTES) -> Iterator[None]:
-    """Makes many shards and batches of a test's few documents.
-
-    Args:
-        shard: stored bytes of a shard.
-        batch: bytes of text of a batch.
-    """
+    """Makes many shards (of so many stored bytes) and batches (of so many bytes of text) of a test's few documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_SMALLEST", shard)
         patch.setattr(shards, "_LARGEST", shard)
@@ -91,126 +141,93 @@ def cut_into(shard: int, batch: int = reading.BATCH_BYTES) -> Iterator[None]:
         yield
 
 
-# --- any corpus -------------------------------------------------------------------------------------------------------
-
-Document: TypeAlias = str | None
-"""None is one that cannot be read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorpusFile:
-    """A file to be written, and what can be read in it."""
-
-    format: Literal["txt", "jsonl", "parquet"]
-    documents: list[Document]
-    row_group: int = 3
-
-    def write(self, path: Path) -> None:
-        match self.format:
-            case "txt":
-                path.write_bytes(self._text())
-            case "jsonl":
-                lines = [b"{" if one is None else json.dumps({"text": one}).encode() for one in self.documents]
-                path.write_bytes(b"".join(line + b"\n" for line in lines))
-            case "parquet":
-                table = pa.table({"text": pa.array(self.documents, pa.string())})
-                pq.write_table(table, path, row_group_size=self.row_group)
-
-    def read(self) -> list[Document]:
-        """What a reader finds: a text file's separators may lie elsewhere than they were put."""
-        if self.format != "txt":
-            return self.documents
-        return [None if b"\xff" in one else one.decode() for one in self._text().split(SEPARATOR.encode())]
-
-    def _text(self) -> bytes:
-        return SEPARATOR.encode().join(b"\xff" if one is None else one.encode() for one in self.documents)
-
-
-def write_corpus(folder: Path, files: Sequence[CorpusFile]) -> Path:
-    folder.mkdir(parents=True)
-    for number, file in enumerate(files):
-        file.write(folder / f"{number:02d}.{file.format}")
-    return folder
-
+# --- any corpus, and what has to come of it ---------------------------------------------------------------------------
 
 _ODD = (
     "<|endoftext|>", "the quick brown fox ", "don't ", "你好，世界", "שלום ", "नमस्ते ", "🎉", "\n\n", "    ", "12345",
     "---\n",
 )  # fmt: skip
-_WORDS = st.one_of(st.text(max_size=8), st.sampled_from(_ODD))
 DOCUMENTS = st.one_of(
     st.sampled_from(["", "Said before.", "Said before.", "Said before, and at more length: it is said again."]),
-    st.lists(_WORDS, max_size=12).map("".join),
+    st.lists(st.text(max_size=8) | st.sampled_from(_ODD), max_size=12).map("".join),
+)
+Files: TypeAlias = list[tuple[str, list[Document]]]
+"""Format and documents of each."""
+FILES: st.SearchStrategy[Files] = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(FORMATS)),
+        st.lists(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none()), max_size=9),
+    ),
+    min_size=2,
+    max_size=5,
+)
+FILTERS = st.builds(
+    Filters,
+    min_characters=st.sampled_from([None, 1, 15]),
+    max_characters=st.sampled_from([None, 30, 1000]),
+    min_letter_ratio=st.sampled_from([None, 0.5, 1]),
+    drop_duplicates=st.booleans(),
 )
 
 
-def corpus_files(documents: st.SearchStrategy[Document] = DOCUMENTS) -> st.SearchStrategy[list[CorpusFile]]:
-    """A few files of a few documents."""
-    return st.lists(
-        st.builds(
-            CorpusFile,
-            format=st.sampled_from(["txt", "jsonl", "parquet"]),
-            documents=st.lists(documents, max_size=9),
-            row_group=st.integers(1, 4),
-        ),
-        min_size=2,
-        max_size=5,
-    )
+def expected(files: Files, tokenizer: TokenizerFiles, data: DataConfig) -> dict[str, Any]:
+    """What DESIGN and the settings' words make of the files, in other words than the source's.
 
-
-# --- what has to come of it -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """A dataset, made slowly: one document after the other, with Hugging Face's tokenizer."""
-
-    train: bytes
-    validation: bytes
-    documents: int
-    text_bytes: int
-    lengths: Counter[int]
-    """Documents by the power of two that their number of tokens reaches."""
-    dropped: Counter[str]
-    bad: int
-
-
-def expected(documents: Sequence[Document], tokenizer: TokenizerFiles, data: DataConfig) -> Expected:
-    """What DESIGN and the settings' words make of these documents, in other words than the source's."""
-    read = list(_up_to(documents, data.corpus.max_bytes))  # type: ignore[union-attr]
+    One document after the other, with Hugging Face's tokenizer.
+    """
+    read = list(_up_to(files, data.corpus.max_bytes))  # type: ignore[union-attr]
     dropped, kept = Counter[str](), list[str]()
     for text in read:
-        if text is not None and (reason := _reason(text, data.filters, kept)):
+        if text is not None and (reason := reason_to_drop(text, data.filters, kept)):
             dropped[reason] += 1
         elif text is not None:
             kept.append(text)
-    plain = HfTokenizer.from_str(
-        json.dumps(json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}),
-    )
+    plain = HfTokenizer.from_str(json.dumps(json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}))
     ids = [[*plain.encode(text, add_special_tokens=False).ids, tokenizer.end_of_text] for text in kept]
-    held_out = np.random.default_rng(data.split_seed).permutation(len(kept)).tolist()
-    held_out = set(held_out[: math.ceil(data.validation_fraction * len(kept))])
-    return Expected(
-        train=_bytes(tokens for number, tokens in enumerate(ids) if number not in held_out),
-        validation=_bytes(tokens for number, tokens in enumerate(ids) if number in held_out),
-        documents=len(kept),
-        text_bytes=sum(len(text.encode()) for text in kept),
-        lengths=Counter(len(tokens).bit_length() - 1 for tokens in ids),
-        dropped=dropped,
-        bad=read.count(None),
+    order = np.random.default_rng(data.split_seed).permutation(len(kept)).tolist()
+    held_out = set(order[: math.ceil(data.validation_fraction * len(kept))])
+    return {
+        "train": _bytes(tokens for number, tokens in enumerate(ids) if number not in held_out),
+        "validation": _bytes(tokens for number, tokens in enumerate(ids) if number in held_out),
+        "documents": len(kept),
+        "text bytes": sum(len(text.encode()) for text in kept),
+        "by the power of two of their tokens": Counter(len(tokens).bit_length() - 1 for tokens in ids),
+        "dropped": dropped,
+        "bad": read.count(None),
+    }
+
+
+def found(planned: PlannedDataset, root: Path, manifest: DatasetManifest) -> dict[str, Any]:
+    """What the dataset holds, in the same words."""
+    train, validation = (
+        b"".join((root / planned.path / file.path).read_bytes() for file in split.files)
+        for split in (manifest.train, manifest.validation)
     )
+    return {
+        "train": train,
+        "validation": validation,
+        "documents": manifest.documents,
+        "text bytes": manifest.text_bytes,
+        "by the power of two of their tokens": +Counter(dict(enumerate(manifest.document_lengths))),
+        "dropped": Counter(manifest.dropped),
+        "bad": manifest.bad_documents,
+    }
 
 
-def _up_to(documents: Sequence[Document], max_bytes: int | None) -> Iterator[Document]:
+def _up_to(files: Files, max_bytes: int | None) -> Iterator[Document]:
     seen = 0
-    for text in documents:
-        yield text
-        seen += len((text or "").encode())
-        if max_bytes is not None and seen >= max_bytes:
-            return
+    for form, texts in files:
+        if form == ".txt":  # its separators may lie elsewhere than they were put
+            pieces = as_text(texts).split(SEPARATOR.encode())
+            texts = [None if b"\xff" in piece else piece.decode() for piece in pieces]
+        for text in texts:
+            yield text
+            seen += len((text or "").encode())
+            if max_bytes is not None and seen >= max_bytes:
+                return
 
 
-def _reason(text: str, filters: Filters, before: Sequence[str]) -> str | None:
+def reason_to_drop(text: str, filters: Filters, before: Sequence[str]) -> str | None:
     visible = [character for character in text if not character.isspace()]
     letters = [character for character in visible if unicodedata.category(character)[0] in "LM"]
     if not text:
@@ -226,20 +243,3 @@ def _reason(text: str, filters: Filters, before: Sequence[str]) -> str | None:
 
 def _bytes(documents: Iterator[list[int]]) -> bytes:
     return np.array([token for tokens in documents for token in tokens], dtype="<u2").tobytes()
-
-
-def found(planned: PlannedDataset, root: Path, manifest: DatasetManifest) -> Expected:
-    """What the dataset holds, in the same words."""
-
-    def split(files: Sequence[Any]) -> bytes:
-        return b"".join((root / planned.path / file.path).read_bytes() for file in files)
-
-    return Expected(
-        train=split(manifest.train.files),
-        validation=split(manifest.validation.files),
-        documents=manifest.documents,
-        text_bytes=manifest.text_bytes,
-        lengths=+Counter(dict(enumerate(manifest.document_lengths))),
-        dropped=Counter(manifest.dropped),
-        bad=manifest.bad_documents,
-    )

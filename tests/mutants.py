@@ -512,7 +512,7 @@ MUTANTS = (
         old="if (crc32c := crc32c_of(path)) != record.crc32c:",
         new="if (crc32c := record.crc32c) != record.crc32c:",
         why="A flipped bit of a dataset or checkpoint is trained on.",
-        tests=("tests/litgpt_demo/test_manifests.py",),
+        tests=("tests/litgpt_demo/test_stored_documents.py",),
     ),
     Mutant(
         name="delete-takes-a-newer-object",
@@ -520,7 +520,7 @@ MUTANTS = (
         old="delete(if_generation_match=blob.generation, retry=self._retry())",
         new="delete(retry=self._retry())",
         why="A deletion that a bucket carries out late removes what was written since.",
-        tests=("tests/litgpt_demo/storage/test_storage.py::test_a_late_removal_does_not_take_a_newer_object",),
+        tests=("tests/litgpt_demo/storage/test_storage.py::test_a_late_request_does_not_touch_a_newer_object",),
     ),
     Mutant(
         name="nan-logits-pass",

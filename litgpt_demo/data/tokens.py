@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -92,14 +93,17 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    endpoint = hub_endpoint()
+    endpoint, files = hub_endpoint(), dict[str, bytes]()
 
     def fetch(name: str) -> bytes:
         return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
 
     # What went wrong is not chained: a traceback may show the headers that were sent, and the token is one of them.
     try:
-        files = {"tokenizer.json": fetch("tokenizer.json")}
+        files["tokenizer.json"] = fetch("tokenizer.json")
+        for name in _COMPANIONS[:3]:
+            with suppress(EntryNotFoundError):
+                files[name] = fetch(name)
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
         raise Unreachable(
@@ -108,14 +112,9 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
         ) from None
     except HfHubHTTPError as error:
         raise UserError(
-            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read "
+            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer that can be read "
             f"({words_of(error)}); check the name, and `hf auth login` if the repository is gated"
         ) from None
-    for name in _COMPANIONS[:3]:
-        try:
-            files[name] = fetch(name)
-        except (EntryNotFoundError, LocalEntryNotFoundError):
-            continue
     return files
 
 

@@ -7,21 +7,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from threading import Event, Lock
 from typing import Literal
-from urllib.parse import quote
-from urllib.request import urlopen
 
+from bucket_emulator import RUNNING, Answer, BucketServer, Request
 from serving_thread import served
 
 FOREVER = 1_000_000
-
-Request = tuple[str, str, bytes, dict[str, str]]  # method, path, body, headers
-Answer = tuple[int, bytes, dict[str, str]]
 
 
 @dataclass(kw_only=True)
@@ -33,15 +26,13 @@ class Fault:
     do: str
     """`refuse` answers with `status`; `lose`, `cut`, `shorten` and `flip` do that to an answer, and `drop zeros` leaves
     the size of empty objects out of it; `flip request` and `forget a source` change what is asked; `stall` lets the
-    sender wait until the proxy is armed anew, `hold` ends the connection at once, `overtake` lets another writer in
-    before the request."""
+    sender wait until the proxy is armed anew, `hold` ends the connection at once, `overtake` does `meanwhile`, the work
+    of another writer, before the request."""
     status: int = 503
     meanwhile: Callable[[], object] = bool
-    """The work of the other writer of `overtake`."""
     times: int = 1
     skip: int = 0
     rearmed: Event = field(default_factory=Event)
-    """Set once the proxy is armed with others: what stalled until then goes on."""
 
     def strikes(self, kind: str) -> bool:
         if kind != self.on or self.times == 0:
@@ -53,93 +44,79 @@ class Fault:
         return True
 
 
-@dataclass
-class FaultyBucket:
+class FaultyBucket(BucketServer):
     """The proxy: `arm` it with faults, and count what it saw."""
 
-    upstream: str
-    bucket: str = ""
-    url: str = ""
-    watched: str = ""
-    """The folder of the bucket whose requests are counted and spoilt; all of them where it is empty."""
-    seen: list[str] = field(default_factory=list)
-    """Kind of each request, in order."""
-    downloaded: int = 0
-    """Bytes of objects that were asked for and sent."""
-    held: list[Request] = field(default_factory=list)
-    _faults: list[Fault] = field(default_factory=list)
-    _chance: tuple[Random, int] = (Random(), 0)
-    _lock: Lock = field(default_factory=Lock)
+    def __init__(self, upstream: str, bucket: str) -> None:
+        super().__init__(self.spoilt)
+        self.bucket, self._behind = bucket, RUNNING[upstream]
+        self._lock, self._faults = Lock(), list[Fault]()
+        self.arm()
 
-    def arm(self, *faults: Fault) -> None:
-        """Forget earlier faults and requests, and use these; the first that strikes is taken."""
+    def arm(self, *faults: Fault, chance: Random | None = None) -> None:
+        """Forget earlier faults and requests, and use these; the first that strikes is taken.
+
+        Args:
+            chance: refuses, loses, cuts or shortens one request in five, of whatever kind.
+        """
         with self._lock:
-            before, self._faults = self._faults, list(faults)
-            self.seen, self.held, self.downloaded = [], [], 0
-            self._chance = Random(), 0
+            before, self._faults, self._chance = self._faults, list(faults), chance
+            self.seen: list[str] = []
+            """Kind of each request, in order."""
+            self.held: list[Request] = []
+            self.downloaded = 0
+            """Bytes of objects that were asked for and sent."""
         for fault in before:
             fault.rearmed.set()
 
-    def watch(self, folder: str) -> None:
-        """Count and spoil from now on only requests about this folder of the bucket; those of others go through."""
-        self.arm()
-        self.watched = folder
-
-    def arm_at_random(self, seed: int, one_in: int = 5) -> None:
-        """Refuse, lose, cut or shorten one in so many requests, of whatever kind."""
-        self.arm()
-        self._chance = Random(seed), one_in
-
-    def fault_for(self, kind: str, path: str, body: bytes) -> Fault | None:
-        # What continues a resumable upload does not name the object.
-        if self.watched not in path and self.watched.encode() not in body and "upload_id=" not in path:
-            return None
+    def _fault_for(self, kind: str) -> Fault | None:
         with self._lock:
             self.seen.append(kind)
-            chance, one_in = self._chance
-            if one_in and chance.randrange(one_in) == 0:
-                return Fault(on="look", do=chance.choice(["refuse", "lose", "cut", "shorten"]))
+            if self._chance and self._chance.randrange(5) == 0:
+                return Fault(on="look", do=self._chance.choice(["refuse", "lose", "cut", "shorten"]))
             return next((fault for fault in self._faults if fault.strikes(kind)), None)
 
     def forward(self, request: Request) -> Answer:
-        method, path, body, headers = request
-        connection = HTTPConnection(self.upstream.removeprefix("http://"))
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        content, named = answer.read(), dict(answer.getheaders())
-        connection.close()
-        if _kind(method, path) == "download" and answer.status < 300:
+        status, content, headers = self._behind.answer(request)
+        if _kind(*request[:2]) == "download" and status < 300:
             with self._lock:
                 self.downloaded += len(content)
-        return answer.status, content, named
+        return status, content, headers
 
-    def objects(self, folder: str) -> dict[str, bytes]:
-        """Every object below a folder of the bucket, those too that no storage lists, by its name there."""
-        objects, prefix = f"{self.upstream}/storage/v1/b/{self.bucket}/o", f"{folder}/"
-        with urlopen(f"{objects}?prefix={quote(prefix)}") as answer:
-            names = [item["name"] for item in json.loads(answer.read()).get("items", [])]
-        found = {}
-        for name in names:
-            with urlopen(f"{objects}/{quote(name, safe='')}?alt=media") as answer:
-                found[name.removeprefix(prefix)] = answer.read()
-        return found
+    def spoilt(self, request: Request) -> Answer | None:
+        method, path, body, headers = request
+        fault = self._fault_for(_kind(method, path))
+        do = fault.do if fault else ""
+        request = (method, path, _OF_REQUESTS.get(do, bytes)(body), headers)
+        if do == "hold":
+            self.held.append(request)
+            return None
+        if fault and do == "stall":
+            fault.rearmed.wait()
+            return None
+        if fault and do == "refuse":
+            return fault.status, b"spoilt", {}
+        if fault and do == "overtake":
+            fault.meanwhile()
+        status, content, headers = self.forward(request)
+        if do == "cut":
+            return status, content[: len(content) // 2], {**headers, "Content-Length": str(len(content))}
+        return None if do == "lose" else (status, _OF_ANSWERS.get(do, bytes)(content), headers)
+
+    def objects(self) -> dict[str, bytes]:
+        """Every object by its name below `root/`, those too that no storage lists."""
+        objects = self._behind.objects[self.bucket]
+        return {name.removeprefix("root/"): found.content for name, found in sorted(objects.items())}
 
     def release(self) -> list[int]:
         """Let the held requests through, long after their sender gave them up: the statuses of the answers."""
         return [self.forward(request)[0] for request in self.held]
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 128
-
-
 @contextmanager
 def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
-    """A proxy before the bucket service at `upstream`, without faults at first."""
-    bucket = FaultyBucket(upstream, name)
-    server = _Server(("127.0.0.1", 0), partial(_Handler, bucket))
-    bucket.url = f"http://127.0.0.1:{server.server_port}"
-    with served(server):
+    """A proxy before the `bucket_emulator` at `upstream`, without faults at first."""
+    with served(bucket := FaultyBucket(upstream, name)):
         try:
             yield bucket
         finally:
@@ -148,7 +125,7 @@ def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
 
 def _kind(method: str, path: str) -> str:
     if path.startswith("/upload"):
-        return "begin" if method == "POST" and "uploadType=resumable" in path else "upload"
+        return "begin" if "uploadType=resumable" in path else "upload"
     if path.split("?")[0].endswith("/compose"):
         return "compose"
     if method == "DELETE":
@@ -157,7 +134,6 @@ def _kind(method: str, path: str) -> str:
 
 
 def _without_a_source(body: bytes) -> bytes:
-    """The request of a composition, less its last part."""
     request = json.loads(body)
     return json.dumps(request | {"sourceObjects": request["sourceObjects"][:-1]}).encode()
 
@@ -168,48 +144,9 @@ def _flipped(body: bytes) -> bytes:
     return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
 
 
-def _without_zeros(body: bytes) -> bytes:
-    return re.sub(rb'"size": ?"0",', b"", body)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def __init__(self, bucket: FaultyBucket, *args: object) -> None:
-        self.bucket = bucket
-        super().__init__(*args)  # type: ignore[arg-type]
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.bucket.fault_for(_kind(self.command, self.path), self.path, body)
-        do = fault.do if fault else ""
-        body = {"flip request": _flipped, "forget a source": _without_a_source}.get(do, bytes)(body)
-        headers = {**self.headers, "Content-Length": str(len(body))} if body else dict(self.headers)
-        request = (self.command, self.path, body, headers)
-        if do == "hold":
-            self.bucket.held.append(request)
-        elif fault and do == "stall":
-            fault.rearmed.wait()
-        elif fault and do == "refuse":
-            self._answer((fault.status, b"spoilt", {}))
-        else:
-            if fault and do == "overtake":
-                fault.meanwhile()
-            answer = self.bucket.forward(request)
-            if do != "lose":
-                self._answer(answer, do)
-        # Returning without an answer closes the connection.
-
-    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-    def _answer(self, answer: Answer, do: str = "") -> None:
-        status, body, headers = answer
-        body = {"flip": _flipped, "drop zeros": _without_zeros, "shorten": lambda whole: whole[:10]}.get(do, bytes)(
-            body
-        )
-        self.send_response(status)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body[: len(body) // 2] if do == "cut" else body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: pytest shows what failed."""
+_OF_REQUESTS = {"flip request": _flipped, "forget a source": _without_a_source}
+_OF_ANSWERS: dict[str, Callable[[bytes], bytes]] = {
+    "flip": _flipped,
+    "drop zeros": lambda body: re.sub(rb'"size": ?"0",', b"", body),
+    "shorten": lambda body: body[:10],
+}

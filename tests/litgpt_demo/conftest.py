@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from bucket_emulator import bucket_emulator
@@ -13,7 +12,7 @@ from bucket_faults import FaultyBucket, faulty_bucket
 from litgpt_demo.storage import BucketStorage
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def proxy(request: pytest.FixtureRequest) -> Iterator[FaultyBucket]:
     """A proxy without faults before a bucket that has the name of the test's file."""
     name = request.path.stem.replace("_", "-")
@@ -23,11 +22,9 @@ def proxy(request: pytest.FixtureRequest) -> Iterator[FaultyBucket]:
 
 @pytest.fixture
 def bucket(proxy: FaultyBucket, monkeypatch: pytest.MonkeyPatch) -> BucketStorage:
-    """An empty folder in the bucket; the proxy counts and spoils requests about it alone."""
-    folder = uuid4().hex
-    proxy.watch(folder)
+    """An empty folder in it."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-    return BucketStorage(root=f"gs://{proxy.bucket}/{folder}")
+    return BucketStorage(root=f"gs://{proxy.bucket}/root")
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -55,30 +55,24 @@ def test_clients_go_through_a_proxy_to_other_hosts_and_never_to_this_machine(tmp
     assert proxy.asked == ["GET http://models.invalid/a HTTP/1.1"]
 
 
-@pytest.mark.parametrize(
-    ("given", "exempt"),
-    [
+def test_what_is_exempt_already_stays_exempt() -> None:
+    for given, exempt in (
         ({"NO_PROXY": "intern.example, 127.0.0.1"}, "intern.example,127.0.0.1,localhost,::1"),
         ({"no_proxy": "a.example", "NO_PROXY": "b.example"}, "a.example,localhost,127.0.0.1,::1"),
         ({"no_proxy": "*"}, "*"),
-    ],
-)
-def test_what_is_exempt_already_stays_exempt(given: dict[str, str], exempt: str) -> None:
-    environ = {"HTTPS_PROXY": "proxy.example:3128", **given}
-    settle_proxies(environ)
-    assert environ["no_proxy"] == environ["NO_PROXY"] == exempt
+    ):
+        environ = {"HTTPS_PROXY": "proxy.example:3128", **given}
+        settle_proxies(environ)
+        assert environ["no_proxy"] == environ["NO_PROXY"] == exempt
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
+def test_a_proxy_that_no_client_can_use_is_refused_without_its_password() -> None:
+    for address, words in (
         ("socks4://me:s3cret@127.0.0.1:1080", "ALL_PROXY names a proxy by socks4://.*unset ALL_PROXY"),
+        # Clients say what they could not read as a port, and that is the password's beginning.
         ("http://me:s3cret#1@proxy.example:3128", r"ALL_PROXY is no address of a proxy.*%23"),
         ("socks5://me:s3cret@127.0.0.1:1080", "pip install socksio PySocks"),
-    ],
-)
-def test_a_proxy_that_no_client_can_use_is_refused_without_its_password(address: str, words: str) -> None:
-    """Clients say what they could not read as a port, and that is the password's beginning."""
-    with pytest.raises(UserError, match=words) as refused:
-        settle_proxies({"ALL_PROXY": address})
-    assert "s3cret" not in str(refused.value)
+    ):
+        with pytest.raises(UserError, match=words) as refused:
+            settle_proxies({"ALL_PROXY": address})
+        assert "s3cret" not in str(refused.value)

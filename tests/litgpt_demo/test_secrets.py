@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
+import re
 
 import pytest
 
 from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, redacted
-
-SECRET = 's3cr"t/marker'
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "127.1", "2130706433"])
@@ -30,8 +28,8 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        f"Authorization: Bearer {'s3cr-t/marker'}",
-        f"authorization: Basic {base64.b64encode(b'me:secret').decode()} is wrong",
+        "Authorization: Bearer s3cr-t/marker",
+        "authorization: Basic czNjcjptYXJrZXI= is wrong",
         '{"clientSecret": "s3cr-t/marker"}',
         '{\\"client_secret\\": \\"s3cr-t/marker\\"}',
         "'refresh_token': 's3cr-t/marker'",
@@ -43,8 +41,7 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
 def test_what_has_the_form_of_a_secret_is_left_out(text: str) -> None:
     for told in (redacted(text), words_of(text)):
         assert "[secure]" in told
-        assert "s3cr" not in told
-        assert base64.b64encode(b"me:secret").decode() not in told
+        assert not re.search("s3cr|czNj", told)
 
 
 def test_other_texts_stay_as_they_are() -> None:
@@ -58,7 +55,7 @@ def test_other_texts_stay_as_they_are() -> None:
 
 
 def test_a_known_secret_is_left_out_however_it_is_written() -> None:
-    told = redacted('raw s3cr"t/marker, quoted s3cr%22t%2Fmarker, json s3cr\\"t/marker', SECRET, "")
+    told = redacted('raw s3cr"t/marker, quoted s3cr%22t%2Fmarker, json s3cr\\"t/marker', 's3cr"t/marker', "")
     assert told == "raw [secure], quoted [secure], json [secure]"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.config import ModelConfig, Settings, TrainConfig, TrainingSpec
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
-from litgpt_demo.runs import (
-    RunDocument,
-    read_document,
-    read_spec,
-    write_document,
-)
+from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
+from litgpt_demo.runs import RunDocument, read_document, read_spec, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 SPEC = TrainingSpec(
@@ -29,61 +25,39 @@ SPEC = TrainingSpec(
 DOCUMENT = RunDocument(run={"name": "gpt", "root": "out"}, training=SPEC, software={"image": "local"})
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    return open_storage(str(tmp_path_factory.mktemp("run")))
-
-
-def test_a_runs_config_comes_back_as_it_was_written(run: Storage) -> None:
-    write_document(run, DOCUMENT)
-    assert read_document(run) == DOCUMENT
-    assert read_spec(run) == SPEC
-    older = {"run": {"name": "gpt"}, "training": SPEC.model_dump(mode="json"), "software": {}}
-    run.write("config.json", json.dumps(older, indent=1).encode())
-    assert read_spec(run) == SPEC, "one of an older version has no checksum"
-
-
 def test_other_users_cannot_look_into_a_new_runs_folder(tmp_path: Path) -> None:
     write_document(open_storage(str(tmp_path / "runs" / "gpt-0123456789")), DOCUMENT)
     assert (tmp_path / "runs" / "gpt-0123456789").stat().st_mode & 0o077 == 0
 
 
-FIX = "; `train-litgpt run` with the run's config writes it anew"
-
-
-@given(flips=st.lists(st.integers(min_value=0), min_size=1, max_size=3, unique=True))
-def test_no_flipped_bit_changes_what_the_nodes_are_told(run: Storage, flips: list[int]) -> None:
+@given(flips=st.lists(st.integers(min_value=0), max_size=3, unique=True))
+def test_no_flipped_bit_changes_what_the_nodes_are_told(
+    tmp_path_factory: pytest.TempPathFactory, flips: list[int]
+) -> None:
+    run = open_storage(str(tmp_path_factory.mktemp("run")))
     write_document(run, DOCUMENT)
-    content = bytearray(run.read("config.json"))
-    for flip in {flip % (len(content) * 8) for flip in flips}:
-        content[flip // 8] ^= 1 << flip % 8
+    assert (read_document(run), read_spec(run)) == (DOCUMENT, SPEC)
+    content = bytearray(whole := run.read("config.json"))
+    for flip in flips:
+        content[flip // 8 % len(content)] ^= 1 << flip % 8
     run.write("config.json", bytes(content))
-    assert says(outcome(lambda: read_document(run)), f"{run.address('config.json')} is not ", FIX)
+    if content == whole:
+        assert read_spec(run) == SPEC
+    else:
+        with pytest.raises(DataError, match=r"config\.json is not .*; `train-litgpt run` .* writes it anew$"):
+            read_document(run)
 
 
-def test_a_config_that_was_edited_is_named_with_what_to_do(run: Storage) -> None:
-    write_document(run, DOCUMENT)
-    run.write("config.json", run.read("config.json").replace(b'"steps": 12', b'"steps": 13'))
-    assert says(outcome(lambda: read_document(run)), f"{run.address('config.json')} is not ", FIX)
+def test_a_config_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
+    older = {"run": {"name": "gpt"}, "training": SPEC.model_dump(mode="json"), "software": {}}
+    (tmp_path / "config.json").write_text(json.dumps(older, indent=1))
+    assert read_spec(open_storage(str(tmp_path))) == SPEC
 
 
-def outcome(read: Callable[[], object]) -> object:
-    """What is read, or the error's words."""
-    try:
-        return read()
-    except DataError as error:
-        return str(error)
+VALUES = st.none() | st.integers(-(2**63), 2**64) | st.text() | st.lists(st.booleans())
 
 
-def says(found: object, beginning: str, end: str) -> bool:
-    return isinstance(found, str) and found.startswith(beginning) and found.endswith(end)
-
-
-@given(
-    st.dictionaries(
-        st.text(), st.none() | st.integers(-(2**63), 2**64) | st.text() | st.lists(st.booleans()), min_size=1
-    )
-)
+@given(st.dictionaries(st.text(), VALUES, min_size=1))
 def test_a_seal_comes_off_whatever_was_sealed(document: dict[str, Any]) -> None:
     content = sealed(json.dumps(document, indent=1).encode(), "config")
     assert parse_json(content, dict[str, Any], where="there", fix="none") == document
@@ -91,5 +65,66 @@ def test_a_seal_comes_off_whatever_was_sealed(document: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_an_error_with_words(content: bytes) -> None:
-    found = outcome(lambda: parse_json(content, dict[str, Any], where="gs://b/x.json", fix="do this"))
-    assert isinstance(found, dict) or says(found, "gs://b/x.json is not ", "; do this")
+    try:
+        parse_json(content, dict[str, Any], where="gs://b/x.json", fix="do this")
+    except DataError as error:
+        found = str(error)
+        assert re.fullmatch("(?s)gs://b/x.json is not .*; do this", found)
+
+
+# --- manifests: without one nothing is done, and what it lists is compared before it is used ------------------------
+
+CONTENTS = {"train.bin": b"0123456789", "tokenizer/tokenizer.json": b"{}", ".metadata": b"hidden"}
+
+
+class Listing(Settings):
+    """A manifest of any kind."""
+
+    files: tuple[FileRecord, ...]
+
+
+@pytest.fixture
+def place(root: str) -> Storage:
+    return open_storage(root)
+
+
+def filled(place: Storage) -> Listing:
+    return Listing(files=tuple(FileRecord.of(place.write(*item)) for item in CONTENTS.items()))
+
+
+def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(place: Storage) -> None:
+    listing = filled(place)
+    assert read_manifest(place, Listing) is None
+    write_manifest(place, listing)
+    assert read_manifest(place, Listing) == listing
+    for text in (b"", b"\xff", b'{"files": 3}', b'{"files": [], "extra": 1}'):
+        place.write("manifest.json", text)
+        with pytest.raises(DataError, match=r"manifest\.json is not a valid Listing .* run again"):
+            read_manifest(place, Listing)
+
+
+def test_files_are_brought_with_every_byte_as_listed_again_where_one_is_wrong(place: Storage, tmp_path: Path) -> None:
+    listing = filled(place)
+    folder = bring(place, listing.files, lambda: tmp_path / "scratch")
+    assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
+    assert differences(folder, listing.files) == []
+    if folder == tmp_path / "scratch":  # fetched; what lies in a folder is used where it is
+        kept = (folder / ".metadata").stat()
+        (folder / "train.bin").write_bytes(b"0123456788")
+        assert bring(place, listing.files, lambda: folder) == folder
+        assert differences(folder, listing.files) == []
+        assert (folder / ".metadata").stat() == kept
+
+
+def test_a_file_that_is_not_as_listed_is_named(place: Storage, tmp_path: Path) -> None:
+    listing = filled(place)
+    for content, words in (
+        (b"012345678", r"train\.bin has 9 bytes, its manifest says 10"),
+        (b"0123456788", r"train\.bin has crc32c [0-9a-f]{8}, its manifest says 280c069e"),
+    ):
+        place.write("train.bin", content)
+        with pytest.raises(DataError, match=words):
+            bring(place, listing.files, lambda: tmp_path / "scratch")
+    place.remove("train.bin")
+    with pytest.raises(DataError, match=r"train\.bin is missing"):
+        bring(place, listing.files, lambda: tmp_path / "scratch")

@@ -1,43 +1,45 @@
-"""Datasets by their inputs: which key they have, when they are done, and that half a dataset is none."""
+"""Datasets by their inputs: which key they have, when they are done, and what is wrong with one that was damaged."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from corpora import SEPARATOR, corpus_in, large_vocabulary, prepared, settings_for
+from corpora import SEPARATOR, corpus_in, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import plan_dataset, stage
+from litgpt_demo.data.dataset import finished_dataset, open_dataset, plan_dataset, stage
+from litgpt_demo.data.verification import main, require_sound, verify_dataset
 from litgpt_demo.errors import DataError
+from litgpt_demo.manifests import write_manifest
+from litgpt_demo.storage import open_storage
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_setting_that_decides_the_bytes_is_part_of_the_key(tmp_path: Path) -> None:
+    folder = corpus_in(tmp_path / "corpus")
+    corpus = {"kind": "files", "paths": [str(folder)], "separator": SEPARATOR}
+    changes: list[dict[str, Any]] = [
+        {},
         {"tokenizer": {"kind": "train", "vocab_size": 301}},
         {"validation_fraction": 0.2},
         {"split_seed": 1},
-        {"corpus": {"kind": "files", "paths": ["corpus"], "separator": "\n"}},
-        {"corpus": {"kind": "files", "paths": ["corpus"], "separator": SEPARATOR, "max_bytes": 500}},
-    ],
-)
-def test_a_setting_that_decides_the_bytes_is_part_of_the_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-) -> None:
-    folder = corpus_in(tmp_path / "corpus")
-    monkeypatch.chdir(tmp_path)
-    assert plan_dataset(settings_for(folder, **change)).key != plan_dataset(settings_for(folder)).key
+        {"corpus": {**corpus, "separator": "\n"}},
+        {"corpus": {**corpus, "max_bytes": 500}},
+    ]
+    assert len({plan_dataset(settings_for(folder, **change)).key for change in changes}) == len(changes)
 
 
-@pytest.mark.parametrize(("policy", "key"), [("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")])
-def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path, policy: str, key: str) -> None:
+def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
-    assert plan_dataset(DataConfig.model_validate(settings)).key == key
-    limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
-    assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
+    for policy, key in (("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")):
+        settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
+        assert plan_dataset(DataConfig.model_validate(settings)).key == key
+        limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
+        assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
 
 
 def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> None:
@@ -47,15 +49,60 @@ def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> N
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_finished_dataset_that_lost_a_file_is_refused_by_the_files_name(tmp_path: Path) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    _, folder = prepared(source, tmp_path / "root")
-    (folder / "val.bin").unlink()
+def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_path: Path) -> None:
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
+    shutil.copytree(copied, tmp_path / planned.path)
+    (tmp_path / planned.path / "val.bin").unlink()
     with pytest.raises(DataError, match=r"has a manifest but val\.bin is missing; .*delete the folder and run again"):
-        prepared(source, tmp_path / "root")
-
-
-def test_a_folder_without_manifest_is_no_dataset(copied: Path, tmp_path: Path) -> None:
+        finished_dataset(open_storage(str(tmp_path)), planned)
     (copied / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest.*train-litgpt prepare"):
         stage(str(copied), tmp_path / "scratch")
+
+
+# --- verified ---------------------------------------------------------------------------------------------------------
+
+
+def problems(folder: Path, **fields: object) -> tuple[str, ...]:
+    """Those of the dataset under a manifest with other fields."""
+    write_manifest(open_storage(str(folder)), open_dataset(str(folder)).model_copy(update=fields))
+    return verify_dataset(str(folder)).problems
+
+
+@pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.symlink_to(path), lambda path: path.write_text("x")])
+def test_whatever_lies_in_a_files_place_is_found_and_no_other_file_is_blamed(
+    copied: Path, spoil: Callable[[Path], None]
+) -> None:
+    file = copied / "tokenizer/tokenizer.json"
+    file.unlink()
+    spoil(file)
+    assert all("tokenizer/tokenizer.json" in problem for problem in verify_dataset(str(copied)).problems)
+    with pytest.raises(DataError, match=r"is not what its manifest says: .*: remove that folder and prepare it again"):
+        require_sound(str(copied))
+
+
+def test_counts_and_ids_that_the_manifest_has_wrong_are_problems(copied: Path) -> None:
+    manifest = open_dataset(str(copied))
+    largest = int(np.memmap(copied / "train.bin", dtype=manifest.dtype, mode="r").max())
+    wrong = manifest.train.model_copy(update={"tokens": 1, "documents": 20})
+    assert problems(copied, train=wrong) == (
+        f"train holds {manifest.train.tokens} tokens, its manifest says 1",
+        f"train closes 18 documents with id {manifest.end_of_text}, its manifest says 20",
+    )
+    told = f"train.bin holds the id {largest}, the vocabulary ends at {largest - 1}"
+    assert told in problems(copied, train=manifest.train, vocab_size=largest)
+    told = f"val.bin ends in the middle of a document: its last id is {manifest.end_of_text}"
+    assert told in problems(copied, end_of_text=299)
+    assert any("has format 77" in problem for problem in problems(copied, format=77))
+
+
+def test_files_that_the_manifest_does_not_list_are_problems_that_their_removal_ends(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stray = copied / "tokenizer" / "vocab.json"
+    stray.write_text("mine")
+    with pytest.raises(DataError, match=rf"{stray} is not in the manifest: remove the files that it does not list"):
+        require_sound(str(copied))
+    stray.unlink()
+    assert main([str(copied)]) == 0
+    assert "21 documents" in capsys.readouterr().out

@@ -6,34 +6,36 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from corpora import (
     DOCUMENTS,
+    FILES,
+    FILTERS,
+    FORMATS,
     SEPARATOR,
     TEXTS,
-    CorpusFile,
-    Document,
-    Expected,
+    Files,
     contents,
-    corpus_files,
     corpus_in,
     cut_into,
     expected,
     found,
     large_vocabulary,
     prepared,
+    reason_to_drop,
     settings_for,
-    write_corpus,
+    write,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -46,7 +48,8 @@ from litgpt_demo.data.dataset import (
     plan_dataset,
     stage,
 )
-from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, prepare, validation_documents
+from litgpt_demo.data.preparation import MapFn, in_threads, prepare
+from litgpt_demo.data.preparation.filters import passing
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import train_tokenizer
 from litgpt_demo.data.verification import verify_dataset
@@ -56,44 +59,28 @@ from litgpt_demo.storage import open_storage, sha256_of
 T = TypeVar("T")
 R = TypeVar("R")
 
-# --- what the bins hold -----------------------------------------------------------------------------------------------
 
-
-def test_the_bins_hold_the_documents_of_the_documented_split(dataset: tuple[DatasetManifest, Path]) -> None:
-    manifest, folder = dataset
-    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+@pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_id_only_where_two_do_not_do(
+    tmp_path: Path, size: int, dtype: Any
+) -> None:
+    path = str(large_vocabulary(tmp_path / "tokenizer", size))
+    source, root = corpus_in(tmp_path / "corpus"), tmp_path / "root"
+    manifest, folder = prepared(source, root, tokenizer={"kind": "file", "path": path})
     # As DESIGN says it, in other words than the source's.
     held_out = np.random.default_rng(2357).permutation(len(TEXTS))[: math.ceil(0.1 * len(TEXTS))].tolist()
-    for name, chosen in [
-        ("train.bin", [number for number in range(len(TEXTS)) if number not in held_out]),
-        ("val.bin", sorted(held_out)),
-    ]:
-        # nanoGPT's train.py reads just so.
-        ids = np.memmap(folder / name, dtype=np.uint16, mode="r")
+    others = [number for number in range(len(TEXTS)) if number not in held_out]
+    for name, numbers in (("train.bin", others), ("val.bin", sorted(held_out))):
+        ids = np.memmap(folder / name, dtype=dtype, mode="r")  # nanoGPT's train.py reads just so
         ends = np.flatnonzero(ids == manifest.end_of_text)
-        found = [tokenizer.decode(piece[:-1].tolist()) for piece in np.split(ids, ends + 1)[:-1]]
-        assert found == [TEXTS[number] for number in chosen]
-        assert ends[-1] == len(ids) - 1
-    assert (manifest.train.documents, manifest.validation.documents) == (18, 3)
-    assert manifest.train.tokens * 2 == (folder / "train.bin").stat().st_size
-    assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
+        documents = [one.tolist() for one in np.split(ids, ends + 1)]
+        assert documents.pop() == [], "the last one is closed too"
+        texts = HfTokenizer.from_file(path).decode_batch([one[:-1] for one in documents])
+        assert texts == [TEXTS[number] for number in numbers]
+    assert (manifest.vocab_size, manifest.train.documents, manifest.validation.documents) == (size, 18, 3)
     assert {record.path: record.sha256 for record in manifest.files} == {
         name: sha256_of(folder / name) for name in set(contents(folder)) - {"manifest.json"}
     }
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_ids_take_four_bytes_only_where_two_do_not_hold_them(tmp_path: Path, size: int, dtype: Any) -> None:
-    tokenizer = large_vocabulary(tmp_path / "tokenizer", size)
-    manifest, folder = prepared(
-        corpus_in(tmp_path / "corpus"), tmp_path / "root", tokenizer={"kind": "file", "path": str(tokenizer)}
-    )
-    assert (manifest.vocab_size, np.dtype(manifest.dtype)) == (size, np.dtype(dtype))
-    ids = np.memmap(folder / "val.bin", dtype=dtype, mode="r")
-    assert ids.max() == size - 1
-    held_out = sorted(validation_documents(len(TEXTS), fraction=0.1, seed=2357).tolist())
-    texts = HfTokenizer.from_file(str(tokenizer)).decode(ids.tolist()).split("<|endoftext|>")[:-1]
-    assert texts == [TEXTS[number] for number in held_out]
 
 
 # --- any corpus, any workers, any end ---------------------------------------------------------------------------------
@@ -105,15 +92,13 @@ class Killed(Exception):
 
 def killed_after(results: int, each: MapFn) -> MapFn:
     """As `each`, until so many results have come."""
-    left = results
+    left = iter(range(results))
 
     def mortal(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
-        nonlocal left
         with closing(each(step, items)) as found:
             for result in found:
-                if left == 0:
+                if next(left, None) is None:
                     raise Killed
-                left -= 1
                 yield result
 
     return mortal
@@ -122,18 +107,11 @@ def killed_after(results: int, each: MapFn) -> MapFn:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
     text = [*TEXTS, "the quick brown fox doesn't say it again 你好，世界 " * 40]
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_bytes(train_tokenizer(TrainedTokenizer(kind="train", vocab_size=300), text).files["tokenizer.json"])
-    return TokenizerFile(kind="file", path=str(path))
+    trained = train_tokenizer(TrainedTokenizer(kind="train", vocab_size=300), text)
+    folder = write(tmp_path_factory.mktemp("tokenizer"), {"tokenizer.json": trained.files["tokenizer.json"]})
+    return TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")
 
 
-FILTERS = st.builds(
-    Filters,
-    min_characters=st.sampled_from([None, 1, 15]),
-    max_characters=st.sampled_from([None, 30, 1000]),
-    min_letter_ratio=st.sampled_from([None, 0.5, 1]),
-    drop_duplicates=st.booleans(),
-)
 FIELDS = st.fixed_dictionaries(
     {
         "filters": st.one_of(st.just(Filters()), FILTERS),
@@ -146,42 +124,29 @@ KILLS = st.lists(st.tuples(st.sampled_from([1, 2, 7]), st.integers(0, 12)), max_
 
 
 def planned_case(
-    folder: Path, files: list[CorpusFile], tokenizer: TokenizerFile, *, max_bytes: int | None = None, **fields: Any
-) -> tuple[PlannedDataset, Expected]:
+    folder: Path, files: Files, tokenizer: TokenizerFile, *, max_bytes: int | None = None, **fields: Any
+) -> tuple[PlannedDataset, dict[str, Any]]:
     """A preparation, and what has to come of it."""
-    source = write_corpus(folder / "corpus", files)
-    documents = [document for file in files for document in file.read()]
+    source = write(folder / "corpus", {f"{n:02d}{form}": FORMATS[form](texts) for n, (form, texts) in enumerate(files)})
     corpus = {"kind": "files", "paths": [str(source)], "separator": SEPARATOR, "max_bytes": max_bytes}
-    policy = "skip" if None in documents else "fail"
+    policy = "skip" if any(None in texts for _, texts in files) else "fail"
     planned = plan_dataset(settings_for(source, corpus=corpus, tokenizer=tokenizer, on_bad_document=policy, **fields))
     assert planned.tokenizer is not None
-    return planned, expected(documents, planned.tokenizer, planned.data)
+    return planned, expected(files, planned.tokenizer, planned.data)
 
 
 @settings(max_examples=30)
 @given(
-    files=corpus_files(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none())),
-    fields=FIELDS,
-    max_bytes=st.one_of(st.none(), st.integers(20, 600)),
-    shard=st.integers(1, 1500),
-    batch=st.integers(64, 2000),
-    kills=KILLS,
-    workers=st.sampled_from([1, 2, 7]),
-)
+    files=FILES, fields=FIELDS, max_bytes=st.one_of(st.none(), st.integers(20, 600)), shard=st.integers(1, 1500),
+    batch=st.integers(64, 2000), kills=KILLS, workers=st.sampled_from([1, 2, 7]),
+)  # fmt: skip
 def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
-    tmp_path_factory: pytest.TempPathFactory,
-    tokenizer: TokenizerFile,
-    files: list[CorpusFile],
-    fields: dict[str, Any],
-    max_bytes: int | None,
-    shard: int,
-    batch: int,
-    kills: list[tuple[int, int]],
-    workers: int,
-) -> None:
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: TokenizerFile, files: Files, fields: dict[str, Any],
+    max_bytes: int | None, shard: int, batch: int, kills: list[tuple[int, int]], workers: int,
+) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("case")
     planned, wanted = planned_case(folder, files, tokenizer, max_bytes=max_bytes, **fields)
-    assume(wanted.documents >= 2)
+    assume(wanted["documents"] >= 2)
     storage = open_storage(str(folder / "root"))
     with cut_into(shard, batch):
         for mortals, results in kills:
@@ -201,56 +166,40 @@ def test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_mad
 ) -> None:
     """The last shard's footer counts a document that is empty: all are then counted and assigned anew."""
     texts = [f"Document {number} of a corpus whose footers tell the count." for number in range(60)]
-    halves: list[list[Document]] = [[*texts[:30]], [*texts[30:59], "", texts[59]]]
-    files = [CorpusFile(format="parquet", documents=half) for half in halves]
+    files: Files = [(".parquet", [*texts[:30]]), (".parquet", [*texts[30:59], "", texts[59]])]
     planned, wanted = planned_case(tmp_path, files, tokenizer, validation_fraction=0.2)
     with cut_into(1500):
         manifest = prepare(planned, open_storage(str(tmp_path / "root")), each=in_threads(1))
     assert found(planned, tmp_path / "root", manifest) == wanted
 
 
-def many_files(folder: Path, count: int) -> Path:
-    """Files of about 100 bytes, each a document."""
-    folder.mkdir()
-    for number in range(count):
-        (folder / f"{number:03d}.txt").write_text(f"The text of file {number}. " * 4)
-    return folder
-
-
 def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
-    source = many_files(tmp_path / "corpus", 64)
+    many: Files = [(".txt", [f"The text of file {number}. " * 4]) for number in range(64)]
+    steps = list[object]()
 
-    def shards_read(max_bytes: int | None) -> int:
-        steps = 0
+    def counting(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        steps.extend(items)
+        yield from in_threads(2)(step, items)
 
-        def counting(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
-            nonlocal steps
-            steps += len(items)
-            yield from in_threads(2)(step, items)
-
-        corpus = {"kind": "files", "paths": [str(source)], "max_bytes": max_bytes}
-        planned = plan_dataset(settings_for(source, corpus=corpus, tokenizer=tokenizer))
-        with cut_into(100):
-            prepare(planned, open_storage(str(tmp_path / "root")), each=counting)
-        return steps
-
-    assert shards_read(None) == 2 * 64
+    planned, _ = planned_case(tmp_path, many, tokenizer, max_bytes=150)
+    with cut_into(100):
+        prepare(planned, open_storage(str(tmp_path / "root")), each=counting)
     # Two are surveyed to find the limit, the second one again up to it, and both are encoded.
-    assert shards_read(150) <= 2 * 3 + 1
+    assert len(steps) <= 2 * 3 + 1
 
 
-def test_progress_runs_through_its_phases_and_ends_at_what_the_manifest_says(tmp_path: Path) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
-    seen = list[Preparation]()
-    with cut_into(200):
-        manifest = prepare(planned, open_storage(str(tmp_path / "root")), report=seen.append)
-    phases = [phase for phase, _ in groupby(progress.phase for progress in seen)]
-    assert phases == ["tokenizer", "survey", "encode", "publish"]
-    encoding = [progress for progress in seen if progress.phase == "encode"]
-    assert [progress.documents for progress in encoding] == sorted(progress.documents for progress in encoding)
-    last = encoding[-1]
-    assert (last.documents, last.tokens, last.text_bytes) == (len(TEXTS), manifest.tokens, manifest.text_bytes)
-    assert (last.all_bytes, last.seconds_left) == (manifest.text_bytes, 0)
+SCRIPTS = ["", " ", "é", "日本", "Дождь", "नमस्ते", "|--|", "٣٫١٤"]
+
+
+@given(texts=st.lists(DOCUMENTS | st.sampled_from(SCRIPTS), max_size=6), filters=FILTERS)
+@example(texts=SCRIPTS, filters=Filters(min_characters=2, max_characters=5))
+@example(texts=SCRIPTS, filters=Filters(min_letter_ratio=0.9))
+def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], filters: Filters) -> None:
+    filters = filters.model_copy(update={"drop_duplicates": False})  # it is dropped when all documents are known
+    kept, dropped = passing(pa.array(texts, pa.large_string()), filters)
+    reasons = [reason_to_drop(text, filters, []) for text in texts]
+    assert kept.tolist() == [reason is None for reason in reasons]
+    assert dropped == Counter(reason for reason in reasons if reason)
 
 
 # --- a folder and a bucket --------------------------------------------------------------------------------------------
@@ -265,11 +214,9 @@ def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
 def test_a_finished_dataset_is_done_and_staged_from_where_it_is(
     dataset: tuple[DatasetManifest, Path], root: str, tmp_path: Path
 ) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
-    storage = open_storage(root)
-    # What another attempt left, without its manifest.
-    storage.write(f"{planned.path}/train.bin", b"half")
-    storage.write(f"{planned.path}/tokenizer/old.json", b"{}")
+    planned, storage = plan_dataset(settings_for(corpus_in(tmp_path / "corpus"))), open_storage(root)
+    for name in ("train.bin", "tokenizer/old.json"):  # as another attempt left them, without its manifest
+        storage.write(f"{planned.path}/{name}", b"half")
     made = prepare(planned, storage)
     assert (made, stored(root, planned)) == (dataset[0], contents(dataset[1]))
     assert prepare(planned, storage, each=killed_after(0, in_threads(1))) == made
@@ -279,34 +226,19 @@ def test_a_finished_dataset_is_done_and_staged_from_where_it_is(
     assert open_dataset(str(staged)) == made
 
 
-def test_two_preparations_at_once_both_end_well(
-    dataset: tuple[DatasetManifest, Path], root: str, tmp_path: Path
+def test_two_preparations_at_once_both_end_well_and_a_split_past_the_cap_is_numbered_files(
+    root: str, tmp_path: Path, tokenizer: TokenizerFile
 ) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
-    with cut_into(300), ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(lambda _: prepare(planned, open_storage(root), each=in_threads(2)), range(2)))
-    assert made == [dataset[0]] * 2
-    assert stored(root, planned) == contents(dataset[1])
-
-
-def test_a_split_past_the_cap_is_numbered_files_of_whole_documents_that_are_the_one_file_behind_one_another(
-    tmp_path: Path, tokenizer: TokenizerFile, root: str
-) -> None:
-    source = many_files(tmp_path / "corpus", 40)
+    source = corpus_in(tmp_path / "corpus")
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer, max_file_bytes=1000))
-    with cut_into(400):
-        _, folder = prepared(source, tmp_path / "whole", tokenizer=tokenizer)
-        parts = prepare(planned, open_storage(root))
-    files = stored(root, planned)
-    names = [record.path for record in parts.train.files]
-    assert names == [f"train-{number:05d}.bin" for number in range(len(names))]
-    assert len(names) > 3
-    assert b"".join(files[name] for name in names) == (folder / "train.bin").read_bytes()
-    assert all(record.size <= 1000 for record in parts.train.files)
-    assert all(np.frombuffer(files[name], dtype=np.uint16)[-1] == parts.end_of_text for name in names)
-
-
-# --- what its bytes depend on -----------------------------------------------------------------------------------------
+    with cut_into(300), ThreadPoolExecutor(2) as pool:
+        made, other = pool.map(lambda _: prepare(planned, open_storage(root), each=in_threads(2)), range(2))
+    _, folder = prepared(source, tmp_path / "whole", tokenizer=tokenizer)
+    parts = {name: part for name, part in stored(root, planned).items() if name.startswith("train")}
+    assert made == other
+    assert list(parts) == [f"train-{number:05d}.bin" for number in range(len(parts))]
+    assert b"".join(parts.values()) == (folder / "train.bin").read_bytes()
+    assert max(map(len, parts.values())) <= 1000
 
 
 def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
@@ -315,8 +247,9 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     manifest, folder = dataset
     command = [sys.executable, "-m", "litgpt_demo", "prepare", "--root", str(tmp_path / "root"), "--data"]
     data = settings_for(corpus_in(tmp_path / "corpus")).model_dump_json()
-    one_core = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    said = subprocess.run([*command, data], check=True, env=one_core, capture_output=True, text=True).stdout
+    # Neither the number of threads nor Python's hashing may show in the tokenizer or the ids.
+    other = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
+    said = subprocess.run([*command, data], check=True, env=other, capture_output=True, text=True).stdout
     assert contents(tmp_path / "root" / "datasets" / folder.name) == contents(folder)
     assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
 
@@ -325,52 +258,32 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
 
 
 @pytest.mark.parametrize(
-    ("texts", "fields", "error", "words"),
+    ("count", "fields", "words"),
     [
-        (TEXTS[:1], {}, DataError, "has 1 documents in 2 files; .*give more text"),
-        (TEXTS, {"filters": {"min_characters": 1000}}, DataError, "has 0 documents .*; 21 more are .* dropped by data"),
-        (TEXTS, {"validation_fraction": 0.99}, UserError, r"=0\.99 of 21 documents leaves none to train on"),
+        (1, {}, "has 1 documents in 2 files; .*give more text"),
+        (21, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
+        (21, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
     ],
 )
 def test_a_corpus_that_makes_no_dataset_is_refused(
-    tmp_path: Path,
-    tokenizer: TokenizerFile,
-    texts: list[str],
-    fields: dict[str, Any],
-    error: type[Exception],
-    words: str,
+    tmp_path: Path, tokenizer: TokenizerFile, count: int, fields: dict[str, Any], words: str
 ) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", texts), tokenizer=tokenizer, **fields))
-    with pytest.raises(error, match=words):
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", TEXTS[:count]), tokenizer=tokenizer, **fields))
+    with pytest.raises((DataError, UserError), match=words):
         prepare(planned, open_storage(str(tmp_path / "root")))
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None
     assert not (tmp_path / "root" / ".scratch").exists()
 
 
 def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, tokenizer: TokenizerFile) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    (source / "c.jsonl").write_bytes(b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n')
-    refusing = plan_dataset(settings_for(source, tokenizer=tokenizer))
+    lines = b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n'
+    source, storage = write(corpus_in(tmp_path / "corpus"), {"c.jsonl": lines}), open_storage(str(tmp_path / "root"))
     with pytest.raises(DataError, match=r"c\.jsonl, line 2 has 7 as 'text'"):
-        prepare(refusing, open_storage(str(tmp_path / "root")))
-    skipping = plan_dataset(settings_for(source, tokenizer=tokenizer, on_bad_document="skip"))
-    manifest = prepare(skipping, open_storage(str(tmp_path / "root")))
+        prepare(plan_dataset(settings_for(source, tokenizer=tokenizer)), storage)
+    manifest = prepare(plan_dataset(settings_for(source, tokenizer=tokenizer, on_bad_document="skip")), storage)
     assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
     assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
     assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
-
-
-def test_a_source_that_changes_between_two_readings_is_named(tmp_path: Path, tokenizer: TokenizerFile) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    storage, planned = open_storage(str(tmp_path / "root")), plan_dataset(settings_for(source, tokenizer=tokenizer))
-
-    def change(progress: Preparation) -> None:
-        if progress.phase == "survey":
-            (source / "a.txt").write_text(SEPARATOR.join(TEXTS[:3]))
-
-    with cut_into(1), pytest.raises(DataError, match=r"a\.txt.*chang"):
-        prepare(planned, storage, each=in_threads(1), report=change)
-    assert finished_dataset(storage, planned) is None
 
 
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Preparations that are killed, by the operating system and at once, go on where they were."""
+"""Preparations that are killed, or whose bucket fails, go on where they were."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from corpora import contents, cut_into, large_vocabulary, settings_for
+import pytest
+from bucket_faults import FOREVER, Fault, FaultyBucket
+from corpora import as_jsonl, as_parquet, contents, corpus_in, cut_into, large_vocabulary, settings_for, write
 
 from litgpt_demo.config import Filters
-from litgpt_demo.data.dataset import finished_dataset, plan_dataset
-from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.storage import open_storage
+from litgpt_demo.data.dataset import PlannedDataset, finished_dataset, plan_dataset, stage
+from litgpt_demo.data.preparation import in_threads, prepare, workers
+from litgpt_demo.data.preparation.ledger import Work
+from litgpt_demo.errors import UserError
+from litgpt_demo.storage import BucketStorage, open_storage
 
-SHARD = 25_000
+SHARD = 5_000
 """Stored bytes."""
 
 # What `python -m litgpt_demo prepare` does, with smaller shards, until it would give a file such a name the n-th time.
@@ -38,45 +41,79 @@ main(["prepare", *sys.argv[4:]])
 """
 
 
-def random_texts(folder: Path, size: int) -> Path:
-    """Documents of random words, `size` bytes in all: a half in parquet, a half in JSON lines."""
-    chance, documents, left = Random(7), [], size
-    words = " ".join("".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 9))) for _ in range(10_000))
-    while left > 0:
-        start, length = chance.randrange(len(words)), chance.randint(10, 3000)
-        documents.append(words[start : start + length])
-        left -= len(documents[-1])
-    folder.mkdir(parents=True)
-    first, second = documents[: len(documents) // 2], documents[len(documents) // 2 :]
-    pq.write_table(pa.table({"text": first}), folder / "a.parquet", row_group_size=10, compression="none")
-    (folder / "b.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in second))
-    return folder
-
-
-def noted(shards: Path) -> dict[str, tuple[int, int]]:
-    """The ledger's records: which file each is, so that another of the same name can be told from it."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in shards.glob("[0-9]*.json")}
-
-
-def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(
-    tmp_path: Path,
-) -> None:
-    source = random_texts(tmp_path / "corpus", 1_000_000)
-    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer", 300))}
+def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    texts = [f"{number % 90} {'word ' * (number % 90)}" for number in range(600)]
+    corpus = {"a.parquet": as_parquet(texts[:300], compression="none"), "b.jsonl": as_jsonl(texts[300:])}
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
     filters = Filters(drop_duplicates=True, min_characters=40)
+    source, root = write(tmp_path / "corpus", corpus), tmp_path / "root"
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer, filters=filters))
-    root = tmp_path / "root"
-    shards, before = root / planned.path / "shards", dict[str, tuple[int, int]]()
+    before = dict[str, tuple[int, int]]()
     for last_file, count in (("[0-9]*.json", 9), ("[0-9]*.json", 50), ("manifest.json", 1)):
         asked = [last_file, str(count), "--root", str(root), "--data", planned.data.model_dump_json()]
         ended = subprocess.run([sys.executable, "-c", PROGRAM, str(SHARD), *asked], stdout=subprocess.DEVNULL)
         assert ended.returncode == -signal.SIGKILL
         assert finished_dataset(open_storage(str(root)), planned) is None
-        now = noted(shards)
-        assert {name: now.get(name) for name in before} == before, "what was noted is not made again"
-        assert len(now) > len(before)
+        noted = {path.name: path.stat() for path in (root / planned.path / "shards").glob("[0-9]*.json")}
+        now = {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in noted.items()}
+        assert now.items() > before.items(), "what was noted is not made again"
         before = now
     with cut_into(SHARD):
         prepare(planned, open_storage(str(root)))
         prepare(planned, open_storage(str(tmp_path / "other")), each=in_threads(1))
     assert contents(root) == contents(tmp_path / "other")
+
+
+# --- a bucket that answers as buckets do: late, wrongly, not at all, or no ------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> PlannedDataset:
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
+    return plan_dataset(settings_for(corpus_in(tmp_path / "corpus"), tokenizer=tokenizer))
+
+
+@pytest.fixture
+def local(planned: PlannedDataset, tmp_path: Path) -> dict[str, bytes]:
+    """The files of the same dataset in a local root, by their path below it."""
+    prepare(planned, open_storage(str(tmp_path / "local")))
+    return contents(tmp_path / "local")
+
+
+# None may wait on this machine's disk, as where workers are on other machines; or all may.
+@pytest.mark.parametrize(("seed", "waiting"), [(1, 0), (2, 1000)])
+def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is_left(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, seed: int, waiting: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(workers, "_WAITING", waiting)
+    proxy.arm(chance=Random(seed))
+    with cut_into(1200):
+        prepare(planned, bucket, each=in_threads(4))
+    staged = stage(bucket.address(planned.path), tmp_path / "scratch")
+    assert proxy.objects() == local
+    assert {f"{planned.path}/{name}": content for name, content in contents(staged).items()} == local
+    assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
+
+
+def test_a_bucket_that_refuses_writing_is_refused_before_anything_is_encoded(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset
+) -> None:
+    proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
+    with pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
+        prepare(planned, bucket, each=lambda step, items: pytest.fail("encoding"))
+
+
+@pytest.mark.parametrize(("kind", "skip"), [("upload", 9), ("compose", 1)])
+def test_a_bucket_that_refuses_half_way_holds_nothing_that_looks_finished_and_is_gone_on_with(
+    proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], kind: Any, skip: int
+) -> None:
+    proxy.arm(Fault(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
+    with cut_into(400), pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
+        prepare(planned, bucket, each=in_threads(2))
+    proxy.arm()
+    assert finished_dataset(bucket, planned) is None
+    assert [name for name in proxy.objects() if name.endswith(".json")], "something was done"
+    with cut_into(400):
+        prepare(planned, bucket, each=in_threads(2))
+    assert proxy.objects() == local

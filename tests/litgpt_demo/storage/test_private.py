@@ -1,7 +1,8 @@
-"""What lies in the temporary folder, and a run's own folder, is its user's alone."""
+"""What lies in the temporary folder, and a run's own folder, is its user's alone; so are keys."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import open_storage
+from litgpt_demo.storage.access import environment_of_readers
 from litgpt_demo.storage.private import make_private, make_temporary, own_temporary, write_private
 from litgpt_demo.training.loop import scratch_of
 
@@ -53,14 +55,13 @@ def test_the_ranks_of_a_run_share_its_folder_and_runs_of_two_buckets_do_not(own:
 def test_a_new_folder_of_a_run_is_its_owners_alone_unless_it_is_in_a_shared_one(
     tmp_path: Path, above: int, made: int
 ) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs").chmod(above)
+    tmp_path.chmod(above)
     before = os.umask(0o022)
     try:
-        make_private(tmp_path / "runs" / "owt-1a2b")
+        make_private(tmp_path / "owt-1a2b")
     finally:
         os.umask(before)
-    assert mode_of(tmp_path / "runs" / "owt-1a2b") == made
+    assert mode_of(tmp_path / "owt-1a2b") == made
 
 
 def test_a_private_file_is_replaced_in_one_piece_or_stays(tmp_path: Path) -> None:
@@ -69,3 +70,29 @@ def test_a_private_file_is_replaced_in_one_piece_or_stays(tmp_path: Path) -> Non
         write_private(tmp_path / "environment", "export SECRET=\udcff")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("environment", "export SECRET=1")]
     assert mode_of(tmp_path / "environment") == 0o600
+
+
+# --- processes that read what others wrote: they get the way to the storage, and no key to anything else ----------
+
+KEYS = (
+    "KUBECONFIG", "RUNAI_CLIENT_SECRET", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "HF_TOKEN",
+    "WANDB_API_KEY", "DOCKER_AUTH_CONFIG", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK",
+    "CLOUDSDK_AUTH_ACCESS_TOKEN", "GOOGLE_API_KEY", "MY_OWN_SECRET",
+)  # fmt: skip
+WAY = (
+    "GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST", "HOME",
+    "https_proxy", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PATH", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH",
+)  # fmt: skip
+
+
+def test_a_key_to_anything_but_the_storage_stays_behind() -> None:
+    assert environment_of_readers(dict.fromkeys(KEYS + WAY, "value")) == dict.fromkeys(WAY, "value")
+
+
+def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(tmp_path: Path) -> None:
+    account = tmp_path / "account.json"
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1"}
+    named = {"GOOGLE_APPLICATION_CREDENTIALS": str(account)}
+    for source, expected in (({"environment_id": "aws1"}, keys | named), ({"file": "/var/token"}, named)):
+        account.write_text(json.dumps({"type": "external_account", "credential_source": source}))
+        assert environment_of_readers(keys | named) == expected

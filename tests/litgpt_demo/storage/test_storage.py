@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import re
 import resource
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -48,98 +47,69 @@ def test_what_is_created_is_there_and_never_replaced(storage: Storage) -> None:
     assert storage.create("index/run/1.json", b"first")
     assert storage.create("index/run/1.json", b"first")  # as after an answer that was lost
     assert not storage.create("index/run/1.json", b"second")
-    assert storage.read("index/run/1.json") == b"first"
-    assert storage.list() == ["index/run/1.json"]
-
-
-def test_of_many_creators_at_once_one_is_told_that_it_was_its_data(storage: Storage) -> None:
     claims = [f"from {number}".encode() for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         mine = list(pool.map(lambda data: storage.create("claim", data), claims))
     won = [data for data, was_mine in zip(claims, mine, strict=True) if was_mine]
     assert [storage.read("claim")] == won
+    assert storage.read("index/run/1.json") == b"first"
+    assert storage.list() == ["claim", "index/run/1.json"]
 
 
-def test_a_listing_is_deep_sorted_and_relative_to_the_root(storage: Storage) -> None:
-    assert storage.list() == []
+def test_a_listing_is_deep_sorted_and_of_a_folder_alone(storage: Storage) -> None:
     storage.write("b.txt", b"a longer first version")
-    written = [storage.write(path, path.encode()) for path in ("b.txt", "a/2", "a/10", "a/deep/er/x", ".hidden")]
-    assert storage.list() == [".hidden", "a/10", "a/2", "a/deep/er/x", "b.txt"]
+    written = [storage.write(path, path.encode()) for path in (".hidden", "a/10", "a/2", "a/deep/er/x", "b.txt")]
+    assert storage.inventory() == [storage.stat(path) for path in storage.list()] == written
     assert storage.list("a") == storage.list("a/") == ["a/10", "a/2", "a/deep/er/x"]
     assert storage.list("b.txt") == storage.list("missing/folder") == storage.inventory("missing") == []
-    assert storage.inventory() == sorted(written, key=lambda stored: stored.path)
-    assert [storage.stat(stored.path) for stored in written] == written
     assert [storage.exists(path) for path in ("a/2", "a", "a/2/below", "a/1")] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("path", ["missing", "folder", "folder/file/below"])
 def test_a_missing_file_is_named_by_its_whole_address(storage: Storage, tmp_path: Path, path: str) -> None:
     storage.write("folder/file", b"x")
-    verbs: list[Callable[[], object]] = [
-        lambda: storage.read(path),
-        lambda: storage.read_on(path, Position()),
-        lambda: storage.stat(path),
-        lambda: storage.download(path, tmp_path / "target"),
-        lambda: storage.join(["folder/file", path], "whole"),
-    ]
-    for verb in verbs:
+    for verb in (
+        storage.read,
+        storage.stat,
+        lambda path: storage.read_on(path, Position()),
+        lambda path: storage.download(path, tmp_path / "target"),
+        lambda path: storage.join(["folder/file", path], "whole"),
+    ):
         with pytest.raises(FileNotFoundError, match=re.escape(storage.address(path))):
-            verb()
+            verb(path)
     assert not (tmp_path / "target").exists()
     assert storage.list() == ["folder/file"]
 
 
-def test_an_upload_copies_and_with_move_takes_the_source_away(storage: Storage, tmp_path: Path) -> None:
-    source, link = tmp_path / "train.bin", tmp_path / "link"
-    source.write_bytes(b"tokens")
+def test_a_file_of_several_chunks_arrives_whole_both_ways_and_with_move_its_source_goes(
+    storage: Storage, tmp_path: Path
+) -> None:
+    source, link, target = tmp_path / "large", tmp_path / "link", tmp_path / "staged" / "back"
+    source.write_bytes(os.urandom(1 << 20) * 17 + b"tail")
     link.symlink_to(source)
-    storage.upload(link, "linked", move=True)
+    target.parent.mkdir()
+    target.write_bytes(b"an old content")
+    stored = storage.upload(link, "large", move=True)
     assert not link.is_symlink()
-    copied = storage.upload(source, "copy/train.bin")
-    assert source.read_bytes() == b"tokens"
-    moved = storage.upload(source, "moved/train.bin", move=True)
-    assert not source.exists()
-    assert [storage.read(path) for path in ("linked", copied.path, moved.path)] == [b"tokens"] * 3
-    with pytest.raises(FileNotFoundError, match=r"train\.bin"):
+    assert stored == storage.download("large", target) == ObjectInfo("large", (17 << 20) + 4, crc32c_of(source))
+    assert sha256_of(target) == sha256_of(source)
+    assert list(target.parent.iterdir()) == [target]
+    storage.upload(source, "copy")
+    storage.upload(source, "moved", move=True)
+    assert storage.stat("copy").crc32c == storage.stat("moved").crc32c == stored.crc32c
+    with pytest.raises(FileNotFoundError, match="large"):
         storage.upload(source, "again")
 
 
-def test_a_file_of_several_chunks_arrives_whole_both_ways_and_leaves_nothing_beside_it(
-    storage: Storage, tmp_path: Path
-) -> None:
-    source, target = tmp_path / "large", tmp_path / "staged" / "back"
-    source.write_bytes(os.urandom(1 << 20) * 17 + b"tail")
-    stored = storage.upload(source, "large")
-    assert stored == ObjectInfo("large", (17 << 20) + 4, crc32c_of(source))
-    target.parent.mkdir()
-    target.write_bytes(b"an old content")
-    assert storage.download("large", target) == stored
-    assert sha256_of(target) == sha256_of(source)
-    assert [file.name for file in target.parent.iterdir()] == ["back"]
-
-
-def test_a_removal_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage) -> None:
-    for path in ("step-1/a", "step-1/deep/b", "step-10/a", "step-1.json", "other"):
-        storage.write(path, b"x")
+def test_a_removal_or_a_move_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage) -> None:
+    for path in ("step-1/a", "step-1/deep/b", "step-10/a", "step-1.json", "other", "torn/deep/a"):
+        storage.write(path, path.encode())
+    storage.move("torn", "damaged/torn.1")
     storage.remove("step-1")
     for path in ("other", "other", "never/was", "step-1.json/below"):
         storage.remove(path)
-    assert storage.list() == ["step-1.json", "step-10/a"]
-
-
-def test_a_folder_moves_with_all_that_is_in_it(storage: Storage) -> None:
-    for path in ("step-1/a", "step-1/deep/b", "step-10/a"):
-        storage.write(path, path.encode())
-    storage.move("step-1", "damaged/step-1.1")
-    assert storage.list() == ["damaged/step-1.1/a", "damaged/step-1.1/deep/b", "step-10/a"]
-    assert storage.read("damaged/step-1.1/deep/b") == b"step-1/deep/b"
-
-
-def test_a_storage_within_another_shares_its_files_in_any_process(storage: Storage) -> None:
-    inner = storage.within("runs/owt")
-    assert inner.write("a/b", b"x").path == "a/b"
-    assert storage.list() == ["runs/owt/a/b"]
-    assert open_storage(inner.root).list() == pickle.loads(pickle.dumps(inner)).list() == ["a/b"]
+    assert storage.list() == ["damaged/torn.1/deep/a", "step-1.json", "step-10/a"]
+    assert storage.read("damaged/torn.1/deep/a") == b"torn/deep/a"
 
 
 @pytest.mark.parametrize("count", [0, 33])
@@ -213,23 +183,23 @@ def test_an_address_that_names_no_storage_is_refused(address: str) -> None:
 # --- a folder ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_beside_two_writers_sees_only_whole_versions(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path))
+def test_a_reader_beside_a_writer_sees_only_whole_versions(tmp_path: Path) -> None:
+    storage, done = open_storage(str(tmp_path)), Event()
     versions = [bytes([number]) * 200_000 for number in (1, 2)]
     storage.write("config.json", versions[0])
-    done = Event()
 
-    def keep_writing(version: bytes) -> None:
+    def keep_writing() -> None:
         while not done.is_set():
-            storage.write("config.json", version)
+            for version in versions:
+                storage.write("config.json", version)
 
-    with ThreadPoolExecutor(2) as writers:
-        writing = [writers.submit(keep_writing, version) for version in versions]
+    with ThreadPoolExecutor(1) as writer:
+        writing = writer.submit(keep_writing)
         try:
-            seen = [(storage.read("config.json"), storage.list()) for _ in range(50)]
+            seen = [(storage.read("config.json"), storage.list()) for _ in range(100)]
         finally:
             done.set()
-    assert [one.exception() for one in writing] == [None, None]
+    assert writing.result() is None
     assert all(content in versions and names == ["config.json"] for content, names in seen)
 
 
@@ -277,27 +247,21 @@ def test_a_linked_folder_is_listed_and_outlives_the_removal_of_the_link(tmp_path
 def test_every_verb_survives_a_fault(
     bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path, do: Any, size: int
 ) -> None:
-    def spoil_one(on: Any, do: Any = do) -> None:
+    def spoilt(on: Any, do: Any = do) -> BucketStorage:
         proxy.arm(Fault(on=on, do=do))
+        return bucket
 
     data = os.urandom(size)
     bucket.write("a/b", b"old")
-    spoil_one("upload")
-    stored = bucket.write("a/b", data)
-    spoil_one("look")
-    assert bucket.stat("a/b") == stored
-    spoil_one("look")
-    assert bucket.list() == ["a/b"]
+    stored = spoilt("upload").write("a/b", data)
+    assert spoilt("look").stat("a/b") == stored
+    assert spoilt("look").list() == ["a/b"]
     for kind in ("cut", "flip", do):
-        spoil_one("download", kind)
-        assert bucket.read("a/b") == data
-        spoil_one("download", kind)
-        assert bucket.download("a/b", tmp_path / kind) == stored
+        assert spoilt("download", kind).read("a/b") == data
+        assert spoilt("download", kind).download("a/b", tmp_path / kind) == stored
         assert (tmp_path / kind).read_bytes() == data
-    spoil_one("upload", "flip request")
-    assert bucket.write("a/c", data).crc32c == stored.crc32c
-    spoil_one("delete")
-    bucket.remove("a")
+    assert spoilt("upload", "flip request").write("a/c", data).crc32c == stored.crc32c
+    spoilt("delete").remove("a")
     assert bucket.list() == []
 
 
@@ -307,45 +271,33 @@ def test_bytes_that_stay_wrong_are_an_error_and_never_show(
     bucket.write("state", b"old")
     (tmp_path / "old").write_bytes(b"good")
     proxy.arm(Fault(on="upload", do="flip request", times=FOREVER), Fault(on="download", do="flip", times=FOREVER))
-    verbs: list[Callable[[], object]] = [
-        lambda: bucket.write("state", os.urandom(SMALL)),
-        lambda: bucket.download("state", tmp_path / "old"),
-        lambda: bucket.read("state"),
-    ]
-    for verb in verbs:
+    for verb in (
+        bucket.read,
+        lambda path: bucket.write(path, os.urandom(SMALL)),
+        lambda path: bucket.download(path, tmp_path / "old"),
+    ):
         with pytest.raises(DataError, match=re.escape(bucket.address("state"))):
-            verb()
+            verb("state")
     proxy.arm()
     assert bucket.read("state") == b"old"
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("old", b"good")]
 
 
-def test_a_late_request_does_not_land_on_a_newer_object(bucket: BucketStorage, proxy: FaultyBucket) -> None:
+def test_a_late_request_does_not_touch_a_newer_object(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     bucket.write("metrics.jsonl", b"1\n")
-    proxy.arm(Fault(on="upload", do="hold"))  # never answered, so sent again
+    proxy.arm(Fault(on="upload", do="hold"), Fault(on="delete", do="hold"))  # never answered, so sent again
     bucket.write("metrics.jsonl", b"1\n2\n")
+    bucket.remove("metrics.jsonl")
     bucket.write("metrics.jsonl", b"1\n2\n3\n")
-    assert proxy.release() == [412]
+    assert proxy.release() == [412, 412]
     assert bucket.read("metrics.jsonl") == b"1\n2\n3\n"
 
 
-def test_a_late_removal_does_not_take_a_newer_object(bucket: BucketStorage, proxy: FaultyBucket) -> None:
-    bucket.write("metrics.jsonl", b"1\n")
-    proxy.arm(Fault(on="delete", do="hold"))
-    bucket.remove("metrics.jsonl")
-    bucket.write("metrics.jsonl", b"2\n")
-    assert proxy.release() == [412]
-    assert bucket.read("metrics.jsonl") == b"2\n"
-
-
 def test_of_two_creators_exactly_the_one_that_came_first_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
-    others: list[bool] = []
-    proxy.arm(
-        Fault(on="upload", do="overtake", meanwhile=lambda: others.append(bucket.create("attempt.json", b"theirs")))
-    )
+    theirs = partial(bucket.create, "attempt.json", b"theirs")
+    proxy.arm(Fault(on="upload", do="overtake", meanwhile=theirs))
     assert not bucket.create("attempt.json", b"mine")
-    assert others == [True]
-    assert bucket.read("attempt.json") == b"theirs"
+    assert theirs(), "it is there already"
     proxy.arm(Fault(on="upload", do="lose"))
     assert bucket.create("claim", b"mine"), "though the answer was lost"
 
@@ -353,18 +305,15 @@ def test_of_two_creators_exactly_the_one_that_came_first_wins(bucket: BucketStor
 def test_a_manifest_that_another_replaces_meanwhile_is_written_read_and_removed_whole(
     bucket: BucketStorage, proxy: FaultyBucket
 ) -> None:
-    def overtaken(on: Any) -> None:
+    def overtaken(on: Any) -> BucketStorage:
         bucket.write("run/manifest.json", b"a longer first one")
         proxy.arm(Fault(on=on, do="overtake", meanwhile=lambda: bucket.write("run/manifest.json", b"theirs")))
+        return bucket
 
-    overtaken("upload")
-    mine = bucket.write("run/manifest.json", b"mine")
-    assert bucket.stat("run/manifest.json") == mine
+    assert overtaken("upload").write("run/manifest.json", b"mine") == bucket.stat("run/manifest.json")
     assert bucket.read("run/manifest.json") == b"mine"
-    overtaken("download")
-    assert bucket.read("run/manifest.json") == b"theirs"
-    overtaken("delete")
-    bucket.remove("run")
+    assert overtaken("download").read("run/manifest.json") == b"theirs"
+    overtaken("delete").remove("run")
     assert bucket.list() == []
 
 
@@ -373,7 +322,7 @@ def test_a_bucket_that_does_not_answer_is_a_network_fault(bucket: BucketStorage,
     bucket.write("state", b"x")
     proxy.arm(*[Fault(on=on, do="refuse", times=FOREVER) for on in ("look", "upload", "download", "delete")])
     for verb in (hasty.read, hasty.list, hasty.remove, lambda path: hasty.create(path, b"y")):
-        with pytest.raises(NetworkError, match=re.escape(f"{hasty.root}")):
+        with pytest.raises(NetworkError, match=hasty.root):
             verb("state")
 
 
@@ -386,14 +335,13 @@ def test_an_interrupted_removal_has_taken_the_manifest(bucket: BucketStorage, pr
     assert bucket.list() == ["step-1/a.distcp", "step-1/z.distcp"]
 
 
-def test_a_missing_bucket_is_a_user_error_for_every_verb(bucket: BucketStorage) -> None:
-    storage = open_storage("gs://no-such-bucket/runs")
-    for verb in (storage.list, storage.read, storage.remove, lambda path: storage.write(path, b"x")):
+def test_a_bucket_that_is_not_there_or_refuses_is_named_with_the_command_that_helps(
+    bucket: BucketStorage, proxy: FaultyBucket
+) -> None:
+    missing = open_storage("gs://no-such-bucket/runs")
+    for ask in (missing.list, missing.read, missing.remove, lambda path: missing.write(path, b"x")):
         with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*buckets create gs://no-such-bucket"):
-            verb("x")
-
-
-def test_a_refusal_names_bucket_role_and_command(bucket: BucketStorage, proxy: FaultyBucket) -> None:
+            ask("x")
     proxy.arm(*(Fault(on=on, do="refuse", status=403, times=FOREVER) for on in ("look", "upload")))
     for verb, role in ((lambda: bucket.read("state"), "Viewer"), (lambda: bucket.create("state", b"x"), "User")):
         with pytest.raises(UserError, match=rf"{proxy.bucket} refused.*role=roles/storage\.object{role}"):
@@ -406,6 +354,5 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     objects._client.cache_clear()  # an earlier test may have had credentials
-    with pytest.raises(UserError, match=r"no usable credentials: Your default credentials were not found") as refused:
+    with pytest.raises(UserError, match=r"no usable credentials: .*`gcloud auth application-default login`"):
         open_storage("gs://some-bucket/x").list()
-    assert str(refused.value).endswith("for more information; run `gcloud auth application-default login`")

@@ -10,7 +10,7 @@ from another_user import as_nobody, needs_another_user, shared_temporary
 
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import open_storage
-from litgpt_demo.storage.private import close_folder, own_temporary
+from litgpt_demo.storage.private import own_temporary
 from litgpt_demo.training.loop import scratch_of
 
 pytestmark = needs_another_user
@@ -40,9 +40,3 @@ def test_what_another_user_put_in_its_place_first_is_refused(shared: Path, make:
     assert as_nobody(make, own_temporary())
     with pytest.raises(UserError, match="so that another user of this machine could change"):
         scratch_of(RUN, 0)
-
-
-def test_another_users_folder_keeps_its_mode(shared: Path) -> None:
-    assert as_nobody('mkdir -m 755 "$1"', shared / "home")
-    close_folder(shared / "home")
-    assert (shared / "home").stat().st_mode & 0o7777 == 0o755
