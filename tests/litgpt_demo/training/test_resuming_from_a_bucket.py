@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bucket_emulator import bucket_emulator
 from states import same, training_of
 
 from litgpt_demo.errors import UserError
@@ -48,34 +47,19 @@ class RanksInThreads(Ranks):
         return mine
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with bucket_emulator("resuming") as address:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        yield "gs://resuming"
-
-
-def copied(folder: Path, address: str) -> Storage:
-    storage = open_storage(address)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            storage.upload(path, str(path.relative_to(folder)))
-    return storage
-
-
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 1), (1, 2), (2, 2)])
 def test_no_rank_removes_what_another_still_reads(
-    finished_copy: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, processes: int
+    finished_copy: Path, bucket: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, processes: int
 ) -> None:
-    run, meeting = copied(finished_copy, f"{bucket}/{nodes}x{processes}"), Meeting(nodes * processes)
-    trainings = []
+    for path in filter(Path.is_file, finished_copy.rglob("*")):
+        bucket.upload(path, str(path.relative_to(finished_copy)))
+    meeting, trainings = Meeting(nodes * processes), []
     for number in range(nodes * processes):
-        own = training_of(finished_copy, run)
+        own = training_of(finished_copy, bucket)
         fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
-        training = replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}")
+        trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
         ranks = RanksInThreads(number=number, world=nodes * processes, meeting=meeting)
-        training.__dict__["ranks"] = ranks
-        trainings.append(training)
+        trainings[-1].__dict__["ranks"] = ranks
     load_shards, folders = resuming.load_shards, set()
 
     def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
@@ -89,9 +73,6 @@ def test_no_rank_removes_what_another_still_reads(
             meeting.first_has_read.set()
         return saved
 
-    monkeypatch.setattr(resuming, "load_shards", load)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-
     def resume(training: Training) -> int:
         try:
             return resuming.resume(training, tell=pytest.fail)
@@ -102,6 +83,8 @@ def test_no_rank_removes_what_another_still_reads(
             if training is trainings[0]:  # whoever does not wait for the others is through as well
                 meeting.first_is_through.set()
 
+    monkeypatch.setattr(resuming, "load_shards", load)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with ThreadPoolExecutor(nodes * processes) as pool:
         assert set(pool.map(resume, trainings)) == {12}
     assert len(folders) == nodes

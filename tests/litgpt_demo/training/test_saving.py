@@ -11,14 +11,13 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from bucket_emulator import bucket_emulator
-from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
+from bucket_faults import FOREVER, Fault, FaultyBucket
 from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
-from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
+from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage
 from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.resuming import resume
@@ -40,13 +39,6 @@ def new_training(new_run: Callable[..., Path]) -> Iterator[NewTraining]:
             return training
 
         yield make
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyBucket]:
-    with bucket_emulator("saved") as address, faulty_bucket(address) as proxy:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-        yield proxy
 
 
 def steps_kept(training: Training) -> list[int]:
@@ -196,25 +188,25 @@ def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTrain
     assert steps_kept(training) == [3]
 
 
-def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: FaultyBucket) -> None:
-    training, told = new_training(root=open_storage("gs://saved/run"), keep_last=1, keep_best=0), list[Saved]()
+def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: Storage, proxy: FaultyBucket) -> None:
+    training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[Saved]()
     with Saver(training, tell=told.append) as saver:
         train_step(training, 0)
-        bucket.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
+        proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
         saver.save(1, None)
-        with pytest.raises(UserError, match=r"gs://saved/run/checkpoints/step-00000001/"):
+        with pytest.raises(UserError, match=f"{bucket.address(folder_of(1))}/"):
             saver.finish()
         assert left_in(training) == []
-        bucket.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER))
+        proxy.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER))
         for number in (2, 3):
             saver.save(number, None)
             saver.finish()
         assert steps_kept(training) == [3, 2]  # an old one that cannot be removed costs none
-        bucket.arm()
+        proxy.arm()
         saver.save(4, None)
     assert steps_kept(training) == [4]
     assert [saved.failed is None for saved in told] == [False, True, True, True]
-    assert "older ones in gs://saved/run/checkpoints" in str(told[2].warning)
+    assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
