@@ -10,13 +10,6 @@ import pytest
 
 from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
 
-
-def kernel(*lines: tuple[float, str]) -> str:
-    """A log with lines so many seconds before now."""
-    now = time.clock_gettime(time.CLOCK_MONOTONIC)
-    return "".join(f"<6>[{now - ago:12.6f}] {words}\n" for ago, words in lines)
-
-
 TELLING = [
     "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus.",
     "Out of memory: Killed process 4711 (python) total-vm:20GB, anon-rss:15GB",
@@ -25,8 +18,9 @@ TELLING = [
 
 
 def test_lines_of_the_kernels_that_tell_of_a_fault_are_picked_but_for_those_of_an_earlier_job() -> None:
-    told = [(10 - number, line) for number, line in enumerate(TELLING)]
-    log = kernel((3600, TELLING[0]), (20, "eth0: link becomes ready"), *told, (3, "systemd: started"))
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
+    ago = [(3600, TELLING[0]), (20, "eth0: link becomes ready"), *((10, line) for line in TELLING), (3, "started")]
+    log = "".join(f"<6>[{now - seconds:12.6f}] {words}\n" for seconds, words in ago)
     assert kernel_lines(log, since=time.time() - 60) == TELLING
 
 
@@ -65,10 +59,8 @@ def test_a_dump_that_calls_something_is_none_and_nothing_is_called(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
-    for dump in ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3]):
-        Path("dump").write_bytes(pickle.dumps(dump))
-        assert recorded(Path("dump")) is None
-    for content in (b"", b"\x80\x05\xff"):
+    dumps = ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3])
+    for content in (*map(pickle.dumps, dumps), b"", b"\x80\x05\xff"):
         Path("dump").write_bytes(content)
         assert recorded(Path("dump")) is None
     assert not Path("called").exists()

@@ -33,7 +33,7 @@ def nvmlDeviceGetTotalEccErrors(gpu, kind, counter):
     return int(told("ERRORS", "0")) if (gpu, kind, counter) == (5, 1, 0) else 0
 
 nvmlInit, nvmlSystemGetDriverVersion = lambda: None, lambda: told("DRIVER", "535.161.08")
-nvmlDeviceGetCount, nvmlDeviceGetName = lambda: int(told("GPUS", "8")), lambda gpu: "NVIDIA H100 80GB HBM3"
+nvmlDeviceGetCount, nvmlDeviceGetName = lambda: 8, lambda gpu: "NVIDIA H100 80GB HBM3"
 """
 
 EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
@@ -43,7 +43,6 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
     ("told", "found"),
     [
         ({"ERRORS": "uncounted"}, {}),
-        ({"GPUS": "7"}, {"gpu.count": "7 GPUs are here, and the job was given machines with 8"}),
         ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
         ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, and tcpx works with >=535,<536"}),
         ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
@@ -62,7 +61,7 @@ def test_what_the_driver_says_against_its_gpus_is_told(
 
 # --- the GPUs as torch has them ---------------------------------------------------------------------------------------
 
-# The words of torch 2.2, 2.11 and 2.13 (torch/cuda/__init__.py, c10/cuda/CUDAFunctions.cpp).
+# Words of torch 2.2, 2.11 and 2.13.
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
 NONE_THERE = "No CUDA GPUs are available"
 

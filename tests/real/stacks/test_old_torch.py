@@ -9,7 +9,6 @@ import os
 import shutil
 from pathlib import Path
 
-import pytest
 from distributions import requirements
 from nodes import report_of, started_nodes
 from other_torch import python_with
@@ -32,28 +31,27 @@ place, rank = sys.argv[1], int(os.environ["RANK"])
 dist.init_process_group("gloo")
 total = torch.ones(1) * (rank + 1)
 dist.all_reduce(total)
-sys.stdout.write(f"torch {torch.__version__} rank {rank} sum {total.item():g}\\n")
-sys.stdout.flush()
+print(f"torch {torch.__version__} rank {rank} sum {total.item():g}", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(place, f"saved-{rank}").touch(), sys.exit(45)))
 pathlib.Path(place, f"up-{rank}").touch()
 time.sleep(600)
 """
 
 
-@pytest.fixture(scope="module")
-def old_python() -> Path:
-    return python_with(TORCH, "numpy<2", *requirements((OURS / "requirements-node.txt").read_text()))
-
-
-def test_two_nodes_measure_their_network_sum_and_let_their_ranks_save(old_python: Path, tmp_path: Path) -> None:
+def test_two_nodes_measure_their_network_sum_and_let_their_ranks_save(tmp_path: Path) -> None:
     """Their only code of ours is the package, copied as into an image."""
+    python = python_with(TORCH, "numpy<2", *requirements((OURS / "requirements-node.txt").read_text()))
     shutil.copytree(OURS, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
+    own = {"PYTHONPATH": str(tmp_path / "image")}
+    seen = torch_seen(os.environ | own, python=str(python))
+    assert (seen.torch, seen.cuda, seen.nccl) == (f"{TORCH}+cu121", "12.1", "2.19.3")
+    assert list(check_nccl(NodeNetwork(name="tcpx", nccl_net="x", nccl_versions=(">=2.19,<2.20",)), seen)) == []
+
     (tmp_path / "rank.py").write_text(RANK)
     network = NodeNetwork(gate_seconds=3, floor_gbytes={2: 0.0001}).model_dump_json()
-    with started_nodes(
-        tmp_path / "d", str(tmp_path / "rank.py"), str(tmp_path), nodes=2, grace=60, python=str(old_python),
-        environ={"PYTHONPATH": str(tmp_path / "image"), NETWORK: network},
-    ) as nodes:  # fmt: skip
+    program = (str(tmp_path / "rank.py"), str(tmp_path))
+    how = {"nodes": 2, "grace": 60, "python": str(python), "environ": own | {NETWORK: network}}
+    with started_nodes(tmp_path / "d", *program, **how) as nodes:  # type: ignore[arg-type]
         until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
         for node in nodes:
             node.terminate()
@@ -65,10 +63,3 @@ def test_two_nodes_measure_their_network_sum_and_let_their_ranks_save(old_python
     assert read_result(path.read_bytes(), str(path)).backend == "gloo"
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert report_of(tmp_path / "d", 1)["fault"] == Fault.PREEMPTED
-
-
-def test_its_nccl_is_the_one_that_tcpx_is_qualified_for(old_python: Path) -> None:
-    seen = torch_seen({**os.environ, "PYTHONPATH": str(OURS.parent)}, python=str(old_python))
-    assert (seen.torch, seen.cuda, seen.nccl) == (f"{TORCH}+cu121", "12.1", "2.19.3")
-    tcpx = NodeNetwork(name="tcpx", nccl_net="GPUDirectTCPX_v7", nccl_versions=(">=2.19,<2.20",))
-    assert list(check_nccl(tcpx, seen)) == []
