@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
+Collected: TypeAlias = tuple[Path, FinalManifest]
 SOFTWARE = {"image": "registry.test/litgpt@sha256:" + "5" * 64, "commit": "70af7e1", "dirty": False, "packages": {}}
 
 
 @pytest.fixture(scope="module")
-def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FinalManifest]:
+def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Collected:
     """A run with its collected model; read only."""
     run = Path(shutil.copytree(finished, tmp_path_factory.mktemp("collected") / "finished"))
     config = json.loads((run / "config.json").read_text())
@@ -36,7 +38,7 @@ def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.fixture
-def collected_copy(collected_run: tuple[Path, FinalManifest], tmp_path: Path) -> Path:
+def collected_copy(collected_run: Collected, tmp_path: Path) -> Path:
     """The same, for tests that change it."""
     return Path(shutil.copytree(collected_run[0], tmp_path / "finished"))
 
@@ -67,11 +69,8 @@ def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cos
     assert "reports of nodes that could not be read, and are left out: 1" in card
 
 
-# --- what it makes ----------------------------------------------------------------------------------------------------
-
-
-def test_the_collected_model_opens_in_transformers_and_says_what_litgpts_says(
-    collected_run: tuple[Path, FinalManifest], corpus: Path
+def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt(
+    collected_run: Collected, corpus: Path
 ) -> None:
     from litgpt import LLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -90,8 +89,8 @@ def test_the_collected_model_opens_in_transformers_and_says_what_litgpts_says(
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
 
 
-def test_the_manifest_tells_what_was_collected_and_what_was_proved(
-    collected_run: tuple[Path, FinalManifest], tiny_dataset: Path, corpus: Path
+def test_the_manifest_tells_what_was_collected_and_proved(
+    collected_run: Collected, tiny_dataset: Path, corpus: Path
 ) -> None:
     folder, manifest = collected_run[0] / "final", collected_run[1]
     assert (manifest.step, manifest.tokens, manifest.dataset_key) == (12, 12 * 8 * 32, tiny_dataset.name[-10:])
@@ -106,9 +105,7 @@ def test_the_manifest_tells_what_was_collected_and_what_was_proved(
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
 
 
-def test_lineage_and_card_name_everything_that_the_model_came_from(
-    collected_run: tuple[Path, FinalManifest], tiny_dataset: Path
-) -> None:
+def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Collected, tiny_dataset: Path) -> None:
     run, manifest = collected_run
     lineage = json.loads((run / "final/lineage.json").read_text())
     checkpoint = read_manifest(open_storage(str(run / folder_of(12))), CheckpointManifest)
@@ -125,11 +122,8 @@ def test_lineage_and_card_name_everything_that_the_model_came_from(
     assert "Cost |" not in card, "nobody sells this machine's hours"
 
 
-# --- when -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_collected_model_is_not_written_again_and_is_refused_when_its_bytes_have_changed(
-    collected_copy: Path, collected_run: tuple[Path, FinalManifest]
+def test_a_collected_model_is_kept_and_is_refused_once_its_bytes_change(
+    collected_copy: Path, collected_run: Collected
 ) -> None:
     path = collected_copy / "final/huggingface/model.safetensors"
     before = path.stat()
@@ -142,7 +136,7 @@ def test_a_collected_model_is_not_written_again_and_is_refused_when_its_bytes_ha
         export(open_storage(str(collected_copy)))
 
 
-def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tuple[Path, FinalManifest]) -> None:
+def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: Collected) -> None:
     final = collected_copy / "final"
     (final / "manifest.json").unlink()
     (final / "litgpt" / "lit_model.pth").write_bytes(b"half")
@@ -157,8 +151,8 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
     assert not (collected_copy / ".scratch").exists()
 
 
-def test_a_model_may_be_collected_on_the_way_and_gives_way_to_the_finished_one(
-    collected_copy: Path, collected_run: tuple[Path, FinalManifest]
+def test_a_model_collected_on_the_way_gives_way_to_the_finished_one(
+    collected_copy: Path, collected_run: Collected
 ) -> None:
     run = open_storage(str(collected_copy))
     early = export(run, step=8)
@@ -169,7 +163,7 @@ def test_a_model_may_be_collected_on_the_way_and_gives_way_to_the_finished_one(
     assert exported(run) == export(run)
 
 
-def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
+def test_a_run_before_its_end_is_collected_only_by_newest(
     finished_copy: Path, new_run: NewRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(finished_copy / folder_of(12))
@@ -185,9 +179,6 @@ def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
     assert capsys.readouterr().out.startswith("step 8, ")
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
-
-
 def test_a_damaged_last_checkpoint_is_refused_by_its_files_name(finished_copy: Path) -> None:
     (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
     content = bytearray(shard.read_bytes())
@@ -201,9 +192,7 @@ def test_a_damaged_last_checkpoint_is_refused_by_its_files_name(finished_copy: P
     assert export(run, newest=True).step == 8  # the newest one that verifies
 
 
-def test_a_run_in_a_bucket_is_collected_there(
-    finished: Path, bucket: Storage, collected_run: tuple[Path, FinalManifest]
-) -> None:
+def test_a_run_in_a_bucket_is_collected_there(finished: Path, bucket: Storage, collected_run: Collected) -> None:
     for path in filter(Path.is_file, finished.rglob("*")):
         bucket.upload(path, path.relative_to(finished).as_posix())
     final = export(bucket)
@@ -214,7 +203,7 @@ def test_a_run_in_a_bucket_is_collected_there(
 
 
 @pytest.mark.parametrize("writer", ["write_litgpt", "write_safetensors"])
-def test_a_model_that_differs_from_the_checkpoint_is_not_handed_out(
+def test_a_model_that_differs_is_not_handed_out(
     finished_copy: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
     """A weight is not the checkpoint's, as after a bad disk. LitGPT's folder is the model, the other one is extra."""
@@ -239,9 +228,6 @@ def test_a_model_that_differs_from_the_checkpoint_is_not_handed_out(
         assert final.huggingface is None
         assert "as GPTNeoXForCausalLM it is not the checkpoint's model: its logits differ by" in final.findings[0]
         assert not (finished_copy / "final/huggingface").exists()
-
-
-# --- what others wrote ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spoil", [spoil_index, spoil_tensors])

@@ -76,9 +76,6 @@ def test_why_torch_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> No
         torch_seen(os.environ, python=str(python))
 
 
-# --- NCCL and its plug-in ---------------------------------------------------------------------------------------------
-
-
 def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
     return NodeNetwork(
         name="tcpx", nccl_net="GPUDirectTCPX_v7", library_paths=(str(plugin),), nccl_versions=(">=2.19,<2.20",),
@@ -100,7 +97,7 @@ def with_nccl(version: str | None) -> TorchSeen:
         (None, True, "error", "nccl.missing"),
     ],
 )
-def test_an_nccl_that_fails_or_that_nobody_has_qualified_is_refused(
+def test_an_nccl_that_fails_or_is_unknown_is_refused(
     tmp_path: Path, version: str | None, allowed: bool, severity: str, code: str
 ) -> None:
     assert list(check_nccl(tcpx(tmp_path), with_nccl("2.19.3"))) == []
@@ -108,9 +105,7 @@ def test_an_nccl_that_fails_or_that_nobody_has_qualified_is_refused(
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, code)
 
 
-def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_comes_first_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(tmp_path: Path) -> None:
     plugin, other = tmp_path / "plugin", tmp_path / "hpcx"
     for folder in (plugin, other):
         folder.mkdir()
@@ -122,8 +117,6 @@ def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_come
     assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
 
 
-# --- the network in use -----------------------------------------------------------------------------------------------
-
 GIB = NodeNetwork(name="gib", nccl_net="gIB")
 
 
@@ -134,9 +127,7 @@ def rank_printed(folder: Path, rank: int, *lines: str) -> None:
     path.write_text("".join(f"pod-0:71:71 [0] NCCL INFO {line}\n" for line in lines))
 
 
-def test_plain_sockets_stop_the_run_unless_they_are_allowed_or_its_network(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     use = NetworkUse(GIB, tmp_path, nodes=2)
     rank_printed(tmp_path, 0, "Using network gIB")
     assert use.look(steps=5) is None

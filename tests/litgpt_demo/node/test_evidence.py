@@ -54,9 +54,7 @@ class Calling:
         return open, ("called", "w")
 
 
-def test_a_dump_that_calls_something_is_none_and_nothing_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_that_calls_something_is_none_and_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
     dumps = ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3])

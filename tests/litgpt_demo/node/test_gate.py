@@ -41,7 +41,7 @@ def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_a_node_that_is_slo
     assert "node 1 (b) is slow" in str(verdict(sick, 0, name="tcpxo"))
 
 
-def test_a_result_is_read_back_as_it_was_stored_and_a_training_tells_it(
+def test_a_result_is_read_back_and_told_by_a_training(
     new_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from litgpt_demo.training.loop import main

@@ -48,9 +48,7 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
         ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
     ],
 )
-def test_what_the_driver_says_against_its_gpus_is_told(
-    tmp_path: Path, told: dict[str, str], found: dict[str, str]
-) -> None:
+def test_what_the_driver_says_against_gpus_is_told(tmp_path: Path, told: dict[str, str], found: dict[str, str]) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **told}
     troubles = list(check_gpus(EIGHT, environ, root=tmp_path))
@@ -58,8 +56,6 @@ def test_what_the_driver_says_against_its_gpus_is_told(
     assert all(trouble.fault is Fault.NODE for trouble in troubles)
     assert list(check_gpus(NodeNetwork(), environ, root=tmp_path)) == []  # a node without GPUs is not asked
 
-
-# --- the GPUs as torch has them ---------------------------------------------------------------------------------------
 
 # Words of torch 2.2, 2.11 and 2.13.
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
@@ -79,7 +75,7 @@ def seen(*, gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchS
         (seen(error=NONE_THERE), {}, Fault.NODE, "exclude this node"),
     ],
 )
-def test_gpus_that_torch_cannot_use_end_the_job_instead_of_training_on_cpus(
+def test_gpus_that_torch_cannot_use_end_the_job(
     torch: TorchSeen, environ: dict[str, str], fault: Fault, fix: str
 ) -> None:
     (found,) = check_used(EIGHT, torch, environ, processes=8)

@@ -17,8 +17,6 @@ from waiting import until
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats
 from litgpt_demo.processes import started
 
-# --- signs of life ----------------------------------------------------------------------------------------------------
-
 
 def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
     before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
@@ -68,7 +66,7 @@ asleep_in_here()
 
 
 @pytest.mark.parametrize("refusal", [None, errno.ENOSYS])
-def test_stacks_are_had_of_a_process_that_is_stopped_also_where_the_system_gives_no_descriptor_of_it(
+def test_stacks_are_had_of_a_process_that_is_stopped(
     refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int, flags: int = 0) -> int:

@@ -91,7 +91,7 @@ time.sleep(600)
 """
 
 
-def test_a_node_brings_data_and_code_keeps_logs_and_ends_with_the_class_of_the_rank_that_failed(
+def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_failed(
     tmp_path: Path, tiny_dataset: Path
 ) -> None:
     """Modules of the user's that are called as two of Python's are meant for ranks; torchrun imports both itself."""

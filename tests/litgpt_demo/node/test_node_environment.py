@@ -52,9 +52,7 @@ def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_user
     assert "NCCL_NOT_EXPORTED" not in mine
 
 
-def test_a_script_that_fails_ends_the_node_with_what_it_printed_and_one_that_is_not_there_is_the_nodes_fault(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_fails_or_is_not_there_ends_the_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"profile\.sh ended with"):
         sourced((script(tmp_path, PROFILE),), BASE)
     assert "NCCL_LIB_DIR is not set" in capfd.readouterr().out
@@ -62,9 +60,7 @@ def test_a_script_that_fails_ends_the_node_with_what_it_printed_and_one_that_is_
         sourced((f"{tmp_path}/set_nccl_env.sh",), BASE)
 
 
-def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_to_where_nothing_may_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "not yet there")}
     require_executable_cache(kept)
     noexec = SimpleNamespace(f_flag=os.statvfs(tmp_path).f_flag | os.ST_NOEXEC)
@@ -72,8 +68,6 @@ def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
     with pytest.raises(UserError, match="set TMPDIR or TORCHINDUCTOR_CACHE_DIR to a folder elsewhere"):
         require_executable_cache(kept)
 
-
-# --- RoCE -------------------------------------------------------------------------------------------------------------
 
 Table = dict[int, tuple[str, str, str]]
 
@@ -103,9 +97,7 @@ def card(root: Path, name: str, table: Table) -> None:
 
 
 @given(index=st.integers(0, 255))
-def test_whatever_the_index_of_roce_v2_over_ipv4_it_is_found(
-    tmp_path_factory: pytest.TempPathFactory, index: int
-) -> None:
+def test_roce_v2_over_ipv4_is_found_at_any_index(tmp_path_factory: pytest.TempPathFactory, index: int) -> None:
     """A table has 256 entries, of which most are empty; there may be gaps anywhere, and another pod's address."""
     root = tmp_path_factory.mktemp("sys")
     others = {(index + 5) % 256: (LINK_LOCAL, V2, "net1"), (index + 9) % 256: (OTHER_V4, V2, "veth1a")}
@@ -131,9 +123,6 @@ def test_nccl_is_given_all_cards_by_name_and_their_index_unless_the_user_gave_th
     assert rdma(NETWORK, {"NCCL_IB_HCA": "^mlx5_3"}, tmp_path) == {}
 
 
-# --- proof of use -----------------------------------------------------------------------------------------------------
-
-
 def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
     """What the counters say by now, in megabytes; the card's counts words of four."""
     statistics = root / "class/net/net1/statistics"
@@ -147,7 +136,7 @@ def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
     ("by_card", "by_kernel", "stopped"),
     [(4_900, 9_001, False), (4_000, 9_100, False), (4_001, 9_900, True)],  # a little traffic says nothing
 )
-def test_an_interface_that_moves_while_the_ports_stay_still_ends_the_run(
+def test_traffic_beside_the_cards_ports_ends_the_run(
     tmp_path: Path, by_card: int, by_kernel: int, stopped: bool
 ) -> None:
     card(tmp_path, "mlx5_0", USUAL)

@@ -41,9 +41,7 @@ def leave_in(step: int, run: Path) -> None:
         fit(training)
 
 
-def test_a_training_asked_to_leave_saves_and_its_next_attempt_is_the_uninterrupted_one(
-    new_run: NewRun, finished: Path
-) -> None:
+def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_run: NewRun, finished: Path) -> None:
     run, saved = new_run("run"), 8
     leave_in(8, run)
     assert newest(run).step == saved

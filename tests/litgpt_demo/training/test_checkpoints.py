@@ -42,9 +42,6 @@ def place(root: str) -> Storage:
     return open_storage(root)
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place: Storage, tmp_path: Path) -> None:
     trained, other, alone = pair(1, steps=3), pair(2, steps=0), pair(3)
     with warnings.catch_warnings():
@@ -63,9 +60,6 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
 def test_the_same_state_is_the_same_bytes(run: Storage, tmp_path: Path) -> None:
     other = open_storage(str(tmp_path / "another place"))
     assert keep(run, pair(1, steps=2), 2) == keep(other, pair(1, steps=2), 2)
-
-
-# --- not as it was written --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spoil", [b"", b'{"format": 1', b"[]", b"\xff"])
@@ -100,8 +94,6 @@ def test_a_folder_without_manifest_is_a_save_that_never_ended_and_goes_with_the_
     assert not Path(run.root, folder_of(8)).exists()
 
 
-# --- another's --------------------------------------------------------------------------------------------------------
-
 SPEC = TrainingSpec(
     run="run", dataset="/datasets/ours-key", dataset_key="key", steps=10, world_size=1,
     model=ModelConfig(name="pythia-14m"), train=TrainConfig(),
@@ -124,15 +116,13 @@ def test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not
     assert [reached_end(manifest_of(4, seconds=seconds), timed) for seconds in (1800.0, 3600.0)] == [False, True]
 
 
-# --- retention --------------------------------------------------------------------------------------------------------
-
 LOSSES = st.dictionaries(
     st.integers(1, 10**6), st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0]), min_size=1, max_size=12
 )
 
 
 @given(losses=LOSSES, last=st.integers(1, 5), best=st.integers(0, 5), every=st.none() | st.integers(1, 5))
-def test_the_newest_the_best_and_the_eternal_are_kept_and_nothing_else(
+def test_the_newest_best_and_eternal_are_kept_alone(
     losses: dict[int, float | None], last: int, best: int, every: int | None
 ) -> None:
     kept = retained([manifest_of(number, loss) for number, loss in losses.items()], last=last, best=best, every=every)

@@ -38,7 +38,7 @@ def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
     assert [step for step, _ in losses] == list(range(1, 10))
 
 
-def test_metrics_of_a_run_in_a_bucket_are_carried_there_and_tensorboard_shows_the_same_curves(
+def test_metrics_are_carried_to_a_bucket_as_table_and_tensorboard(
     new_run: NewRun, bucket: Storage, tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,9 +54,6 @@ def test_metrics_of_a_run_in_a_bucket_are_carried_there_and_tensorboard_shows_th
         shown = {event.step: event.value for event in seen.Scalars(f"{kind}/{name}")}
         assert list(shown) == steps
         assert shown == pytest.approx(curve(told, kind, name), rel=1e-6)
-
-
-# --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
 def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Path) -> None:
@@ -79,9 +76,7 @@ def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Pat
     assert {path.name for path in logs.iterdir()} == {"debug-internal.log", "long.log", "other.log"}
 
 
-def test_a_key_in_place_of_its_name_and_a_name_that_the_node_does_not_have_are_refused(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_a_key_in_place_of_its_name_and_a_name_without_a_key_are_refused(new_run: NewRun, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a name in capitals") as refused:
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
     assert KEY not in str(refused.value)

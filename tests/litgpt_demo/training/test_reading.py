@@ -32,9 +32,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "run" / folder_of(2)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spoil", [spoil_index, spoil_bytes, spoil_tensors])
 def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written_it(
     spoil: Callable[[Path, Path], None], finished_copy: Path, tmp_path: Path
@@ -109,9 +106,6 @@ def test_an_attribute_of_anything_but_the_one_enumeration_is_refused(whose: str,
     (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{whose}\nS'unlink'\ntR.".encode())
     with pytest.raises(DataError, match=r"names builtins\.getattr for its reader to call"):
         read_index(tmp_path)
-
-
-# --- what comes back --------------------------------------------------------------------------------------------------
 
 
 class _AsPython3112(pickle.Pickler):

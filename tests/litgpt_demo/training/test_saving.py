@@ -59,9 +59,6 @@ def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
 
 
-# --- what is saved ----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
     trained, other = pair(1, width=768), pair(2, steps=0, width=768)
@@ -104,9 +101,7 @@ def dropout(training: Training) -> None:
     training.model.module.transformer.h[0].register_forward_hook(lambda _, __, out: nn.functional.dropout(out, 0.5))
 
 
-def test_each_save_waits_for_the_one_before_and_a_training_that_falls_commits_the_last(
-    new_training: NewTraining,
-) -> None:
+def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(new_training: NewTraining) -> None:
     training, told = new_training(keep_last=9), list[Saved]()
 
     def fall() -> None:
@@ -122,9 +117,6 @@ def test_each_save_waits_for_the_one_before_and_a_training_that_falls_commits_th
     for saved, manifest in zip(told, reversed(committed(training.run)), strict=True):
         assert (saved.size, manifest.validation_loss) == (manifest.size, float(saved.step))
         assert saved.warning is None
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -207,9 +199,6 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
     assert steps_kept(training) == [4]
     assert [saved.failed is None for saved in told] == [False, True, True, True]
     assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
-
-
-# --- resuming ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining) -> None:

@@ -41,13 +41,8 @@ def identical(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# --- the schedule -----------------------------------------------------------------------------------------------------
-
-
 @given(steps=st.integers(1, 3000), warmup=st.integers(0, 400), share=st.none() | st.floats(0.0, 1.0))
-def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest_at_the_last_step(
-    steps: int, warmup: int, share: float | None
-) -> None:
+def test_the_learning_rate_rises_and_falls_to_its_lowest(steps: int, warmup: int, share: float | None) -> None:
     settings = TrainConfig(learning_rate=0.5, min_learning_rate=share and share / 2, warmup_steps=warmup, max_tokens=1)
     rates = [learning_rate(settings, step=step, steps=steps) for step in range(steps)]
     assert rates[:warmup] == sorted(rates[:warmup])
@@ -58,9 +53,6 @@ def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest_at_the_l
     small = TrainConfig(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, max_steps=7)
     by_hand = [0.5, 1.0, 1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
     assert [learning_rate(small, step=step, steps=7) for step in range(7)] == pytest.approx(by_hand)
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
@@ -125,7 +117,7 @@ def test_accumulating_gradients_changes_only_rounding(finished: Path, new_run: N
     alike(whole, finished)
 
 
-def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
+def test_a_damaged_last_checkpoint_costs_its_steps(
     finished: Path, finished_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
@@ -137,9 +129,6 @@ def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
     assert told(finished_copy) == told(finished)
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRun) -> None:
     run = new_run("lonely", world_size=2)
     with pytest.raises(UserError, match="one of 1, the run was submitted for 2"):
@@ -147,7 +136,7 @@ def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRu
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused_before_the_first_step(
+def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
     new_run: NewRun, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))

@@ -58,9 +58,6 @@ def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
     assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused where there is no GPU")
 def test_float8_is_refused_where_nothing_multiplies_in_it() -> None:
     with pytest.raises(UserError, match=r"train\.float8=true needs a GPU .* this is a CPU; leave it off"):

@@ -61,8 +61,6 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
         torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
-
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
 FAMILIES: dict[str, dict[str, Any]] = {
     "pythia-14m": {},

@@ -136,7 +136,7 @@ Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loss_of_one_rank_that_is_no_number_costs_all_ranks_the_same_update(
+def test_a_loss_of_one_rank_that_is_no_number_costs_all_one_update(
     new_run: NewRun, tmp_path: Path, strategy: str
 ) -> None:
     run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
