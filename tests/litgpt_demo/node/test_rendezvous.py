@@ -84,10 +84,8 @@ def of_2_13(rank: int, nodes: int) -> dict[str, str]:
 
 def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
     """Run:ai of 2.18, whose WORLD_SIZE counts GPUs."""
-    return {
-        **of_2_13(rank, nodes), "WORLD_SIZE": str(nodes * gpus), "PET_NNODES": str(nodes), "PET_NODE_RANK": str(rank),
-        "RUNAI_NUM_OF_GPUS": str(gpus), "HOSTNAME": "x-master-0" if rank == 0 else f"x-worker-{rank - 1}",
-    }  # fmt: skip
+    own = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "WORLD_SIZE": nodes * gpus, "RUNAI_NUM_OF_GPUS": gpus}
+    return of_2_13(rank, nodes) | {name: str(value) for name, value in own.items()}
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())

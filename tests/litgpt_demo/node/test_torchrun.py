@@ -13,14 +13,8 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, NetworkError
-from litgpt_demo.node.torchrun import (
-    FAILURES,
-    Rendezvous,
-    _known_arguments,
-    _store_on_loopback,
-    read_failures,
-    torchrun_command,
-)
+from litgpt_demo.node import torchrun
+from litgpt_demo.node.torchrun import FAILURES, Rendezvous, read_failures, torchrun_command
 
 
 def rank_folder(log_dir: Path, rank: int) -> Path:
@@ -47,14 +41,13 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
 
 
 def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: Path) -> None:
-    for rank, output in enumerate(
-        (
-            "UserWarning: connection refused, falling back\n",
-            "Traceback (most recent call last):\n  an earlier one\nKeyError: 'handled'\n"
-            "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x.py', line 3\n"
-            "[rank1]: RuntimeError: Connection closed by peer\n",
-        )
-    ):
+    traceback = "Traceback (most recent call last):\n"
+    outputs = [
+        "UserWarning: connection refused, falling back\n",
+        f"{traceback}  an earlier one\nKeyError: 'handled'\n"
+        f"[rank1]: {traceback}[rank1]:   File 'x.py', line 3\n[rank1]: RuntimeError: Connection closed by peer\n",
+    ]
+    for rank, output in enumerate(outputs):
         folder = rank_folder(tmp_path, rank)
         (folder / "stderr.log").write_text(output)
         (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
@@ -66,7 +59,7 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
 
 def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(NetworkError, match="Address already in use"):
-        _store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
+        torchrun._store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
 
 
 def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,47 +71,37 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     given, newer = command[3:], argparse.ArgumentParser()
     newer.add_argument("--shutdown-timeout")
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
-    assert _known_arguments(given) == (given, None)
+    assert torchrun._known_arguments(given) == (given, None)
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", argparse.ArgumentParser)
-    known, grace = _known_arguments(given)
+    known, grace = torchrun._known_arguments(given)
     assert grace == 25
     assert known == [word for word in given if word != "--shutdown-timeout=25"]
     assert known[-1] == "--shutdown-timeout=9"
 
 
-# The disk has room for 20 bytes, and for more again before the last line.
+# The disk has room for 20 bytes, for more before the last line, and none in the end.
 FULL_FOR_A_WHILE = """
-import errno, io
-
-class Small(io.FileIO):
-    room = 20
-
-    def write(self, block):
-        fits = bytes(block)[:Small.room]
-        if not fits:
-            raise OSError(errno.ENOSPC, "full")
-        Small.room -= len(fits)
-        return super().write(fits)
-
-io.FileIO = Small
+import resource
 from litgpt_demo.node.printing import drop_what_does_not_fit
+
+def room(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
 drop_what_does_not_fit()
+room(20)
 for line in ("a whole line", "one that is cut", "one that is lost"):
     print(line, flush=True)
-Small.room = 100
+room(34)
 print("the next one", flush=True)
+print("x" * 100_000)
+raise SystemExit(40)
 """
 
 
 @pytest.mark.parametrize("flags", [(), ("-u",)])
-def test_a_line_that_finds_no_room_on_the_disk_is_glued_to_no_other(flags: tuple[str, ...]) -> None:
-    command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["a whole line", "one tha", "the next one"]
-
-
-def test_a_program_that_prints_into_a_full_disk_ends_as_it_would_have() -> None:
-    dropping = "from litgpt_demo.node.printing import drop_what_does_not_fit; drop_what_does_not_fit(); "
-    command = [sys.executable, "-u", "-c", f"{dropping}print('x' * 100_000); exit(40)"]
-    with Path("/dev/full").open("w") as full:
-        assert subprocess.run(command, stdout=full, stderr=full).returncode == 40
+def test_a_line_that_finds_no_room_is_glued_to_no_other_and_ends_no_program(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert subprocess.run([sys.executable, *flags, "-c", FULL_FOR_A_WHILE], stdout=log).returncode == 40
+    assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "one tha", "the next one"]
