@@ -65,19 +65,19 @@ asleep_in_here()
 """
 
 
-@pytest.mark.parametrize("refusal", [None, errno.ENOSYS])
+@pytest.mark.parametrize("system", ["new", "without descriptors of processes"])
 def test_stacks_are_had_of_a_process_that_is_stopped(
-    refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int, flags: int = 0) -> int:
-        raise OSError(refusal, "refused")
+        raise OSError(errno.ENOSYS, "refused")
 
     environment = os.environ | {NODE_DIRECTORY: str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=environment, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGSTOP)
-        if refusal is not None:
+        if system != "new":
             monkeypatch.setattr(os, "pidfd_open", refuse)
         beats = read_beats(tmp_path)
         ask_for_stacks(beats, patience=60.0)

@@ -53,7 +53,7 @@ def failure(exit_code: int, message: str = "") -> RankFailure:
     return RankFailure(local_rank=0, exit_code=exit_code, message=message, time=100.0)
 
 
-LOST_PEER = "RuntimeError: Connection closed by peer"
+LOST_PEER = failure(1, "RuntimeError: Connection closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ LOST_PEER = "RuntimeError: Connection closed by peer"
         (None, 0, 99.0, (), None, False),
         (Fault.DATA, 1, 99.0, (failure(41),), None, True),
         (Fault.OUT_OF_MEMORY, 1, None, (failure(-9),), None, True),
-        (Fault.PREEMPTED, 1, 99.0, (failure(1, LOST_PEER),), None, False),
-        (Fault.NETWORK, 1, 101.0, (failure(1, LOST_PEER),), None, False),
+        (Fault.PREEMPTED, 1, 99.0, (LOST_PEER,), None, False),
+        (Fault.NETWORK, 1, 101.0, (LOST_PEER,), None, False),
         (Fault.NETWORK, 1, None, (), "RendezvousTimeoutError: nobody came", False),
     ],
 )
@@ -80,8 +80,7 @@ RANKS = """
 import os, pathlib, random, sys, time
 place, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
 size = pathlib.Path(os.environ["LITGPT_DATASET"], "train.bin").stat().st_size
-sys.stdout.write(f"rank {rank} reads {size} bytes, is told {sys.argv[1:-1]}, imports {random.WHOSE}\\n")
-sys.stdout.flush()
+print(f"rank {rank} reads {size} bytes, is told {sys.argv[1:-1]}, imports {random.WHOSE}", flush=True)
 (place / rank).touch()
 while not ((place / "0").exists() and (place / "1").exists()):
     time.sleep(0.01)
@@ -91,18 +90,23 @@ time.sleep(600)
 """
 
 
+def archived(folder: Path, **modules: str) -> Path:
+    """The user's code under its hash."""
+    content = BytesIO()
+    with open_tar(fileobj=content, mode="w") as tar:
+        for name, text in modules.items():
+            (info := TarInfo(f"{name}.py")).size = len(text)
+            tar.addfile(info, BytesIO(text.encode()))
+    path = folder / f"{sha256(content.getvalue()).hexdigest()}.tar"
+    path.write_bytes(content.getvalue())
+    return path
+
+
 def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_failed(
     tmp_path: Path, tiny_dataset: Path
 ) -> None:
     """Modules of the user's that are called as two of Python's are meant for ranks; torchrun imports both itself."""
-    content = BytesIO()
-    with open_tar(fileobj=content, mode="w") as tar:
-        for name, text in {"train.py": RANKS, "random.py": "WHOSE = 'mine'", "queue.py": "1 / 0"}.items():
-            info = TarInfo(name)
-            info.size = len(text)
-            tar.addfile(info, BytesIO(text.encode()))
-    code = tmp_path / f"{sha256(content.getvalue()).hexdigest()}.tar"
-    code.write_bytes(content.getvalue())
+    code = archived(tmp_path, train=RANKS, random="WHOSE = 'mine'", queue="1 / 0")
     directory, kept, place = tmp_path / "d", tmp_path / "kept", tmp_path / "place"
     place.mkdir()
     flags = ("--stage", str(tiny_dataset), "--code", str(code), "--log-uri", str(kept))
