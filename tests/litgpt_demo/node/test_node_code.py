@@ -85,6 +85,47 @@ def test_unpacked_code_is_its_owners_alone_and_goes_and_what_the_program_wrote_b
     assert {path.name for path in (tmp_path / "code").iterdir()} == {"weights.pt", "table.csv"}
 
 
+# The last word of the program is a folder in which the ranks say how far they are.
+RANKS = b"""
+import os, pathlib, random, sys, time
+place, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
+size = pathlib.Path(os.environ["LITGPT_DATASET"], "train.bin").stat().st_size
+print(f"rank {rank} reads {size} bytes, is told {sys.argv[1:-1]}, imports {random.WHOSE}", flush=True)
+(place / rank).touch()
+while not ((place / "0").exists() and (place / "1").exists()):
+    time.sleep(0.01)
+if rank == "1":
+    raise SystemExit(41)
+time.sleep(600)
+"""
+
+
+def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_failed(
+    tmp_path: Path, tiny_dataset: Path
+) -> None:
+    """Modules of the user's that are called as two of Python's are meant for ranks; torchrun imports both itself."""
+    content = archive(member("train.py", RANKS), member("random.py", b"WHOSE = 'mine'"), member("queue.py", b"1 / 0"))
+    code = shipped(tmp_path / "root", content)
+    directory, kept, place = tmp_path / "d", tmp_path / "kept", tmp_path / "place"
+    place.mkdir()
+    flags = ("--stage", str(tiny_dataset), "--code", code, "--log-uri", str(kept))
+    # --run is how torchrun's own --run-path may be abbreviated, were the program's options not kept from it.
+    program = ("train.py", "--run", "x", "--", "-m", str(place))
+    codes, (said,) = ended_nodes(directory, *program, processes=2, flags=flags)
+    assert codes == [41], said
+    size = (tiny_dataset / "train.bin").stat().st_size
+    words = f"reads {size} bytes, is told ['--run', 'x', '--', '-m'], imports mine"
+    assert {f"[rank{rank}]:rank {rank} {words}" for rank in (0, 1)} <= set(said.splitlines())
+    assert "node 0 ends with 41 (data error)" in said
+    assert (kept / "node-0.log").read_text() == said
+    assert len(list(kept.glob("node-0/ranks/*/attempt_0/*/stdout.log"))) == 2
+    told = report_of(kept)
+    assert told == report_of(directory)
+    assert [(rank["rank"], rank["bystander"]) for rank in told["ranks"]] == [(1, False), (0, True)]
+    assert not (directory / "node-0" / "data").exists()
+    assert not (directory / "node-0" / "code").exists()
+
+
 def test_a_node_refuses_code_that_was_changed_and_ends_with_the_class_of_data(tmp_path: Path) -> None:
     address = shipped(tmp_path / "root", archive(member("train.py", b"mine")))
     Path(address).write_bytes(archive(member("train.py", b"evil")))
