@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from litgpt.config import Config
-from states import pair, stepped_by_hand, tensors
+from states import loss_and_gradients, model_with_loss, pair, stepped_by_hand, tensors
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.models.model import initialise
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.saving import Saver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
-
-SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 2, "padded_vocab_size": 256, "block_size": 64, "intermediate_size": 512}
-
-
-def model(device: str = "cuda") -> LossGPT:
-    made = LossGPT(Config.from_name("pythia-14m", **SHAPE))
-    initialise(made, seed=3)
-    return made.to(device)
-
-
-def loss_of(of: Any, device: str = "cuda") -> float:
-    """The loss on one batch, after gradients were computed from it."""
-    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0)).to(device)
-    loss = of(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    return float(loss)
 
 
 def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, finished: Path) -> None:
@@ -64,8 +44,8 @@ def test_what_is_saved_is_the_state_at_that_moment_while_the_gpu_goes_on(tmp_pat
 def test_float8_multiplies_on_gpus_that_can() -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in float8")
-    plain, eighth = model(), model()
+    plain, eighth = model_with_loss(128, "cuda"), model_with_loss(128, "cuda")
     train = TrainConfig(float8=True, compile="blocks", precision="bf16-mixed")
     prepare_blocks(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
-        assert loss_of(eighth) == pytest.approx(loss_of(plain), rel=0.05)
+        assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
