@@ -53,9 +53,6 @@ def test_a_result_is_read_back_and_told_by_a_training(
     run = new_run("measured", max_steps=1, warmup_steps=0, evaluate_every=1, checkpoint_every=1)
     assert main(["--run", str(run)]) == 0
     assert rows_of((run / "metrics.jsonl").read_text())[1] == made.row()
-
-
-def test_a_damaged_measurement_is_named_with_its_address() -> None:
     for damaged in (b"", b"[]", b"\xff", b'{"backend": "gloo", "nodes": 1, "hosts": 3}'):
         with pytest.raises(DataError, match=r"gs://b/network\.json is not "):
             read_result(damaged, "gs://b/network.json")

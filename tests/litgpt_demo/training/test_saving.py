@@ -59,13 +59,17 @@ def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
 
 
-def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path) -> None:
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
+def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path, device: str) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
-    trained, other = pair(1, width=768), pair(2, steps=0, width=768)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    trained, other = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
+    fabric = Fabric(accelerator=device, devices=1)
     model = fabric.setup_module(trained[0])
     training = stepped_by_hand(tmp_path, fabric, model, fabric.setup_optimizers(trained[1]))
-    model(torch.randint(0, 64, (2, 32))).square().mean().backward()
+    model(torch.randint(0, 64, (2, 32), device=device)).square().mean().backward()
     before = [tensor.clone() for tensor in tensors(*trained)]
     with Saver(training, tell=silent) as saver:
         saver.save(1, None)
@@ -122,12 +126,10 @@ def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
     """The disk is full for whoever writes more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: NewTraining) -> None:
