@@ -12,6 +12,7 @@ import pytest
 
 from litgpt_demo.errors import Fault, UserError
 from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, cores_of
+from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used
 from litgpt_demo.node.nccl import check_nccl, check_plugin
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.network_use import NetworkUse
@@ -83,8 +84,8 @@ def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
     )  # fmt: skip
 
 
-def with_nccl(version: str | None) -> TorchSeen:
-    return TorchSeen(torch="2.2.2", cuda="12.1", nccl=version, nccl_path="/l/libnccl.so.2", gpus=8, gpu_error="")
+def seen(*, nccl: str | None = "2.29.7", gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchSeen:
+    return TorchSeen(torch="2.13.0", cuda=cuda, nccl=nccl, nccl_path="/l", gpus=gpus, gpu_error=error)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def with_nccl(version: str | None) -> TorchSeen:
 def test_an_nccl_that_fails_or_is_unknown_is_refused(
     tmp_path: Path, version: str | None, allowed: bool, severity: str, code: str
 ) -> None:
-    assert list(check_nccl(tcpx(tmp_path), with_nccl("2.19.3"))) == []
-    (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), with_nccl(version))
+    assert list(check_nccl(tcpx(tmp_path), seen(nccl="2.19.3"))) == []
+    (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), seen(nccl=version))
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, code)
 
 
@@ -142,3 +143,79 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, caps
     allowed = NetworkUse(GIB.model_copy(update={"allow_sockets": True}), tmp_path, nodes=2)
     assert [allowed.look(), allowed.look()] == [None, None]
     assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1
+
+
+CHECKOUT = Path(__file__).parents[3]
+
+# What it is told it reads from the environment.
+PYNVML = """
+import os
+from types import SimpleNamespace
+told, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = os.environ.get, 1, 0
+NVMLError = type("NVMLError", (Exception,), {})
+NVMLError_LibraryNotFound, NVMLError_NotSupported = (type(name, (NVMLError,), {}) for name in ("Missing", "Uncounted"))
+
+def nvmlDeviceGetHandleByIndex(index):
+    if str(index) == told("LOST"):
+        raise NVMLError("GPU is lost")
+    return index
+
+def nvmlDeviceGetTotalEccErrors(gpu, kind, counter):
+    if told("ERRORS") == "uncounted":
+        raise NVMLError_NotSupported
+    return int(told("ERRORS", "0")) if (gpu, kind, counter) == (5, 1, 0) else 0
+
+nvmlInit, nvmlSystemGetDriverVersion = lambda: None, lambda: told("DRIVER", "535.161.08")
+nvmlDeviceGetCount, nvmlDeviceGetName = lambda: 8, lambda gpu: "NVIDIA H100 80GB HBM3"
+"""
+
+EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"ERRORS": "uncounted"}, {}),
+        ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
+        ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, and tcpx works with >=535,<536"}),
+        ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
+    ],
+)
+def test_what_the_driver_says_against_gpus_is_told(tmp_path: Path, told: dict[str, str], found: dict[str, str]) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **told}
+    troubles = list(check_gpus(EIGHT, environ, root=tmp_path))
+    assert {trouble.code: trouble.what for trouble in troubles} == found
+    assert all(trouble.fault is Fault.NODE for trouble in troubles)
+    assert list(check_gpus(NodeNetwork(), environ, root=tmp_path)) == []  # a node without GPUs is not asked
+
+
+# Words of torch 2.2, 2.11 and 2.13.
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+NONE_THERE = "No CUDA GPUs are available"
+
+
+@pytest.mark.parametrize(
+    ("torch", "environ", "fault", "fix"),
+    [
+        (seen(error=TOO_OLD), {}, Fault.NODE, "CUDA 13 needs driver 580.65.06 or newer"),
+        (seen(cuda=None), {}, Fault.USER, "install a CUDA build of torch"),
+        (seen(error=NONE_THERE), {VISIBLE: "9"}, Fault.USER, f"leave {VISIBLE} out"),
+        (seen(error=NONE_THERE), {}, Fault.NODE, "exclude this node"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_end_the_job(
+    torch: TorchSeen, environ: dict[str, str], fault: Fault, fix: str
+) -> None:
+    (found,) = check_used(EIGHT, torch, environ, processes=8)
+    assert (found.severity, found.code, found.fault) == ("error", "gpu.unused", fault)
+    assert fix in found.fix
+
+
+def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
+    assert list(check_used(EIGHT, seen(gpus=8), {}, processes=8)) == []
+    assert list(check_used(EIGHT, seen(gpus=2), {VISIBLE: "0,1"}, processes=2)) == []
+    (found,) = check_used(EIGHT, seen(gpus=1), {VISIBLE: "0"}, processes=2)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.USER)
+    (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)

@@ -1,15 +1,21 @@
-"""Training on a real GPU: the same numbers as on a CPU but for rounding, whatever is done to make it faster."""
+"""A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from nodes import ended_nodes
 from states import loss_and_gradients, model_with_loss
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.node.collectives import read_result
+from litgpt_demo.node.gpu import check_gpus, check_used
+from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.node.torch_seen import torch_seen
 from litgpt_demo.training.blocks import prepare_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
@@ -31,3 +37,31 @@ def test_float8_multiplies_on_gpus_that_can() -> None:
     prepare_blocks(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
+    seen = torch_seen(os.environ)
+    assert (seen.cuda, seen.gpus, seen.gpu_error) == (torch.version.cuda, torch.cuda.device_count(), "")
+    assert seen.nccl == ".".join(map(str, torch.cuda.nccl.version()))
+    network = NodeNetwork(gpus=seen.gpus)
+    errors = [one for one in check_gpus(network, os.environ) if one.severity == "error"]
+    assert [*errors, *check_used(network, seen, os.environ, processes=seen.gpus)] == []
+
+
+def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
+    (tmp_path / "rank.py").write_text("print('trained')")
+    network, count = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
+    codes, said = ended_nodes(
+        tmp_path / "d", str(tmp_path / "rank.py"), nodes=2,
+        environ={NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"},
+        of_node=[
+            {"NCCL_HOSTID": f"host-{number}", "CUDA_VISIBLE_DEVICES": str(number % count)} for number in (0, 1)
+        ],
+    )  # fmt: skip
+    assert codes == [0, 0], said
+    path = tmp_path / "d" / "node-0" / "network.json"
+    assert read_result(path.read_bytes(), str(path)).backend == "nccl"
