@@ -71,7 +71,7 @@ MUTANTS = (
         old="ranks.first(lambda: None)",
         new="None",
         why="Of several ranks on a node one removes the checkpoint that another still reads, and the run ends.",
-        tests=("tests/litgpt_demo/training/test_resuming_from_a_bucket.py",),
+        tests=("tests/litgpt_demo/training/test_saving.py::test_no_rank_removes_what_another_still_reads",),
     ),
     Mutant(
         name="any-stack-for-any-network",
@@ -241,7 +241,7 @@ MUTANTS = (
         old="float(told[1]) >= begun and",
         new="float(told[1]) >= 0 and",
         why="A GPU that was repaired a week ago is blamed for every failure on its machine since.",
-        tests=("tests/litgpt_demo/node/test_evidence.py",),
+        tests=("tests/litgpt_demo/node/test_torchrun.py",),
     ),
     Mutant(
         name="dataset-not-in-the-runs-key",
@@ -372,7 +372,7 @@ MUTANTS = (
         old="    elif seen.gpus == 0:",
         new="    elif seen.gpus < 0:",
         why="Eight GPUs are rented, torch cannot use one of them, and the ranks train on CPUs without a word.",
-        tests=("tests/litgpt_demo/node/test_gpu.py",),
+        tests=("tests/litgpt_demo/node/test_checks.py",),
     ),
     Mutant(
         name="flag-that-older-torchruns-lack",

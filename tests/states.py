@@ -21,6 +21,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, publish, retire
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
+from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import load_weights
@@ -48,6 +49,23 @@ def step(trained: Pair, generator: torch.Generator) -> None:
     model(ids).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def model_with_loss(width: int = 32, device: str = "cpu") -> LossGPT:
+    """A small model of three blocks, the same each time."""
+    sizes = {"n_layer": 3, "n_embd": width, "n_head": 2, "padded_vocab_size": 96, "block_size": 24}
+    made = LossGPT(Config.from_name("pythia-14m", intermediate_size=3 * width // 2, **sizes))
+    initialise(made, seed=3)
+    return made.to(device)
+
+
+def loss_and_gradients(of: LossGPT) -> tuple[float, dict[str, torch.Tensor]]:
+    """Those of one batch, the same each time; gradients by the names that weights have in a plain model."""
+    tokens = torch.randint(96, (2, 25), generator=torch.Generator().manual_seed(0)).to(of.cos.device)
+    loss = of(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    names = {name.replace("_checkpoint_wrapped_module.", ""): weight for name, weight in of.named_parameters()}
+    return loss.item(), {name: weight.grad for name, weight in names.items() if weight.grad is not None}
 
 
 def tensors(model: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -126,6 +126,8 @@ def alike(one: Path, other: Path) -> None:
 _ELSEWHERE = """
 import json, os, signal, sys
 from multiprocessing import get_context
+from unittest.mock import MagicMock
+sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
 from litgpt_demo.training import checkpoints, utilisation
 from litgpt_demo.training.loop import main  # with torch, once for all ranks
 

@@ -38,9 +38,6 @@ def counted(config: Any) -> int:
     return sum(weight.numel() for weight in built(config).parameters())
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def test_the_parameters_of_every_model_in_the_catalogue_are_known_to_the_last() -> None:
     seen = set()
     for name in catalogue.models():
@@ -59,9 +56,6 @@ def test_only_the_experts_that_a_token_sees_count_as_used() -> None:
     assert (estimates.used_parameters(config) + estimates.table(config)) / 1e9 == pytest.approx(12.9, abs=0.05)
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
 def test_the_arithmetic_is_what_torch_counts_and_the_papers_say() -> None:
     """Products alone, forward and backward; torch counts the whole square of the attention, too."""
     changes = {"n_layer": 2, "n_embd": 128, "n_head": 8, "n_query_groups": 2, "intermediate_size": 96}
@@ -73,8 +67,6 @@ def test_the_arithmetic_is_what_torch_counts_and_the_papers_say() -> None:
     gpt3 = completed("transformer-175b", length=2048)
     assert 3e11 * estimates.flops_per_token(gpt3, 2048) == pytest.approx(3.14e23, rel=0.06)
 
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 SMALL = {
     "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 512, "padded_vocab_size": 2048,
@@ -106,7 +98,7 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
 
 
 @pytest.mark.parametrize(("precision", "recompute"), [("32-true", "full"), ("bf16-mixed", "selective")])
-def test_the_memory_of_a_step_is_within_a_tenth_of_what_is_measured(
+def test_the_memory_of_a_step_is_about_what_is_measured(
     precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU, where nothing is kept for the next step.

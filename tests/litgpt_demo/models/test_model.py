@@ -1,4 +1,4 @@
-"""LitGPT models from settings, with initial weights that depend on the seed alone."""
+"""LitGPT models by name and from settings, their initial weights, and the devices that they are trained on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from litgpt.model import GPT
 
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
+from litgpt_demo.models import catalogue
+from litgpt_demo.models.devices import device_named
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2}
@@ -73,3 +75,45 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     grouped = [{names[id(weight)] for weight in group["params"]} for group in (decaying, kept)]  # type: ignore[attr-defined]
     assert grouped[0] | grouped[1] == set(names.values())
     assert grouped[1] == {name for name in names.values() if "norm" in name or "ln_f" in name or ".bias" in name}
+
+
+def test_every_model_of_litgpt_can_be_named() -> None:
+    from litgpt.config import configs
+
+    names = [config["name"] for config in configs]
+    assert len(names) > 100
+    for name in names:
+        assert catalogue.settings(name, {})["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("pythia-160", {}, "'pythia-160' is not a LitGPT model; did you mean .*pythia-160m"),
+        ("pythia-14m", {"n_heads": 4}, "did you mean n_head"),
+        ("pythia-14m", {"n_head": 3}, "on pythia-14m is no LitGPT Config"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_would_be_one(name: str, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        catalogue.settings(name, changes)
+
+
+def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone() -> None:
+    changed = catalogue.settings("pythia-14m", {"n_layer": 2})
+    assert changed == catalogue.settings("pythia-14m", {}) | {"n_layer": 2}
+    assert catalogue.settings("pythia-14m", {})["n_layer"] == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("a3-ultragpu-8g", "H200"),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_a_device_is_known_by_the_names_that_are_met_and_no_other_is_guessed(said: str, name: str | None) -> None:
+    device = device_named(said)
+    assert (device and device.name) == name

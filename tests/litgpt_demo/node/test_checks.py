@@ -1,4 +1,4 @@
-"""Checks of a machine and its network, on file systems that are made up; sockets are real, and NCCL's lines its own."""
+"""Checks of a machine and its network, on file systems that are made up; sockets are real."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from litgpt_demo.errors import Fault, UserError
 from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, cores_of
+from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used
 from litgpt_demo.node.nccl import check_nccl, check_plugin
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.network_use import NetworkUse
@@ -68,22 +69,12 @@ print(keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, keep_to("
     assert done.stdout.split() == ["None", "True", "warning"]
 
 
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        ("echo 'ImportError: libcudnn.so.9: no such file' >&2; exit 1", r"exit code 1\): ImportError: libcudnn\.so\.9"),
-        ("echo no JSON", r"exit code 0\): no JSON"),
-    ],
-)
-def test_why_torch_does_not_start_is_told_in_its_own_words(script: str, told: str, tmp_path: Path) -> None:
+def test_why_torch_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.write_text("#!/bin/sh\necho 'ImportError: libcudnn.so.9: no such file' >&2; exit 1\n")
     python.chmod(0o755)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=r"exit code 1\): ImportError: libcudnn\.so\.9"):
         torch_seen(os.environ, python=str(python))
-
-
-# --- NCCL and its plug-in ---------------------------------------------------------------------------------------------
 
 
 def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
@@ -93,8 +84,8 @@ def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
     )  # fmt: skip
 
 
-def with_nccl(version: str | None) -> TorchSeen:
-    return TorchSeen(torch="2.2.2", cuda="12.1", nccl=version, nccl_path="/l/libnccl.so.2", gpus=8, gpu_error="")
+def seen(*, nccl: str | None = "2.29.7", gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchSeen:
+    return TorchSeen(torch="2.13.0", cuda=cuda, nccl=nccl, nccl_path="/l", gpus=gpus, gpu_error=error)
 
 
 @pytest.mark.parametrize(
@@ -107,17 +98,15 @@ def with_nccl(version: str | None) -> TorchSeen:
         (None, True, "error", "nccl.missing"),
     ],
 )
-def test_an_nccl_that_fails_or_that_nobody_has_qualified_is_refused(
+def test_an_nccl_that_fails_or_is_unknown_is_refused(
     tmp_path: Path, version: str | None, allowed: bool, severity: str, code: str
 ) -> None:
-    assert list(check_nccl(tcpx(tmp_path), with_nccl("2.19.3"))) == []
-    (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), with_nccl(version))
+    assert list(check_nccl(tcpx(tmp_path), seen(nccl="2.19.3"))) == []
+    (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), seen(nccl=version))
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, code)
 
 
-def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_comes_first_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(tmp_path: Path) -> None:
     plugin, other = tmp_path / "plugin", tmp_path / "hpcx"
     for folder in (plugin, other):
         folder.mkdir()
@@ -129,29 +118,21 @@ def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_come
     assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
 
 
-# --- the network in use -----------------------------------------------------------------------------------------------
-
-FELL_BACK = """pod-0:71:71 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.
-pod-0:71:71 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.4.51<0>
-pod-0:71:71 [0] NCCL INFO Using network Socket
-"""
 GIB = NodeNetwork(name="gib", nccl_net="gIB")
 
 
-def rank_printed(folder: Path, rank: int, text: str) -> None:
+def rank_printed(folder: Path, rank: int, *lines: str) -> None:
     """Output of a rank where torchrun leaves it."""
     path = folder / "r_x" / "attempt_0" / str(rank) / "stdout.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text("".join(f"pod-0:71:71 [0] NCCL INFO {line}\n" for line in lines))
 
 
-def test_plain_sockets_stop_the_run_unless_they_are_allowed_or_its_network(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     use = NetworkUse(GIB, tmp_path, nodes=2)
-    rank_printed(tmp_path, 0, "pod-0:71:71 [0] NCCL INFO Using network gIB\n")
+    rank_printed(tmp_path, 0, "Using network gIB")
     assert use.look(steps=5) is None
-    rank_printed(tmp_path, 1, FELL_BACK)
+    rank_printed(tmp_path, 1, "NET/Plugin: Could not find: libnccl-net.so.", "Using network Socket")
     found = use.look()
     assert found is not None
     assert (found.fault, "NCCL uses Socket, not gIB (platform.network=gib)" in found.message) == (Fault.NODE, True)
@@ -162,3 +143,79 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed_or_its_network(
     allowed = NetworkUse(GIB.model_copy(update={"allow_sockets": True}), tmp_path, nodes=2)
     assert [allowed.look(), allowed.look()] == [None, None]
     assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1
+
+
+CHECKOUT = Path(__file__).parents[3]
+
+# What it is told it reads from the environment.
+PYNVML = """
+import os
+from types import SimpleNamespace
+told, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = os.environ.get, 1, 0
+NVMLError = type("NVMLError", (Exception,), {})
+NVMLError_LibraryNotFound, NVMLError_NotSupported = (type(name, (NVMLError,), {}) for name in ("Missing", "Uncounted"))
+
+def nvmlDeviceGetHandleByIndex(index):
+    if str(index) == told("LOST"):
+        raise NVMLError("GPU is lost")
+    return index
+
+def nvmlDeviceGetTotalEccErrors(gpu, kind, counter):
+    if told("ERRORS") == "uncounted":
+        raise NVMLError_NotSupported
+    return int(told("ERRORS", "0")) if (gpu, kind, counter) == (5, 1, 0) else 0
+
+nvmlInit, nvmlSystemGetDriverVersion = lambda: None, lambda: told("DRIVER", "535.161.08")
+nvmlDeviceGetCount, nvmlDeviceGetName = lambda: 8, lambda gpu: "NVIDIA H100 80GB HBM3"
+"""
+
+EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"ERRORS": "uncounted"}, {}),
+        ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
+        ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, and tcpx works with >=535,<536"}),
+        ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
+    ],
+)
+def test_what_the_driver_says_against_gpus_is_told(tmp_path: Path, told: dict[str, str], found: dict[str, str]) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **told}
+    troubles = list(check_gpus(EIGHT, environ, root=tmp_path))
+    assert {trouble.code: trouble.what for trouble in troubles} == found
+    assert all(trouble.fault is Fault.NODE for trouble in troubles)
+    assert list(check_gpus(NodeNetwork(), environ, root=tmp_path)) == []  # a node without GPUs is not asked
+
+
+# Words of torch 2.2, 2.11 and 2.13.
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+NONE_THERE = "No CUDA GPUs are available"
+
+
+@pytest.mark.parametrize(
+    ("torch", "environ", "fault", "fix"),
+    [
+        (seen(error=TOO_OLD), {}, Fault.NODE, "CUDA 13 needs driver 580.65.06 or newer"),
+        (seen(cuda=None), {}, Fault.USER, "install a CUDA build of torch"),
+        (seen(error=NONE_THERE), {VISIBLE: "9"}, Fault.USER, f"leave {VISIBLE} out"),
+        (seen(error=NONE_THERE), {}, Fault.NODE, "exclude this node"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_end_the_job(
+    torch: TorchSeen, environ: dict[str, str], fault: Fault, fix: str
+) -> None:
+    (found,) = check_used(EIGHT, torch, environ, processes=8)
+    assert (found.severity, found.code, found.fault) == ("error", "gpu.unused", fault)
+    assert fix in found.fix
+
+
+def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
+    assert list(check_used(EIGHT, seen(gpus=8), {}, processes=8)) == []
+    assert list(check_used(EIGHT, seen(gpus=2), {VISIBLE: "0,1"}, processes=2)) == []
+    (found,) = check_used(EIGHT, seen(gpus=1), {VISIBLE: "0"}, processes=2)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.USER)
+    (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)

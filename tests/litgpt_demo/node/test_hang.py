@@ -17,8 +17,6 @@ from waiting import until
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats
 from litgpt_demo.processes import started
 
-# --- signs of life ----------------------------------------------------------------------------------------------------
-
 
 def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
     before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
@@ -67,19 +65,19 @@ asleep_in_here()
 """
 
 
-@pytest.mark.parametrize("refusal", [None, errno.ENOSYS])
-def test_stacks_are_had_of_a_process_that_is_stopped_also_where_the_system_gives_no_descriptor_of_it(
-    refusal: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("system", ["new", "without descriptors of processes"])
+def test_stacks_are_had_of_a_process_that_is_stopped(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(pid: int, flags: int = 0) -> int:
-        raise OSError(refusal, "refused")
+        raise OSError(errno.ENOSYS, "refused")
 
     environment = os.environ | {NODE_DIRECTORY: str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=environment, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGSTOP)
-        if refusal is not None:
+        if system != "new":
             monkeypatch.setattr(os, "pidfd_open", refuse)
         beats = read_beats(tmp_path)
         ask_for_stacks(beats, patience=60.0)

@@ -17,26 +17,23 @@ def target(root: str) -> Storage:
     return open_storage(root)
 
 
-def node_folder(tmp_path: Path) -> Path:
-    """What a node leaves, and the dataset that it has staged."""
-    directory = tmp_path / "d"
-    files = {
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """What a node leaves, the dataset that it has staged, and another node's log."""
+    kept = {
         "node-0.log": "hello\n",
         "node-0/ranks/r_x/attempt_0/0/stderr.log": "Traceback",
         "node-0/network.json": "{}",
-        "node-0/data/train.bin": "tokens",
-        "node-0/heartbeats/0.json": "{}",
-        "node-0/.writable": "",
-        "node-1.log": "another node's",
     }
-    for name, text in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text)
-    return directory
+    left = ("node-0/data/train.bin", "node-0/heartbeats/0.json", "node-0/.writable", "node-1.log")
+    for name, text in {**kept, **dict.fromkeys(left, "not to be copied")}.items():
+        path = tmp_path / "d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "d"
 
 
-def test_logs_and_error_files_outlive_the_machine_and_data_does_not(tmp_path: Path, target: Storage) -> None:
-    directory = node_folder(tmp_path)
+def test_logs_and_error_files_outlive_the_machine_and_data_does_not(directory: Path, target: Storage) -> None:
     with LogUploader(directory, target.address(), 0, interval=0.01):
         until(lambda: target.exists("node-0.log"))
         (directory / "node-0.log").write_text("hello\nand more\n")
@@ -49,8 +46,7 @@ def test_logs_and_error_files_outlive_the_machine_and_data_does_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody
-def test_what_the_job_left_before_its_restart_is_set_aside(tmp_path: Path, target: Storage, told: int) -> None:
-    directory = node_folder(tmp_path)
+def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, target: Storage, told: int) -> None:
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")

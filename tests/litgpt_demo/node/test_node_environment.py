@@ -21,50 +21,41 @@ BASE = {"PATH": os.environ["PATH"]}
 # As the network's own script does: it needs a variable, puts its folder first, and overwrites what was set before.
 PROFILE = """
 [[ -n "${NCCL_LIB_DIR:-}" ]] || { echo "NCCL_LIB_DIR is not set"; exit 1; }
-export LD_LIBRARY_PATH="${NCCL_LIB_DIR}:${LD_LIBRARY_PATH:-}"
-export NCCL_DEBUG=WARN CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7
+export LD_LIBRARY_PATH="${NCCL_LIB_DIR}:${LD_LIBRARY_PATH:-}" NCCL_DEBUG=WARN NCCL_LONG=$'two\\nlines = "quoted"'
 NCCL_NOT_EXPORTED=1
-export NCCL_LONG=$'two\\nlines = "quoted"'
 echo sourced
 """
 
 
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "profile.sh"
-    path.write_text(text)
-    return str(path)
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "profile.sh").write_text(PROFILE)
+    return str(tmp_path / "profile.sh")
 
 
-def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_users(tmp_path: Path) -> None:
+def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_users(script: str) -> None:
     network = NodeNetwork(
-        scripts=(script(tmp_path, PROFILE),),
+        scripts=(script,),
         library_paths=("/usr/local/gib/lib64", "/plugin"),
         environment={"NCCL_DEBUG": "INFO", "NCCL_NET": "gIB"},
         overrides={"NCCL_NET": "Socket"},
     )
     before = {**BASE, "NCCL_LIB_DIR": "/plugin", "LD_LIBRARY_PATH": "/opt/hpcx:/plugin", "NCCL_DEBUG": "TRACE"}
     mine = of_network(network, before)
-    assert mine["NCCL_DEBUG"] == "INFO"
-    assert mine["NCCL_NET"] == "Socket"
-    assert mine["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-    assert mine["NCCL_LONG"] == 'two\nlines = "quoted"'
+    assert (mine["NCCL_DEBUG"], mine["NCCL_NET"], mine["NCCL_LONG"]) == ("INFO", "Socket", 'two\nlines = "quoted"')
     assert mine["LD_LIBRARY_PATH"] == "/usr/local/gib/lib64:/plugin:/opt/hpcx"
     assert "NCCL_NOT_EXPORTED" not in mine
 
 
-def test_a_script_that_fails_ends_the_node_with_what_it_printed_and_one_that_is_not_there_is_the_nodes_fault(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_fails_or_is_not_there_ends_the_node(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"profile\.sh ended with"):
-        sourced((script(tmp_path, PROFILE),), BASE)
+        sourced((script,), BASE)
     assert "NCCL_LIB_DIR is not set" in capfd.readouterr().out
     with pytest.raises(NodeError, match=r"set_nccl_env\.sh is not on this node; see whether the installer's DaemonSet"):
-        sourced((f"{tmp_path}/set_nccl_env.sh",), BASE)
+        sourced((f"{script}/set_nccl_env.sh",), BASE)
 
 
-def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_to_where_nothing_may_be_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "not yet there")}
     require_executable_cache(kept)
     noexec = SimpleNamespace(f_flag=os.statvfs(tmp_path).f_flag | os.ST_NOEXEC)
@@ -72,8 +63,6 @@ def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
     with pytest.raises(UserError, match="set TMPDIR or TORCHINDUCTOR_CACHE_DIR to a folder elsewhere"):
         require_executable_cache(kept)
 
-
-# --- RoCE -------------------------------------------------------------------------------------------------------------
 
 Table = dict[int, tuple[str, str, str]]
 
@@ -92,20 +81,16 @@ NETWORK = NodeNetwork(name="roce", nccl_net="IB", hca="mlx5", interfaces=("net1"
 
 def card(root: Path, name: str, table: Table) -> None:
     folder = root / "class/infiniband" / name / "ports/1"
-    for part in ("gids", "gid_attrs/types", "gid_attrs/ndevs", "counters"):
-        (folder / part).mkdir(parents=True)
-    (folder / "gids" / "15").write_text(f"{ZERO}\n")
-    for index, (address, kind, interface) in table.items():
-        (folder / "gids" / str(index)).write_text(f"{address}\n")
-        (folder / "gid_attrs/types" / str(index)).write_text(f"{kind}\n")
-        if interface:
-            (folder / "gid_attrs/ndevs" / str(index)).write_text(f"{interface}\n")
+    (folder / "counters").mkdir(parents=True)
+    for index, row in {15: (ZERO, "", ""), **table}.items():
+        for part, value in zip(("gids", "gid_attrs/types", "gid_attrs/ndevs"), row, strict=True):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            if value:
+                (folder / part / str(index)).write_text(f"{value}\n")
 
 
 @given(index=st.integers(0, 255))
-def test_whatever_the_index_of_roce_v2_over_ipv4_it_is_found(
-    tmp_path_factory: pytest.TempPathFactory, index: int
-) -> None:
+def test_roce_v2_over_ipv4_is_found_at_any_index(tmp_path_factory: pytest.TempPathFactory, index: int) -> None:
     """A table has 256 entries, of which most are empty; there may be gaps anywhere, and another pod's address."""
     root = tmp_path_factory.mktemp("sys")
     others = {(index + 5) % 256: (LINK_LOCAL, V2, "net1"), (index + 9) % 256: (OTHER_V4, V2, "veth1a")}
@@ -131,9 +116,6 @@ def test_nccl_is_given_all_cards_by_name_and_their_index_unless_the_user_gave_th
     assert rdma(NETWORK, {"NCCL_IB_HCA": "^mlx5_3"}, tmp_path) == {}
 
 
-# --- proof of use -----------------------------------------------------------------------------------------------------
-
-
 def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
     """What the counters say by now, in megabytes; the card's counts words of four."""
     statistics = root / "class/net/net1/statistics"
@@ -147,7 +129,7 @@ def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
     ("by_card", "by_kernel", "stopped"),
     [(4_900, 9_001, False), (4_000, 9_100, False), (4_001, 9_900, True)],  # a little traffic says nothing
 )
-def test_an_interface_that_moves_while_the_ports_stay_still_ends_the_run(
+def test_traffic_beside_the_cards_ports_ends_the_run(
     tmp_path: Path, by_card: int, by_kernel: int, stopped: bool
 ) -> None:
     card(tmp_path, "mlx5_0", USUAL)

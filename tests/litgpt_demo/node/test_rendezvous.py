@@ -77,9 +77,6 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
 
 
-# --- a PyTorchJob, in every version's words ---------------------------------------------------------------------------
-
-
 def of_2_13(rank: int, nodes: int) -> dict[str, str]:
     """Run:ai of 2.13, whose WORLD_SIZE counts pods."""
     return {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}
@@ -87,14 +84,12 @@ def of_2_13(rank: int, nodes: int) -> dict[str, str]:
 
 def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
     """Run:ai of 2.18, whose WORLD_SIZE counts GPUs."""
-    return {
-        **of_2_13(rank, nodes), "WORLD_SIZE": str(nodes * gpus), "PET_NNODES": str(nodes), "PET_NODE_RANK": str(rank),
-        "RUNAI_NUM_OF_GPUS": str(gpus), "HOSTNAME": "x-master-0" if rank == 0 else f"x-worker-{rank - 1}",
-    }  # fmt: skip
+    own = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "WORLD_SIZE": nodes * gpus, "RUNAI_NUM_OF_GPUS": gpus}
+    return of_2_13(rank, nodes) | {name: str(value) for name, value in own.items()}
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
-def test_both_versions_mean_the_same_node_and_another_number_of_pods_is_noticed(
+def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
     nodes: int, gpus: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, nodes - 1))

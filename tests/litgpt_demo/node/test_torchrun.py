@@ -1,26 +1,23 @@
-"""torchrun: its command line, and what its ranks left behind; for torchrun itself see test_node.py."""
+"""torchrun: its command line, what its ranks left behind, and what a node picks when it ends badly."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from litgpt_demo.errors import Fault, NetworkError
-from litgpt_demo.node.torchrun import (
-    FAILURES,
-    Rendezvous,
-    _known_arguments,
-    _store_on_loopback,
-    read_failures,
-    torchrun_command,
-)
+from litgpt_demo.node import torchrun
+from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
+from litgpt_demo.node.torchrun import FAILURES, Rendezvous, read_failures, torchrun_command
 
 
 def rank_folder(log_dir: Path, rank: int) -> Path:
@@ -47,14 +44,13 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
 
 
 def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: Path) -> None:
-    for rank, output in enumerate(
-        (
-            "UserWarning: connection refused, falling back\n",
-            "Traceback (most recent call last):\n  an earlier one\nKeyError: 'handled'\n"
-            "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x.py', line 3\n"
-            "[rank1]: RuntimeError: Connection closed by peer\n",
-        )
-    ):
+    traceback = "Traceback (most recent call last):\n"
+    outputs = [
+        "UserWarning: connection refused, falling back\n",
+        f"{traceback}  an earlier one\nKeyError: 'handled'\n"
+        f"[rank1]: {traceback}[rank1]:   File 'x.py', line 3\n[rank1]: RuntimeError: Connection closed by peer\n",
+    ]
+    for rank, output in enumerate(outputs):
         folder = rank_folder(tmp_path, rank)
         (folder / "stderr.log").write_text(output)
         (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
@@ -66,7 +62,7 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
 
 def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(NetworkError, match="Address already in use"):
-        _store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
+        torchrun._store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
 
 
 def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,47 +74,91 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     given, newer = command[3:], argparse.ArgumentParser()
     newer.add_argument("--shutdown-timeout")
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
-    assert _known_arguments(given) == (given, None)
+    assert torchrun._known_arguments(given) == (given, None)
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", argparse.ArgumentParser)
-    known, grace = _known_arguments(given)
+    known, grace = torchrun._known_arguments(given)
     assert grace == 25
     assert known == [word for word in given if word != "--shutdown-timeout=25"]
     assert known[-1] == "--shutdown-timeout=9"
 
 
-# The disk has room for 20 bytes, and for more again before the last line.
+# The disk has room for 20 bytes, for more before the last line, and none in the end.
 FULL_FOR_A_WHILE = """
-import errno, io
-
-class Small(io.FileIO):
-    room = 20
-
-    def write(self, block):
-        fits = bytes(block)[:Small.room]
-        if not fits:
-            raise OSError(errno.ENOSPC, "full")
-        Small.room -= len(fits)
-        return super().write(fits)
-
-io.FileIO = Small
+import resource
 from litgpt_demo.node.printing import drop_what_does_not_fit
+
+def room(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
 drop_what_does_not_fit()
+room(20)
 for line in ("a whole line", "one that is cut", "one that is lost"):
     print(line, flush=True)
-Small.room = 100
+room(34)
 print("the next one", flush=True)
+print("x" * 100_000)
+raise SystemExit(40)
 """
 
 
 @pytest.mark.parametrize("flags", [(), ("-u",)])
-def test_a_line_that_finds_no_room_on_the_disk_is_glued_to_no_other(flags: tuple[str, ...]) -> None:
-    command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["a whole line", "one tha", "the next one"]
+def test_a_line_that_finds_no_room_is_glued_to_no_other_and_ends_no_program(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert subprocess.run([sys.executable, *flags, "-c", FULL_FOR_A_WHILE], stdout=log).returncode == 40
+    assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "one tha", "the next one"]
 
 
-def test_a_program_that_prints_into_a_full_disk_ends_as_it_would_have() -> None:
-    dropping = "from litgpt_demo.node.printing import drop_what_does_not_fit; drop_what_does_not_fit(); "
-    command = [sys.executable, "-u", "-c", f"{dropping}print('x' * 100_000); exit(40)"]
-    with Path("/dev/full").open("w") as full:
-        assert subprocess.run(command, stdout=full, stderr=full).returncode == 40
+TELLING = [
+    "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus.",
+    "Out of memory: Killed process 4711 (python) total-vm:20GB, anon-rss:15GB",
+    "mlx5_core 0000:0c:00.0: mlx5_health_check: device's health compromised",
+]
+
+
+def test_lines_of_the_kernels_that_tell_of_a_fault_are_picked_but_for_those_of_an_earlier_job() -> None:
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
+    ago = [(3600, TELLING[0]), (20, "eth0: link becomes ready"), *((10, line) for line in TELLING), (3, "started")]
+    log = "".join(f"<6>[{now - seconds:12.6f}] {words}\n" for seconds, words in ago)
+    assert kernel_lines(log, since=time.time() - 60) == TELLING
+
+
+def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
+    told = "[rank3]: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    noise = [f"step {number} loss 3.1" for number in range(1000)]
+    secret = "what():  GET https://user:hunter2@example.com failed"
+    (tmp_path / "stderr.log").write_text("\n".join([*noise, told, told, secret, *noise]))
+    traces = gather({3: tmp_path, 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=2)
+    output = [trace for trace in traces if trace.source == "output"]
+    assert [trace.text for trace in output][:1] == [told]
+    assert {trace.rank for trace in output} == {3}
+    assert not any("hunter2" in trace.text for trace in traces)
+    assert [trace.text[:19] for trace in traces if trace.source == "memory"] == ["the kernel killed 2"]
+
+
+def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) -> None:
+    """A dump of torch 2.13, after five sums, without its entries."""
+    status = {"last_enqueued_collective": 5, "last_started_collective": -1, "last_completed_collective": 4}
+    dump = {"version": "2.10", "pg_status": {"0": status}, "pg_config": {}, "entries": []}
+    Path(f"{recorder_prefix(tmp_path)}3").write_bytes(pickle.dumps(dump, protocol=2))
+    [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=0)
+    assert (trace.source, trace.rank) == ("recorder", 3)
+    assert trace.text.startswith("its flight recorder: last enqueued work: 5, last completed work: 4")
+
+
+class Calling:
+    """A pickle that would make a file where it is loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, ("called", "w")
+
+
+def test_a_dump_that_calls_something_is_none_and_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
+    dumps = ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3])
+    for content in (*map(pickle.dumps, dumps), b"", b"\x80\x05\xff"):
+        Path("dump").write_bytes(content)
+        assert recorded(Path("dump")) is None
+    assert not Path("called").exists()

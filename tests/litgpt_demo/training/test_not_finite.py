@@ -50,7 +50,7 @@ def poison(training: Training, samples: Sequence[int], *, by: float = 0.0, to: f
     training.model.register_forward_hook(spoil)
 
 
-def test_it_stops_with_the_windows_and_a_command_that_shows_their_text(
+def test_it_stops_with_the_windows_and_how_to_see_them(
     new_run: NewRun, tiny_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tokenizers import Tokenizer
@@ -105,9 +105,7 @@ def test_the_tenth_step_in_a_row_without_an_update_ends_the_training(new_run: Ne
         fit(training)
 
 
-def test_gradients_that_overflow_where_losses_are_scaled_are_no_failure_and_the_scale_is_resumed(
-    new_run: NewRun,
-) -> None:
+def test_an_overflow_where_losses_are_scaled_is_no_failure_and_the_scale_is_resumed(new_run: NewRun) -> None:
     run = open_storage(str(new_run("run", precision="16-mixed")))
     spec, scratch = read_spec(run), scratch_of(open_storage(run.root), 0)
     data = open_data(spec, stage(spec.dataset, scratch))

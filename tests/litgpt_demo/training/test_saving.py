@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from threading import Barrier, Event
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import pytest
 import torch
-from bucket_emulator import bucket_emulator
-from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
+from bucket_faults import FOREVER, Fault, FaultyBucket
 from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
+from litgpt_demo.training import resuming
 from litgpt_demo.training.checkpoints import committed, folder_of
+from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
@@ -42,13 +46,6 @@ def new_training(new_run: Callable[..., Path]) -> Iterator[NewTraining]:
         yield make
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyBucket]:
-    with bucket_emulator("saved") as address, faulty_bucket(address) as proxy:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-        yield proxy
-
-
 def steps_kept(training: Training) -> list[int]:
     return [found.step for found in committed(training.run)]
 
@@ -67,16 +64,17 @@ def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
 
 
-# --- what is saved ----------------------------------------------------------------------------------------------------
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
-def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
+def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path, device: str) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
-    trained, other = pair(1, width=768), pair(2, steps=0, width=768)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    trained, other = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
+    fabric = Fabric(accelerator=device, devices=1)
     model = fabric.setup_module(trained[0])
     training = stepped_by_hand(tmp_path, fabric, model, fabric.setup_optimizers(trained[1]))
-    model(torch.randint(0, 64, (2, 32))).square().mean().backward()
+    model(torch.randint(0, 64, (2, 32), device=device)).square().mean().backward()
     before = [tensor.clone() for tensor in tensors(*trained)]
     with Saver(training, tell=silent) as saver:
         saver.save(1, None)
@@ -112,9 +110,7 @@ def dropout(training: Training) -> None:
     training.model.module.transformer.h[0].register_forward_hook(lambda _, __, out: nn.functional.dropout(out, 0.5))
 
 
-def test_each_save_waits_for_the_one_before_and_a_training_that_falls_commits_the_last(
-    new_training: NewTraining,
-) -> None:
+def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(new_training: NewTraining) -> None:
     training, told = new_training(keep_last=9), list[Saved]()
 
     def fall() -> None:
@@ -132,18 +128,13 @@ def test_each_save_waits_for_the_one_before_and_a_training_that_falls_commits_th
         assert saved.warning is None
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def no_file_above(size: int) -> Iterator[None]:
     """The disk is full for whoever writes more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: NewTraining) -> None:
@@ -196,28 +187,25 @@ def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTrain
     assert steps_kept(training) == [3]
 
 
-def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: FaultyBucket) -> None:
-    training, told = new_training(root=open_storage("gs://saved/run"), keep_last=1, keep_best=0), list[Saved]()
+def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: Storage, proxy: FaultyBucket) -> None:
+    training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[Saved]()
     with Saver(training, tell=told.append) as saver:
         train_step(training, 0)
-        bucket.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
+        proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
         saver.save(1, None)
-        with pytest.raises(UserError, match=r"gs://saved/run/checkpoints/step-00000001/"):
+        with pytest.raises(UserError, match=f"{bucket.address(folder_of(1))}/"):
             saver.finish()
         assert left_in(training) == []
-        bucket.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER))
+        proxy.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER))
         for number in (2, 3):
             saver.save(number, None)
             saver.finish()
         assert steps_kept(training) == [3, 2]  # an old one that cannot be removed costs none
-        bucket.arm()
+        proxy.arm()
         saver.save(4, None)
     assert steps_kept(training) == [4]
     assert [saved.failed is None for saved in told] == [False, True, True, True]
-    assert "older ones in gs://saved/run/checkpoints" in str(told[2].warning)
-
-
-# --- resuming ---------------------------------------------------------------------------------------------------------
+    assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
 
 
 def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining) -> None:
@@ -240,3 +228,82 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_trai
     (folders[1] / ".metadata").unlink()
     assert resume(new_training("three"), tell=told.append) == 0  # training begins anew
     assert len(told) == 3
+
+
+class Meeting:
+    """Where the ranks of one training meet, which are threads of this process."""
+
+    def __init__(self, world: int) -> None:
+        self.results: list[Any] = [None] * world
+        self.barrier = Barrier(world)
+        self.first_has_read, self.first_is_through = Event(), Event()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksInThreads(Ranks):
+    meeting: Meeting
+
+    def deal(self, action: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        results, wait = self.meeting.results, self.meeting.barrier.wait
+        results[self.number] = action()
+        if self.number == 0 and self.meeting.first_has_read.is_set():
+            self.meeting.first_is_through.set()
+        wait()
+        if self.number == 0:
+            results[:] = whole(list(results))
+        wait()
+        mine = results[self.number]
+        wait()
+        return mine
+
+
+@pytest.mark.parametrize(("nodes", "processes"), [(2, 1), (1, 2), (2, 2)])
+def test_no_rank_removes_what_another_still_reads(
+    finished_copy: Path, bucket: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, processes: int
+) -> None:
+    for path in filter(Path.is_file, finished_copy.rglob("*")):
+        bucket.upload(path, str(path.relative_to(finished_copy)))
+    meeting, trainings = Meeting(nodes * processes), []
+    for number in range(nodes * processes):
+        own = training_of(finished_copy, bucket)
+        fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
+        trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
+        ranks = RanksInThreads(number=number, world=nodes * processes, meeting=meeting)
+        trainings[-1].__dict__["ranks"] = ranks
+    load_shards, folders = resuming.load_shards, set()
+
+    def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
+        """Rank 0 reads first; the others begin to read when it has nothing more to do but to wait for them."""
+        first = model is trainings[0].model.module
+        if not first:
+            meeting.first_is_through.wait()
+        folders.add(folder)
+        saved = load_shards(model, optimizer, folder, **options)
+        if first:
+            meeting.first_has_read.set()
+        return saved
+
+    def resume(training: Training) -> int:
+        try:
+            return resuming.resume(training, tell=pytest.fail)
+        except Exception:
+            meeting.barrier.abort()
+            raise
+        finally:
+            if training is trainings[0]:  # whoever does not wait for the others is through as well
+                meeting.first_is_through.set()
+
+    monkeypatch.setattr(resuming, "load_shards", load)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    with ThreadPoolExecutor(nodes * processes) as pool:
+        assert set(pool.map(resume, trainings)) == {12}
+    assert len(folders) == nodes
+    pairs = [(training.model.module, training.optimizer.optimizer) for training in trainings]
+    assert all(same(pairs[0], other) for other in pairs[1:])
+    assert list(tmp_path.glob("resume*")) == []
+
+
+def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("litgpt_demo.storage.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"gs://kept/logs needs google-cloud-storage, which is not installed here"):
+        open_storage("gs://kept/logs")

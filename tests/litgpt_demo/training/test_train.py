@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from states import weights_of
+from states import training_of, weights_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import open_dataset
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve
+from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed, folder_of
-from litgpt_demo.training.step import learning_rate, step_seed
+from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
+from litgpt_demo.training.loop import fit, grace_warning
+from litgpt_demo.training.step import learning_rate
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -36,18 +40,17 @@ def steps_kept(run: Path) -> list[int]:
     return [found.step for found in committed(open_storage(str(run)))]
 
 
+def newest(run: Path) -> CheckpointManifest:
+    return committed(open_storage(str(run)))[0]
+
+
 def identical(one: Path, other: Path) -> bool:
     first, second = weights_of(one, 12), weights_of(other, 12)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# --- the schedule -----------------------------------------------------------------------------------------------------
-
-
 @given(steps=st.integers(1, 3000), warmup=st.integers(0, 400), share=st.none() | st.floats(0.0, 1.0))
-def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest_at_the_last_step(
-    steps: int, warmup: int, share: float | None
-) -> None:
+def test_the_learning_rate_rises_and_falls_to_its_lowest(steps: int, warmup: int, share: float | None) -> None:
     settings = TrainConfig(learning_rate=0.5, min_learning_rate=share and share / 2, warmup_steps=warmup, max_tokens=1)
     rates = [learning_rate(settings, step=step, steps=steps) for step in range(steps)]
     assert rates[:warmup] == sorted(rates[:warmup])
@@ -55,21 +58,9 @@ def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest_at_the_l
     if steps > warmup + 1:
         assert max(rates) == rates[warmup] == pytest.approx(0.5)
         assert rates[-1] == pytest.approx(0.05 if share is None else share / 2)
-
-
-def test_the_learning_rate_of_a_small_run_is_as_drawn_by_hand() -> None:
-    settings = TrainConfig(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, max_steps=7)
-    rates = [learning_rate(settings, step=step, steps=7) for step in range(7)]
-    assert rates == pytest.approx([0.5, 1.0, 1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0])
-
-
-def test_every_step_of_every_rank_has_a_seed_of_its_own_that_torch_takes() -> None:
-    seeds = [step_seed(seed=seed, step=step, rank=rank) for seed in (1, 2) for step in range(20) for rank in range(8)]
-    assert len(set(seeds)) == len(seeds)
-    torch.manual_seed(max(seeds))
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
+    small = TrainConfig(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, max_steps=7)
+    by_hand = [0.5, 1.0, 1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
+    assert [learning_rate(small, step=step, steps=7) for step in range(7)] == pytest.approx(by_hand)
 
 
 def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
@@ -85,8 +76,8 @@ def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(fini
     assert all(row["tokens_per_second"] > 0 and row["memory"] > 0 for row in steps)
     assert [row["step"] for row in saved] == [4, 8, 12]
     assert steps_kept(finished) == [12, 8]
-    newest = committed(open_storage(str(finished)))[0]
-    assert (newest.tokens, newest.world_size, newest.validation_loss) == (12 * 8 * 32, 1, validation[12])
+    last = newest(finished)
+    assert (last.tokens, last.world_size, last.validation_loss) == (12 * 8 * 32, 1, validation[12])
     names = {path.name for path in finished.iterdir()}
     assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}, "no scratch is left"
 
@@ -124,7 +115,7 @@ def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(elsewhere: dict[s
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)
-    assert committed(open_storage(str(elsewhere[name])))[0].world_size == 2
+    assert newest(elsewhere[name]).world_size == 2
     assert len(list((elsewhere[name] / folder_of(12)).glob("*.distcp"))) == 2  # both write
 
 
@@ -134,7 +125,7 @@ def test_accumulating_gradients_changes_only_rounding(finished: Path, new_run: N
     alike(whole, finished)
 
 
-def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
+def test_a_damaged_last_checkpoint_costs_its_steps(
     finished: Path, finished_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
@@ -146,9 +137,6 @@ def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
     assert told(finished_copy) == told(finished)
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRun) -> None:
     run = new_run("lonely", world_size=2)
     with pytest.raises(UserError, match="one of 1, the run was submitted for 2"):
@@ -156,25 +144,101 @@ def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRu
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_a_dataset_with_a_flipped_bit_is_refused_before_the_first_step(
-    new_run: NewRun, tiny_dataset: Path, tmp_path: Path
+def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
+    new_run: NewRun, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoilt = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))
-    content = bytearray((spoilt / "val.bin").read_bytes())
+    other = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))
+    run, manifest = new_run("run", dataset=other), open_dataset(str(other))
+    monkeypatch.setenv("LITGPT_DATASET", str(other))  # as the node has brought it
+    write_manifest(open_storage(str(other)), manifest.model_copy(update={"key": "0123456789"}))
+    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
+        train(run)
+    monkeypatch.delenv("LITGPT_DATASET")
+    write_manifest(open_storage(str(other)), manifest)
+    content = bytearray((other / "val.bin").read_bytes())
     content[100] ^= 4
-    (spoilt / "val.bin").write_bytes(content)
-    run = new_run("run", dataset=spoilt)
+    (other / "val.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"val\.bin has crc32c"):
         train(run)
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_the_dataset_of_another_run_is_refused(
-    new_run: NewRun, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = Path(shutil.copytree(tiny_dataset, tmp_path / "other"))
-    manifest = open_dataset(str(other))
-    write_manifest(open_storage(str(other)), manifest.model_copy(update={"key": "0123456789"}))
-    monkeypatch.setenv("LITGPT_DATASET", str(other))
-    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
-        train(new_run("run"))
+def test_thirty_steps_are_litgpts_own(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.litgpt_pretrain import logged, pretrain
+
+    run = new_run(
+        "ours", precision="32-true", max_steps=30, warmup_steps=0, learning_rate=0.003, min_learning_rate=0.003,
+        weight_decay=0.0, evaluate_every=30, checkpoint_every=30,
+    )  # fmt: skip
+    train(run)
+    monkeypatch.setattr(sys, "argv", ["pretrain"])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # which it sets
+        monkeypatch.setenv(name, "")
+    # Compiling changes neither side's loss but by rounding, and would take most of a minute.
+    monkeypatch.setattr("torch.compile", lambda model: model)
+    pretrain(run, tmp_path / "theirs", same_weights=True, constant_rate=True)
+    ours = curve(rows(run), "step", "loss")
+    assert list(ours.values()) == pytest.approx(logged(tmp_path / "theirs", "loss"), rel=2e-5)
+    assert len(ours) == 30
+    assert ours[30] < ours[1] - 1
+
+
+def shards(run: Path, step: int) -> list[bytes]:
+    """The weights and the optimizer's state, byte for byte."""
+    return [path.read_bytes() for path in sorted((run / folder_of(step)).glob("*.distcp"))]
+
+
+def leave_in(step: int, run: Path) -> None:
+    """Train until the machine is taken away in the middle of `step`, the steps counting from 1."""
+    training, passes = training_of(run), 0
+
+    def sigterm(*_: object) -> None:
+        nonlocal passes
+        passes += training.model.training
+        if passes == 4 * (step - 1) + 2:  # the second of the step's four micro-batches
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    training.model.register_forward_pre_hook(sigterm)
+    with pytest.raises(Preempted, match=r"asked to leave; step \d+ is saved"):
+        fit(training)
+
+
+def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_run: NewRun, finished: Path) -> None:
+    run, saved = new_run("run"), 8
+    leave_in(8, run)
+    assert newest(run).step == saved
+    assert [(row["step"], row["why"]) for row in rows(run, "leave")] == [(saved, "preempted")]
+    assert rows(run, "end") == []
+    train(run)
+    assert [row["step"] for row in rows(run, "start")] == [0, saved]
+    assert shards(run, 12) == shards(finished, 12)
+
+
+def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more(new_run: NewRun) -> None:
+    settings = {"max_steps": 100_000, "evaluate_every": 100_000, "checkpoint_every": 100_000}
+    run = new_run("run", max_time="0.1s", **settings)
+    train(run)
+    first, spec = newest(run), read_spec(open_storage(str(run)))
+    assert reached_end(first, spec)
+    assert first.seconds >= 0.1
+    assert 0 < first.step < spec.steps
+    assert first.validation_loss == rows(run, "evaluation")[-1]["validation_loss"]
+    assert [(row["step"], row["why"]) for row in rows(run, "leave")] == [(first.step, "max_time")]
+    assert [row["step"] for row in rows(run, "end")] == [first.step]
+
+    train(run)
+    assert newest(run) == first
+
+    new_run("run", max_time=first.seconds + 0.1, **settings)
+    assert not reached_end(first, read_spec(open_storage(str(run))))
+    train(run)
+    assert newest(run).step > first.step
+    assert newest(run).seconds >= first.seconds + 0.1
+
+
+def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_grace_that_fits() -> None:
+    assert grace_warning(29.0, {"LITGPT_GRACE": "30"}) is None
+    assert grace_warning(29.0, {}) is None  # started by hand: nobody waits for so long
+    warned = grace_warning(45.2, {"LITGPT_GRACE": "30"})
+    assert warned is not None
+    assert "platform.grace to 91" in warned

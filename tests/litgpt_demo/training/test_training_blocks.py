@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from litgpt.config import Config
-from torch import Tensor
+from states import loss_and_gradients, model_with_loss
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.models.model import initialise
 from litgpt_demo.training.blocks import multiply_in_float8, prepare_blocks
-from litgpt_demo.training.loss import LossGPT
 
 CPU = torch.device("cpu")
-SMALL = {"n_layer": 3, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
-
-
-def model() -> LossGPT:
-    made = LossGPT(Config.from_name("pythia-14m", **SMALL))
-    initialise(made, seed=3)
-    return made
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(96, (2, 25), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_and_gradients(of: LossGPT) -> tuple[float, dict[str, Tensor]]:
-    loss = of(*batch())
-    loss.backward()
-    names = {name.replace("_checkpoint_wrapped_module.", ""): weight for name, weight in of.named_parameters()}
-    return loss.item(), {name: weight.grad for name, weight in names.items() if weight.grad is not None}
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputing_changes_nothing(how: str) -> None:
-    plain, other = model(), model()
+    plain, other = model_with_loss(), model_with_loss()
     prepare_blocks(other, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
     loss, gradients = loss_and_gradients(plain)
     again, same = loss_and_gradients(other)
@@ -47,21 +25,18 @@ def test_recomputing_changes_nothing(how: str) -> None:
 
 
 def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
-    exact, eighth = model(), model()
+    exact, eighth = model_with_loss(), model_with_loss()
     multiply_in_float8(eighth.bfloat16(), emulate=True)
     assert list(eighth.state_dict()) == list(exact.state_dict())
     true, gradients = loss_and_gradients(exact)
     loss, rounded_gradients = loss_and_gradients(eighth)
-    assert loss not in {true, loss_and_gradients(model().bfloat16())[0]}
+    assert loss not in {true, loss_and_gradients(model_with_loss().bfloat16())[0]}
     assert loss == pytest.approx(true, rel=0.02)
     layer = "transformer.h.0.mlp.fc.weight"  # eight bits leave three to a number's fraction
     assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused where there is no GPU")
 def test_float8_is_refused_where_nothing_multiplies_in_it() -> None:
     with pytest.raises(UserError, match=r"train\.float8=true needs a GPU .* this is a CPU; leave it off"):
-        prepare_blocks(model(), TrainConfig(float8=True, compile="blocks"), CPU)
+        prepare_blocks(model_with_loss(), TrainConfig(float8=True, compile="blocks"), CPU)

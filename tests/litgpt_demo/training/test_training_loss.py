@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,28 +18,12 @@ from litgpt_demo.models import estimates
 from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
 
 
-def plainly(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, softcap: float | None = None
-) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits if softcap is None else do_softcapping(logits, softcap)
-    return cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
-
-
 def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
-    loss.backward()
-    made = [one.grad for one in of if one is not None]
-    for one in of:
-        if one is not None:
-            one.grad = None
-    return [one for one in made if one is not None]
-
-
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 12), st.integers(2, 40))
+    return list(torch.autograd.grad(loss, [one for one in of if one is not None]))
 
 
 @given(
-    shape=shapes,
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 12), st.integers(2, 40)),
     chunk=st.integers(1, 40),
     spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
     biased=st.booleans(),
@@ -65,9 +48,11 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
 
     hidden, weight, bias = drawn(batch, length, width), drawn(vocabulary, width), drawn(vocabulary) if biased else None
     targets = torch.randint(vocabulary, (batch, length), generator=generator)
-    with chunks_of(chunk * 4 * vocabulary):
+    with patch.dict(estimates.CHUNK_BYTES, cpu=chunk * 4 * vocabulary):  # so few bytes of logits at a time
         loss = projected_cross_entropy(hidden, weight, targets, bias=bias, softcap=softcap)
-    whole = plainly(hidden, weight, targets, bias=bias, softcap=softcap)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else do_softcapping(logits, softcap)
+    whole = cross_entropy(logits.flatten(0, 1), targets.flatten())
     # Scores as large as spread squared are known to that many units in the last place.
     error = torch.finfo(dtype).eps * 64 * max(1.0, spread**2 * width)
     assert loss.item() == pytest.approx(whole.item(), rel=error, abs=error)
@@ -75,19 +60,6 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
 
-
-@contextmanager
-def chunks_of(size: int) -> Iterator[None]:
-    """So few bytes of logits at a time."""
-    before = dict(estimates.CHUNK_BYTES)
-    estimates.CHUNK_BYTES["cpu"] = size
-    try:
-        yield
-    finally:
-        estimates.CHUNK_BYTES.update(before)
-
-
-# --- the model --------------------------------------------------------------------------------------------------------
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
 FAMILIES: dict[str, dict[str, Any]] = {

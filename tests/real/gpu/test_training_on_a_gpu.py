@@ -1,42 +1,24 @@
-"""Training on a real GPU: the same numbers as on a CPU but for rounding, whatever is done to make it faster."""
+"""A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from litgpt.config import Config
-from states import pair, stepped_by_hand, tensors
+from nodes import ended_nodes
+from states import loss_and_gradients, model_with_loss
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.models.model import initialise
+from litgpt_demo.node.collectives import read_result
+from litgpt_demo.node.gpu import check_gpus, check_used
+from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.node.torch_seen import torch_seen
 from litgpt_demo.training.blocks import prepare_blocks
-from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.loss import LossGPT
-from litgpt_demo.training.reading import load_shards
-from litgpt_demo.training.saving import Saver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
-
-SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 2, "padded_vocab_size": 256, "block_size": 64, "intermediate_size": 512}
-
-
-def model(device: str = "cuda") -> LossGPT:
-    made = LossGPT(Config.from_name("pythia-14m", **SHAPE))
-    initialise(made, seed=3)
-    return made.to(device)
-
-
-def loss_of(of: Any, device: str = "cuda") -> float:
-    """The loss on one batch, after gradients were computed from it."""
-    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0)).to(device)
-    loss = of(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    return float(loss)
 
 
 def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, finished: Path) -> None:
@@ -47,25 +29,39 @@ def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, fini
     assert torch.cuda.max_memory_allocated() > 0
 
 
-def test_what_is_saved_is_the_state_at_that_moment_while_the_gpu_goes_on(tmp_path: Path) -> None:
-    trained, other = pair(1, width=768, device="cuda"), pair(2, steps=0, width=768, device="cuda")
-    fabric = Fabric(accelerator="cuda", devices=1)
-    wrapped = fabric.setup_module(trained[0])
-    training = stepped_by_hand(tmp_path, fabric, wrapped, fabric.setup_optimizers(trained[1]))
-    wrapped(torch.randint(0, 64, (2, 32), device="cuda")).square().mean().backward()
-    before = [tensor.clone() for tensor in tensors(*trained)]
-    with Saver(training, tell=print) as saver:
-        saver.save(1, None)
-        training.optimizer.step()
-    load_shards(*other, Path(training.run.address(folder_of(1))), precision={})
-    assert all(map(torch.equal, before, tensors(*other)))
-
-
 def test_float8_multiplies_on_gpus_that_can() -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in float8")
-    plain, eighth = model(), model()
+    plain, eighth = model_with_loss(128, "cuda"), model_with_loss(128, "cuda")
     train = TrainConfig(float8=True, compile="blocks", precision="bf16-mixed")
     prepare_blocks(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
-        assert loss_of(eighth) == pytest.approx(loss_of(plain), rel=0.05)
+        assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
+
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
+    seen = torch_seen(os.environ)
+    assert (seen.cuda, seen.gpus, seen.gpu_error) == (torch.version.cuda, torch.cuda.device_count(), "")
+    assert seen.nccl == ".".join(map(str, torch.cuda.nccl.version()))
+    network = NodeNetwork(gpus=seen.gpus)
+    errors = [one for one in check_gpus(network, os.environ) if one.severity == "error"]
+    assert [*errors, *check_used(network, seen, os.environ, processes=seen.gpus)] == []
+
+
+def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
+    (tmp_path / "rank.py").write_text("print('trained')")
+    network, count = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
+    codes, said = ended_nodes(
+        tmp_path / "d", str(tmp_path / "rank.py"), nodes=2,
+        environ={NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"},
+        of_node=[
+            {"NCCL_HOSTID": f"host-{number}", "CUDA_VISIBLE_DEVICES": str(number % count)} for number in (0, 1)
+        ],
+    )  # fmt: skip
+    assert codes == [0, 0], said
+    path = tmp_path / "d" / "node-0" / "network.json"
+    assert read_result(path.read_bytes(), str(path)).backend == "nccl"

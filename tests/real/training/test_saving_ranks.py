@@ -6,15 +6,14 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nodes import ended_nodes
 from training_runs import NewRun, alike, rows, train, train_elsewhere
 
-from launcher.platforms.local.supervisor import reserved_ports
 from litgpt_demo.export import export
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -85,18 +84,12 @@ assert resume(training, tell=print) == 3
 
 
 def on_two_ranks(script: str, run: Path, place: Path) -> list[Any]:
-    """Run a script by torchrun; returns what its ranks have left in `place`."""
+    """Run a script by a node; returns what its ranks have left in `place`."""
     place.mkdir()
     (place / "script.py").write_text(script)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with reserved_ports() as port:
-        subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                f"--master-port={port}", str(place / "script.py"), str(run), str(place),
-            ],
-            env=environment, check=True,
-        )  # fmt: skip
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    codes, said = ended_nodes(place / "d", str(place / "script.py"), str(run), str(place), processes=2, environ=path)
+    assert codes == [0], said
     return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -136,7 +129,7 @@ Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loss_of_one_rank_that_is_no_number_costs_all_ranks_the_same_update(
+def test_a_loss_of_one_rank_that_is_no_number_costs_all_one_update(
     new_run: NewRun, tmp_path: Path, strategy: str
 ) -> None:
     run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
