@@ -43,29 +43,25 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.SIG_DFL)
     for name in [name for name in os.environ if name.startswith(("PREFECT_", "TRAIN_LITGPT_"))]:
         del os.environ[name]
-    os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
-    os.environ["TRAIN_LITGPT_HOME"] = str(_HOME / "train-litgpt")
-    os.environ["DO_NOT_TRACK"] = "1"
-    os.environ["DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"] = "true"  # as opening a bucket does
+    os.environ |= {
+        "PREFECT_HOME": str(_HOME / "prefect"), "TRAIN_LITGPT_HOME": str(_HOME / "train-litgpt"), "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA": "true",  # as opening a bucket does
+    }  # fmt: skip
     # Hundreds of processes are started; each would compile torch or Prefect anew, which is half of their start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     # Hypothesis' deadline of 0.2 s, and its wish for quick examples, would measure how busy the machine is.
-    settings.register_profile(
-        "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("any machine")
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("any", deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    settings.load_profile("any")
     config.pluginmanager.register(_Shared())
-
-
-_FAKES = Path(__file__).parent / "fakes"
 
 
 _SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
-_CPU = pytest.StashKey[dict[str, float]]()
-_WORKERS = pytest.StashKey[float]()
+_CPU: dict[str, float] = {}
+"""Seconds of each test; under the empty name, those of xdist's workers."""
 
 
 class _Shared:
@@ -104,7 +100,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Keep the CPU seconds of a test, its fixtures and the processes that it waited for."""
     begun = _cpu()
     result = yield
-    item.config.stash.setdefault(_CPU, {})[item.nodeid] = _cpu() - begun
+    _CPU[item.nodeid] = _cpu() - begun
     return result
 
 
@@ -117,25 +113,23 @@ def _cpu(*kinds: int) -> float:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Add what a worker of xdist measured."""
-    told = getattr(node, "workeroutput", {})
-    node.config.stash.setdefault(_CPU, {}).update(told.get("cpu", {}))
-    node.config.stash[_WORKERS] = node.config.stash.get(_WORKERS, 0.0) + told.get("total", 0.0)
+    told = getattr(node, "workeroutput", {}).get("cpu", {})
+    _CPU.update(told | {"": _CPU.get("", 0.0) + told.get("", 0.0)})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput |= {"cpu": session.config.stash.get(_CPU, {}), "total": _cpu()}
+        session.config.workeroutput["cpu"] = _CPU | {"": _cpu()}
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the tests of most CPU."""
-    used, workers = config.stash.get(_CPU, {}), config.stash.get(_WORKERS, 0.0)
-    total = workers + (_cpu(resource.RUSAGE_SELF) if workers else _cpu())  # whose children the workers are
-    terminalreporter.write_sep(
-        "=", f"{total:.0f} CPU seconds, {sum(used.values()):.0f} of them in tests; most of those"
-    )
-    for name in sorted(used, key=lambda name: -used[name])[:20]:
-        terminalreporter.write_line(f"{used[name]:6.1f} s  {name}")
+    workers = _CPU.pop("", 0.0)
+    total = workers + _cpu(resource.RUSAGE_SELF) if workers else _cpu()  # whose children the workers are
+    words = f"{total:.0f} CPU seconds, {sum(_CPU.values()):.0f} of them in tests; most of those"
+    terminalreporter.write_sep("=", words)
+    for name in sorted(_CPU, key=lambda name: -_CPU[name])[:20]:
+        terminalreporter.write_line(f"{_CPU[name]:6.1f} s  {name}")
 
 
 def pytest_collection_finish() -> None:
@@ -178,13 +172,7 @@ def migrated(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def prefect_home(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     """Makes folders for PREFECT_HOME in which a server comes up in seconds."""
-
-    def make() -> Path:
-        home = tmp_path_factory.mktemp("prefect")
-        shutil.copy(migrated, home)
-        return home
-
-    return make
+    return lambda: Path(shutil.copy(migrated, tmp_path_factory.mktemp("prefect"))).parent
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from flows.hooks import cancel_jobs, taken
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig
+from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
+from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.agent import tagged
@@ -35,11 +38,14 @@ def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
     cancel_jobs(flow=flow, flow_run=FlowRun(id=flow_run, flow_id=uuid4(), parameters=parameters), state=state)
 
 
+def states(claim: Claim) -> list[JobState]:
+    return [one.status.state for one in claim.attempts.all()]
+
+
 def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     tiny: Tiny, tmp_path: Path, corpus: Path
 ) -> None:
-    text, flow_run = tmp_path / "text.txt", uuid4()
-    text.write_text(corpus.read_text())
+    text, flow_run = Path(shutil.copy(corpus, tmp_path)), uuid4()
     config = tiny({"data.corpus.paths": [str(text)]})
     claim = running_job(config, flow_run)
     text.unlink()
@@ -47,7 +53,7 @@ def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     assert [*tagged(JOB_TAG, record.job_id)]
     cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
     assert not [*tagged(JOB_TAG, record.job_id)]
-    assert [one.status.state for one in claim.attempts.all()] == ["cancelled"]
+    assert states(claim) == ["cancelled"]
 
 
 def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later_one_started(
@@ -57,11 +63,11 @@ def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later
     claim = running_job(tiny(), first)
     replace(claim, flow_runs=[str(second)]).take()
     cancel(train_litgpt, tiny().model_dump(mode="json"), second)
-    assert [one.status.state for one in claim.attempts.all()] == ["cancelled"]
+    assert states(claim) == ["cancelled"]
     running_job(tiny(), third)
     for flow_run in (first, second, uuid4()):
         cancel(train_litgpt, tiny().model_dump(mode="json"), flow_run)
-    assert [one.status.state for one in claim.attempts.all()] == ["cancelled", "pending"]
+    assert states(claim) == ["cancelled", "pending"]
 
 
 def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_records_nobody_can_read(
@@ -70,8 +76,7 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
     grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     started = [running_job(trial.config, uuid4(), flow_run) for trial in trials(sweep)[:2]]  # the third has not begun
-    damaged = min(started, key=lambda claim: claim.attempts.run)
-    place = Path(sweep.root) / "index" / damaged.attempts.run / "1.json"
+    place = Path(sweep.root) / "index" / min(claim.attempts.run for claim in started) / "1.json"
     whole = place.read_bytes()
     place.write_bytes(whole[:9])
     with pytest.raises(DataError, match=re.escape(str(place))):
@@ -85,4 +90,3 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
 def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
     assert taken(flow_run := str(uuid4()))
     assert not taken(flow_run)
-    assert taken(str(uuid4()))

@@ -68,8 +68,7 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
     part, whole = TrainConfig(max_steps=200), TrainConfig.model_validate(TrainConfig().model_dump())
     events: list[Event] = []
     with Listener(events.append):
-        tell_of_defaults({"train": part})
-        assert not events, "in a file of one's own what is left out is meant to be a default"
+        tell_of_defaults({"train": part})  # in a file of one's own what is left out is meant to be a default
         monkeypatch.setattr("flows.parameters.deployed", lambda: True)
         tell_of_defaults({"train": whole, "other": TrainConfig()})
         assert not events

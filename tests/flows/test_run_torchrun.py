@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from strict_platform import StrictPlatform
@@ -35,11 +36,10 @@ def submitted(platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch) -> list
     return made
 
 
-def ran(root: Path, script: str, code: Path | None = None) -> Path:
+def ran(root: Path, script: str, **given: Any) -> Path:
     """The folder with the job's logs."""
-    mount = CodeSettings(mount=str(code)) if code else None
     one = LocalPlatformConfig(kind="local", nodes=1, processes=1)
-    return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), code=mount, platform=one)))
+    return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=one, **given)))
 
 
 def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
@@ -47,22 +47,22 @@ def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
 ) -> None:
     (mine := tmp_path / "mine").mkdir()
     (mine / "train.py").write_text("print('as it was')")
-    told, root = list[Event](), tmp_path / "root"
+    told, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(mine))
     with Listener(told.append):
-        first, second = ran(root, "train.py", mine), ran(root, "train.py", mine)
+        first, second = (ran(root, "train.py", code=code) for _ in range(2))
         (mine / "train.py").write_text("print('edited')")
-        edited = ran(root, "train.py", mine)
+        edited = ran(root, "train.py", code=code)
     assert (first.parent, first.name, second.name) == (second.parent, "1", "2")
     assert edited.parent != first.parent
-    code = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
-    assert [note.endswith("(there already)") for note in code] == [False, True, False]
+    shipped = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
+    assert [note.endswith("(there already)") for note in shipped] == [False, True, False]
     assert len([*(root / "code").iterdir()]) == 2
 
     # Prefect gives a flow run that is resumed its former id; meanwhile its user has removed the file.
     [started] = Index.of(str(root)).records(edited.parents[1].name)
     (mine / "train.py").unlink()
     monkeypatch.setattr("flows.run_torchrun.flow_runs", lambda: [started.flow_run])
-    again = ran(root, "train.py", mine)
+    again = ran(root, "train.py", code=code)
     assert (again.parent, again.name) == (edited.parent, "2")
     assert submitted[-1].body["program"] == submitted[-2].body["program"]
 
@@ -75,9 +75,7 @@ def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_pa
 
 def test_other_users_can_read_neither_a_scripts_run_nor_the_index(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    logs = ran(tmp_path / "root", str(tmp_path / "train.py"))
-    run = logs.parents[1]
-    assert run.parent == tmp_path / "root" / "runs"
+    run = ran(tmp_path / "root", str(tmp_path / "train.py")).parents[1]
     assert [folder.stat().st_mode & 0o077 for folder in (run, tmp_path / "root" / "index")] == [0, 0]
 
 

@@ -37,9 +37,9 @@ def reused(events: list[Event]) -> dict[str, bool]:
     return {event.step: event.reused for event in events if isinstance(event, StepDone)}
 
 
-def files_of(root: Path) -> dict[str, float]:
+def files_of(root: str) -> dict[str, float]:
     """Every file of the datasets and runs below it and when it was written."""
-    found = (path for folder in ("datasets", "runs") for path in (root / folder).rglob("*") if path.is_file())
+    found = (path for folder in ("datasets", "runs") for path in Path(root, folder).rglob("*") if path.is_file())
     return {str(path): path.stat().st_mtime for path in found}
 
 
@@ -79,14 +79,12 @@ def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(tr
 def test_a_second_run_finds_every_step_done_and_writes_nothing(
     trained: Any, run_again: Callable[[RunConfig], Any]
 ) -> None:
-    before = files_of(Path(trained.config.root))
+    before = files_of(trained.config.root)
     again = run_again(trained.config)
-    assert reused(again.events) == {
-        "dataset": True, "image": False, "credentials": False, "training": True, "checkpoints": True,
-    }  # fmt: skip
+    assert [step for step, found in reused(again.events).items() if found] == ["dataset", "training", "checkpoints"]
     assert again.final == trained.final
     assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
-    assert files_of(Path(trained.config.root)) == before
+    assert files_of(trained.config.root) == before
 
 
 def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(

@@ -5,56 +5,35 @@ python tests/real/seen.py docker [options of pytest]
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pytest
-
 SEEN = Path(__file__).with_name("SEEN.md")
-HEAD = """# What was last seen to pass
-
-`make test-TOPIC` writes its line here when it passes. A topic that is old, or is not here, has not been seen since.
-
-| topic | commit | when (UTC) | tests | minutes |
-|---|---|---|---|---|
-"""
-OPTIONS = ("-q", "-rs", "-p", "no:kmock", "--strict-markers", "--strict-config", "-n", "0", "--durations=10")
-
-
-class _Counted:
-    """A plug-in that counts what passed and what did not run."""
-
-    passed = skipped = 0
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.passed += report.when == "call" and report.passed
-        self.skipped += report.skipped
+TABLE = "|---|---|---|---|---|"
+OPTIONS = ("-o", "addopts=", "-q", "-rs", "-p", "no:kmock", "--strict-markers", "--strict-config", "-n", "0")
 
 
 def main(topic: str, *options: str) -> int:
     """Run them; the exit code is pytest's."""
-    begun, counted = time.time(), _Counted()
-    folder = Path(__file__).parent / topic
-    code = pytest.main(["-o", "addopts=", *OPTIONS, str(folder), *options], plugins=[counted])
-    if code == 0 and counted.passed and not options:
+    begun = time.time()
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "--durations=10", str(Path(__file__).parent / topic), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        for line in running.stdout or ():
+            print(line, end="", flush=True)
+            last = line
+    if running.returncode == 0 and not options and (passed := re.match(r"(\d+) passed(, \d+ skipped)?", last)):
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-        rest = f", {counted.skipped} skipped" if counted.skipped else ""
-        cells = (
-            topic, commit.stdout.strip(), f"{datetime.now(UTC):%Y-%m-%d %H:%M}", f"{counted.passed}{rest}",
-            f"{(time.time() - begun) / 60:.1f}",
-        )  # fmt: skip
-        _write(topic, f"| {' | '.join(cells)} |")
-    return int(code)
-
-
-def _write(topic: str, row: str) -> None:
-    rows = SEEN.read_text().splitlines() if SEEN.exists() else HEAD.splitlines()
-    kept = [line for line in rows if not line.startswith(f"| {topic} |")]
-    table = kept.index("|---|---|---|---|---|") + 1
-    SEEN.write_text("\n".join([*kept[:table], *sorted([*kept[table:], row])]) + "\n")
+        minutes, when = f"{(time.time() - begun) / 60:.1f}", f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+        tests = passed[1] + (passed[2] or "")
+        head, _, rows = SEEN.read_text().partition(f"{TABLE}\n")
+        others = [row for row in rows.splitlines() if not row.startswith(f"| {topic} |")]
+        row = f"| {topic} | {commit.stdout.strip()} | {when} | {tests} | {minutes} |"
+        SEEN.write_text("\n".join([f"{head}{TABLE}", *sorted([*others, row])]) + "\n")
+    return running.returncode
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ from tasks.workers import Fanout
 
 pytestmark = pytest.mark.prefect
 
-Prepare = Callable[..., bool]
 ONE = ThreadWorkers(kind="threads", count=1)
 
 
 @pytest.fixture
-def prepare(tiny: Callable[..., RunConfig]) -> Prepare:
-    """Runs the flow; returns whether it found the dataset done."""
+def prepare(tiny: Callable[..., RunConfig]) -> Callable[..., Awaitable[bool]]:
+    """The flow; it returns whether it found the dataset done."""
     from flows.prepare_dataset import prepare_dataset
 
-    def prepared(workers: Workers = ONE) -> bool:
+    async def prepared(workers: Workers = ONE) -> bool:
         config, events = tiny(), list[Event]()
         with Listener(events.append):
-            asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers))
+            await prepare_dataset(root=config.root, data=config.data, workers=workers)
         [done] = [event for event in events if isinstance(event, StepDone)]
         return done.reused
 
@@ -38,7 +37,7 @@ def prepare(tiny: Callable[..., RunConfig]) -> Prepare:
 
 
 def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and_is_found_then_without_workers(
-    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
 
@@ -50,23 +49,16 @@ def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and
 
     monkeypatch.setattr(dataset, "finished_dataset", look)
     monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0, 0, 0])
-    assert not prepare()
+    assert not asyncio.run(prepare())
     assert len(looks) == 2
-    assert prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9"))
+    assert asyncio.run(prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9")))
 
 
 def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_run_again(
-    prepare: Prepare, tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.prepare_dataset import prepare_dataset
-
     stopped, stop = threading.Event(), Fanout.stop
-
-    def stop_and_tell(fanout: Fanout) -> None:
-        stop(fanout)
-        stopped.set()
-
-    monkeypatch.setattr(Fanout, "stop", stop_and_tell)
+    monkeypatch.setattr(Fanout, "stop", lambda fanout: stop(fanout) or stopped.set())
 
     async def cancelled_early() -> None:
         loop, surveying = asyncio.get_running_loop(), asyncio.Event()
@@ -77,7 +69,7 @@ def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_r
                 stopped.wait()
 
         with Listener(receive):
-            flow = asyncio.ensure_future(prepare_dataset(root=tiny().root, data=tiny().data, workers=ONE))
+            flow = asyncio.ensure_future(prepare())
             await surveying.wait()
             flow.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -86,4 +78,4 @@ def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_r
     asyncio.run(cancelled_early())
     assert not [*tmp_path.glob("datasets/*/manifest.json")]
     assert [*tmp_path.glob("datasets/*/shards/*.survey.json")]
-    assert not prepare()
+    assert not asyncio.run(prepare())

@@ -26,30 +26,28 @@ ONE, TWO = (ThreadWorkers(kind="threads", count=count) for count in (1, 2))
 def carried_out(workers: Workers, work: Callable[[Fanout], Any]) -> Any:
     """What the work returns, done in a flow run."""
 
+    def with_fanout() -> Any:
+        with Fanout(workers) as fanout:
+            return work(fanout)
+
     @flow(name="fan-out")
     async def fan_out() -> Any:
-        def with_fanout() -> Any:
-            with Fanout(workers) as fanout:
-                return work(fanout)
-
         return await asyncio.to_thread(with_fanout)
 
     return asyncio.run(fan_out())
 
 
-def named(note: str, number: int) -> tuple[int, str]:
+def named(number: int) -> tuple[int, str]:
     return number, str(task_run.name)
 
 
 def test_many_items_share_few_tasks_that_are_named_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_TASKS", 20)
-    step = partial(named, "x")
-    many, more = carried_out(TWO, lambda fanout: [[*fanout(step, range(40))], [*fanout(step, range(3))]])
+    many, more = carried_out(TWO, lambda fanout: [[*fanout(named, range(40))], [*fanout(named, range(3))]])
     assert sorted(number for number, _ in many) == list(range(40))
     assert sorted(more) == [(0, "named 41 of 43"), (1, "named 42 of 43"), (2, "named 43 of 43")]
     names = {name for _, name in many}
-    assert len(names) == 20
-    assert {"named 1-2 of 40", "named 39-40 of 40"} <= names
+    assert (len(names), {"named 1-2 of 40", "named 39-40 of 40"} <= names) == (20, True)
 
 
 def noted(folder: Path, number: int) -> int:
@@ -67,11 +65,11 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
 
 def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
     def work(fanout: Fanout) -> Any:
-        def slow(note: str, number: int) -> int:
+        def slow(number: int) -> int:
             fanout.stop()
             return noted(tmp_path, number)
 
-        return [*fanout(partial(slow, "x"), range(1000))]
+        return [*fanout(slow, range(1000))]
 
     with pytest.raises(JobCancelled, match="goes on"):
         carried_out(ONE, work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 from typing import Any
 
 import httpx
@@ -62,19 +61,6 @@ def test_what_the_server_missed_while_it_was_away_is_shown_when_it_is_back_and_n
     assert "100\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}100" in found["training"]
     assert "xychart-beta" in found["training"]
     assert leaks(str(found), SECRET) == []
-
-
-def test_a_script_that_writes_lists_and_texts_as_its_rows_does_not_fill_the_memory() -> None:
-    live = LiveArtifacts("watched")
-    tracemalloc.start()
-    try:
-        for step in range(1, 41):
-            windows, words = [float(number) for number in range(10_000)], f"{step}" * 4096
-            live.add({"kind": "step", "step": step, "loss": 5.0, "windows": windows, "why": words, "path": words})
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept < 2 << 20
 
 
 def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,7 @@ from prefect.states import Failed
 import flows
 import tasks
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, PlatformRefused, PlatformUnreachable
-from litgpt_demo.errors import (
-    DataError,
-    DiskFull,
-    Fault,
-    NetworkError,
-    give_up,
-)
+from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, give_up
 from tasks.steps import RETRIED, own_tries, worth_retrying
 
 
@@ -40,21 +34,16 @@ def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind
 def test_a_step_does_not_try_again_what_comes_back_or_has_had_its_attempts() -> None:
     for kind in (ConfigProblem, JobCancelled, PlatformRefused, DataError, DiskFull, ValueError, FileNotFoundError):
         assert not retried(kind("as before")), kind
-    for fault in Fault:
-        assert not retried(JobFailed("the job's last attempt", fault=fault))
-
-
-def made_by_prefect(package: Any, kind: type[Any]) -> dict[str, Any]:
-    """The tasks or flows of a package's modules, by their names."""
-    modules = [import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
-    return {one.name: one for module in modules for one in vars(module).values() if isinstance(one, kind)}
+    assert not any(retried(JobFailed("the job's last attempt", fault=fault)) for fault in Fault)
 
 
 def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_that_cancels_for_others() -> None:
-    found = made_by_prefect(tasks, Task)
-    assert {"train", "submit-job", "await-job"} == {name for name, one in found.items() if not one.retries}
-    assert {one.retry_condition_fn for one in found.values()} == {worth_retrying}
-    assert [name for name, one in made_by_prefect(flows, Flow).items() if one.retries] == ["reap"]
+    packages = [(package, found.name) for package in (tasks, flows) for found in pkgutil.iter_modules(package.__path__)]
+    made = [one for package, name in packages for one in vars(import_module(f"{package.__name__}.{name}")).values()]
+    steps = [one for one in made if isinstance(one, Task)]
+    assert {"train", "submit-job", "await-job"} == {one.name for one in steps if not one.retries}
+    assert {one.retry_condition_fn for one in steps} == {worth_retrying}
+    assert {one.name for one in made if isinstance(one, Flow) and one.retries} == {"reap"}
 
 
 @pytest.mark.prefect

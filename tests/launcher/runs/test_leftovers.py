@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +20,7 @@ from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
-from launcher.runs.leftovers import Leftover, Untold, leftovers, remove_leftover
+from launcher.runs.leftovers import Untold, leftovers, remove_leftover
 
 
 class Runs:
@@ -27,6 +29,9 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.platform = StrictPlatform()
         self.claim = claim_on(self.platform, folder, "demo-0123456789")
+        there = {"index": self.claim.attempts.index, "open": self.claim.attempts.open}
+        self.left: Callable[[], list[Any]] = partial(leftovers, **there)
+        self.remove: Callable[..., bool] = partial(remove_leftover, there.pop("index"), **there)
 
     def ended(self, state: JobState = JobState.FAILED) -> JobId:
         """An attempt that ended, and left something."""
@@ -34,13 +39,6 @@ class Runs:
         self.platform.end(job_id, state)
         self.platform.litter(job_id)
         return job_id
-
-    def left(self) -> list[Leftover | Untold]:
-        return leftovers(self.claim.attempts.index, open=self.claim.attempts.open)
-
-    def remove(self, one: Leftover | Untold) -> bool:
-        assert isinstance(one, Leftover)
-        return remove_leftover(self.claim.attempts.index, one, open=self.claim.attempts.open)
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def runs(tmp_path: Path) -> Runs:
 def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs) -> None:
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.left()
-    assert [one.job_id for one in found if isinstance(one, Leftover)] == jobs
+    assert [one.job_id for one in found] == jobs
     assert str(found[1]) == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
     assert all(runs.remove(one) for one in found)
     assert runs.left() == []
@@ -84,8 +82,7 @@ def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monk
     claim.attempts.index.end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)
-    with orphan, ExitStack() as stack:
-        stack.callback(orphan.kill)
+    with orphan:
         assert f"{record.run}, attempt 1, on local: process {orphan.pid}" in reap("--dry-run")
         assert "nothing was removed; --yes removes it" in reap()
         assert orphan.poll() is None

@@ -27,13 +27,12 @@ def outcome(name: str, loss: float | None) -> Outcome:
 
 def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
     made = trials(sweep({"train.learning_rate": [1e-3, 3e-4], "model.sequence_length": [128, 256]}, name="mine"))
-    assert [tuple(trial.changes.values()) for trial in made] == [(1e-3, 128), (1e-3, 256), (3e-4, 128), (3e-4, 256)]
-    for trial in made:
-        set_here = (trial.config.train.learning_rate, trial.config.model.sequence_length)
-        assert set_here == tuple(trial.changes.values())
-        assert (type(trial.config), trial.config.name, trial.config.train.max_steps) == (RunConfig, "mine", 200)
-    (alone,) = trials(sweep({}))
-    assert alone.changes == {}
+    wanted = [(1e-3, 128), (1e-3, 256), (3e-4, 128), (3e-4, 256)]
+    assert [tuple(trial.changes.values()) for trial in made] == wanted
+    configs = [trial.config for trial in made]
+    assert [(config.train.learning_rate, config.model.sequence_length) for config in configs] == wanted
+    assert {(type(config), config.name, config.train.max_steps) for config in configs} == {(RunConfig, "mine", 200)}
+    assert [trial.changes for trial in trials(sweep({}))] == [{}]
 
 
 @pytest.mark.parametrize(

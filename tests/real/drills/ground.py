@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,14 +27,13 @@ from waiting import until
 
 from launcher.config import RunConfig, overridden, validated
 from launcher.job import JobState
-from launcher.runs.attempts import Attempts, claim_of
+from launcher.runs.attempts import claim_of
 from launcher.runs.lease import Lease
 from launcher.runs.leftovers import leftovers
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.runs import LITGPT, read_metrics
-from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import committed
 
 # Some seconds of two processors, with six checkpoints on the way. It trains nothing of use.
@@ -55,7 +54,7 @@ TRAINING = {
 MARK = "TRAIN_LITGPT_DRILL"
 """The variable that every process of a drill has, its jobs on this machine among them."""
 KILLED = -signal.SIGKILL
-RANK, AGENT = ("litgpt_demo", "train"), ("litgpt_demo", "node")
+RANK, AGENT = "litgpt_demo train", "litgpt_demo node"
 Sight: TypeAlias = Callable[["Scene"], object]
 
 
@@ -113,34 +112,28 @@ class Ground:
         self.made += 1
         place = {"root": str(self.folder / "root"), "name": f"drill-{os.getpid()}-{self.made}"}
         document = overridden(TRAINING, {**place, **self.changes, **changes})
-        config = validated(RunConfig, document, where="drill")
         with patch.dict(os.environ, self.environment):
-            scene = Scene(self, config)
+            scene = Scene(self, validated(RunConfig, document, where="drill"))
             try:
                 yield scene
             finally:
-                kill_tagged(MARK, config.name, grace=0)
+                kill_tagged(MARK, scene.config.name, grace=0)
                 for command in scene.logs:
                     command.wait()
                 with suppress(TrainLitgptError):
                     scene.attempts.cancel()
 
 
-@dataclass
 class Scene:
     """One drill as it goes on: its commands, its run, and what has been seen of them."""
 
-    ground: Ground
-    config: RunConfig
-    logs: dict[subprocess.Popen[bytes], Path] = field(default_factory=dict)
-    """The commands as a user types them, each in a session of its own, and what they said."""
-    attempts: Attempts = field(init=False)
-    storage: Storage = field(init=False)
-    most: int = 0
-    """The most jobs that were there at once."""
-
-    def __post_init__(self) -> None:
-        self.attempts, self.storage = claim_of(self.config).attempts, plan_run(self.config).storage
+    def __init__(self, ground: Ground, config: RunConfig) -> None:
+        self.ground, self.config = ground, config
+        self.attempts, self.storage = claim_of(config).attempts, plan_run(config).storage
+        self.logs: dict[subprocess.Popen[bytes], Path] = {}
+        """The commands as a user types them, each in a session of its own, and what they said."""
+        self.most = 0
+        """The most jobs that were there at once."""
 
     def run(self) -> subprocess.Popen[bytes]:
         """Type `train-litgpt run`; it goes on beside this process."""
@@ -162,15 +155,13 @@ class Scene:
         """Everything that the commands have said."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs.values())
 
-    def kill(self, *words: str, number: int = signal.SIGKILL) -> None:
+    def kill(self, words: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the youngest process of the job with these words in its command line."""
         found = []
         for process in tagged(MARK, self.config.name):
             with suppress(psutil.Error):
-                line = process.cmdline()
-                named = any(tuple(line[at : at + len(words)]) == words for at in range(len(line)))
                 # torchrun's command line has its ranks' words too; a rank has a number.
-                if named and ("RANK" in process.environ()) == (words == RANK):
+                if words in " ".join(process.cmdline()) and ("RANK" in process.environ()) == (words == RANK):
                     found.append(process)
         max(found, key=lambda process: process.create_time()).send_signal(number)
 
@@ -179,28 +170,29 @@ class Scene:
 
         def seen() -> bool:
             over = all(command.poll() is not None for command in self.logs)
-            if self._sees(sight):
-                return True
-            assert not over, f"the commands ended before that:\n{self.text[-3000:]}"
-            return False
+            found = self._sees(sight)
+            assert found or not over, f"the commands ended before that:\n{self.text[-3000:]}"
+            return found
 
         until(seen)
 
     def _sees(self, sight: Sight) -> bool:
         with suppress(TrainLitgptError):  # a platform or a bucket that does not answer shows nothing
             self.most = max(self.most, sum(one.status.state.live for one in self.attempts.all()))
-        with suppress(TrainLitgptError):
             return bool(sight(self))
         return False
 
     def pause(self, seconds: float) -> None:
         """Look on for so long."""
         over = time.monotonic() + seconds
-        until(lambda: self._sees(lambda _: time.monotonic() > over))
+        while time.monotonic() < over:
+            self._sees(live)
+            time.sleep(0.2)
 
     def end_of(self, command: subprocess.Popen[bytes]) -> int:
         """Return how a command ended: its exit code, or the negative number of a signal."""
-        until(lambda: self._sees(lambda _: command.poll() is not None), seconds=600)
+        while command.poll() is None:
+            self.pause(0.2)
         return command.wait()
 
     # --- the judgement ---
@@ -223,9 +215,6 @@ class Scene:
         until(lambda: not tagged(MARK, self.config.name))
         with Lease(self.attempts.index, self.attempts.run) as lease:
             assert lease.take()
-
-
-# --- moments ----------------------------------------------------------------------------------------------------------
 
 
 def step(number: int) -> Sight:

@@ -16,7 +16,7 @@ from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.training.checkpoints import committed, folder_of
 
-SUPERVISOR = ("-m", "launcher.platforms.local.supervisor")
+SUPERVISOR = "-m launcher.platforms.local.supervisor"
 AGAIN = "attempt 1 ended: .*node fault"
 
 
@@ -31,11 +31,11 @@ AGAIN = "attempt 1 ended: .*node fault"
     ids=["rank", "agent", "supervisor", "preemption"],
 )
 def test_a_process_of_the_job_dies_or_is_preempted_and_the_next_attempt_loses_no_step(
-    scene: Scene, words: tuple[str, ...], number: int, told: str
+    scene: Scene, words: str, number: int, told: str
 ) -> None:
     command = scene.run()
     scene.until(step(20))
-    scene.kill(*words, number=number)
+    scene.kill(words, number)
     assert scene.end_of(command) == 0
     scene.require_promises(told, attempts=(2,))
 
@@ -60,7 +60,7 @@ def test_a_spoilt_checkpoint_is_passed_over(scene: Scene) -> None:
     content = bytearray(scene.storage.read(path))
     content[len(content) // 2] ^= 0xFF
     scene.storage.write(path, bytes(content))
-    scene.kill(*RANK)
+    scene.kill(RANK)
     assert scene.end_of(command) == 0
     scene.require_promises(AGAIN, attempts=(2,))
 
@@ -104,7 +104,7 @@ def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that
     scene.until(said("adopted|follows"))
     [holder] = [command for command, log in scene.logs.items() if "submitted" in log.read_text()]
     holder.kill()
-    scene.kill(*RANK)
+    scene.kill(RANK)
     assert sorted([scene.end_of(one), scene.end_of(other)]) == [KILLED, 0]
     scene.require_promises(AGAIN, attempts=(2,))
     assert len(re.findall("submitted .*-1 on local", scene.text)) == 1

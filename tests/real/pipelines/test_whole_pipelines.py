@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +13,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from refusing_proxy import refusing_proxy
 from waiting import until
 
 from flows.prepare_dataset import prepare_dataset
@@ -133,18 +130,3 @@ def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
         )
-
-
-def test_a_dataset_is_prepared_without_a_word_to_the_proxy_that_the_environment_names(tmp_path: Path) -> None:
-    from prefect.settings import PREFECT_API_URL
-
-    (tmp_path / "poem.txt").write_text("a rose--is a rose--is a rose")
-    corpus = "{kind: files, paths: [poem.txt], separator: '--'}"
-    config = f"root: out\ndata:\n  corpus: {corpus}\n  tokenizer: {{kind: train, vocab_size: 257}}\n"
-    (tmp_path / "poem.yaml").write_text(config)
-    with refusing_proxy() as proxy:
-        environment = os.environ | proxy.environment | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
-        command = [str(Path(sys.executable).with_name("train-litgpt")), "prepare", "poem.yaml"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-        assert proxy.asked == []
-    assert list(tmp_path.glob("out/datasets/*/manifest.json"))

@@ -47,8 +47,11 @@ class Served:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def python(self, *words: str) -> str:
+        return self.call(sys.executable, "-m", *words)
+
     def serve(self) -> str:
-        return self.call(sys.executable, "-m", "deployments.bootstrap", "serve", "--port", str(self.port))
+        return self.python("deployments.bootstrap", "serve", "--port", str(self.port))
 
 
 @pytest.fixture(scope="package")
@@ -61,7 +64,7 @@ def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFa
         assert made.secret not in said
         yield made
     finally:
-        said = made.call(sys.executable, "-m", "deployments.bootstrap", "stop")
+        said = made.python("deployments.bootstrap", "stop")
         assert said.split() == ["worker", "stopped", "server", "stopped"]
 
 
@@ -75,8 +78,6 @@ def client(served: Served) -> Iterator[SyncPrefectClient]:
 def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
     """A training that Prefect's own command started and watched to its good end."""
     config = tiny_under(served.root, {"name": "whole"})
-    given = [
-        part for name, value in config.model_dump(mode="json").items() for part in ("-p", f"{name}={json.dumps(value)}")
-    ]
-    served.call(sys.executable, "-m", "prefect", "deployment", "run", "train-litgpt/local", *given, "--watch")
+    given = [f"--param={name}={json.dumps(value)}" for name, value in config.model_dump(mode="json").items()]
+    served.python("prefect", "deployment", "run", "train-litgpt/local", *given, "--watch")
     return config

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -23,37 +24,28 @@ from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
-from litgpt_demo.metrics import rows_of
-from litgpt_demo.runs import METRICS
+from litgpt_demo.runs import read_metrics
 
 # Slow enough to be met in the middle.
 LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every": 80, "train.checkpoint_every": 80}
 
 
 def submitted(served: Any, config: RunConfig) -> UUID:
-    """The flow run that our command line creates."""
-    changes = [
-        f"{name}={json.dumps(value)}" for name, value in config.model_dump(mode="json").items() if name != "start"
-    ]
+    """The flow run that our command line creates, met in the middle of its training."""
+    settings = config.model_dump(mode="json", exclude={"start"})
+    changes = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     said = served.call(str(Path(sys.executable).with_name("train-litgpt")), "submit", "local", *changes)
-    return UUID(said.strip().rpartition("/")[2])
-
-
-def steps_done(config: RunConfig) -> int:
     storage = plan_run(config).storage
-    rows = rows_of(storage.read(METRICS).decode()) if storage.exists(METRICS) else []
-    return sum(row["kind"] == "step" for row in rows)
+    until(lambda: sum(row["kind"] == "step" for row in read_metrics(storage)) > 3)
+    return UUID(said.strip().rpartition("/")[2])
 
 
 def with_variable(name: str, value: str) -> list[psutil.Process]:
     """The processes whose environment has the variable with a value that begins so."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(name, "").startswith(value):
-                found.append(process)
-        except psutil.Error:
-            continue
+        with suppress(psutil.Error):
+            found += [process] if process.environ().get(name, "").startswith(value) else []
     return found
 
 
@@ -76,7 +68,6 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     config = tiny_under(served.root, {"name": f"orphan-{how}", **LONG})
     flow_run = submitted(served, config)
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
-    until(lambda: steps_done(config) > 3)
     engines = with_variable("PREFECT__FLOW_RUN_ID", str(flow_run))
     [engine] = [one for one in engines if JOB_TAG not in one.environ() and "prefect.engine" in one.cmdline()]
     engine.send_signal(how)
@@ -99,7 +90,6 @@ def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its
     """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""
     config = tiny_under(served.root, {"name": "deaf", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
-    until(lambda: steps_done(config) > 3)
     psutil.Process(int((served.home / "serve" / "server.pid").read_text().split()[0])).kill()
     served.serve()
     client.set_flow_run_state(flow_run, Cancelling())

@@ -6,38 +6,26 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Self
-
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """Runs a command as the foreground process group of a pseudo-terminal; ends it where a test leaves it running."""
+    """A command that runs as the foreground process group of a pseudo-terminal."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> None:
         self._keys, screen = os.openpty()
-        self.process = subprocess.Popen(
-            command, env={**env, "COLUMNS": "200"}, cwd=cwd, preexec_fn=partial(_log_in, screen)
-        )
+        start = partial(_log_in, screen)
+        self.process = subprocess.Popen(command, env={**env, "COLUMNS": "200"}, cwd=cwd, preexec_fn=start)
         os.close(screen)
-        self._raw = b""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.close()
+        self._open, self._raw = True, b""
 
     @property
     def text(self) -> str:
         """Everything shown so far, without colours and movements of the cursor."""
-        return _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r\n", "\n")
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._raw.decode(errors="replace")).replace("\r\n", "\n")
 
     def read_until(self, pattern: str) -> None:
         """Wait until the pattern is shown."""
@@ -49,13 +37,13 @@ class Terminal:
 
     def close(self) -> None:
         """Close the window."""
-        if self._keys >= 0:
+        if self._open:
             os.close(self._keys)
-            self._keys = -1
+        self._open = False
 
     def end(self) -> int:
         """Wait for the program's end, and read its last words where the window is open."""
-        while self._keys >= 0 and self._read():
+        while self._open and self._read():
             pass
         return self.process.wait()
 
@@ -67,6 +55,19 @@ class Terminal:
             return False
         self._raw += shown
         return bool(shown)
+
+
+@contextmanager
+def terminal(*command: str, env: Mapping[str, str], cwd: Path) -> Iterator[Terminal]:
+    """Yield one, whose program ends with it."""
+    made = Terminal(command, env=env, cwd=cwd)
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            os.killpg(made.process.pid, signal.SIGKILL)
+            made.process.wait()
+        made.close()
 
 
 def _log_in(screen: int) -> None:
