@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,10 +86,29 @@ def answering(status: int, content: bytes, **headers: str) -> Cluster:
     return Cluster(client, where="the cluster")
 
 
-@pytest.mark.parametrize("content", [b"<html>a page</html>", b"", b"[]", b"{}", b'{"items": 3', b"\xff"])
+@pytest.mark.parametrize("content", [b"<html>a page</html>", b"", b"[]", b"{}", b'{"items": 3', b"[" * 100_000])
 def test_what_is_no_list_is_an_unreachable_cluster_and_no_empty_one(content: bytes) -> None:
     with pytest.raises(PlatformUnreachable):
         answering(200, content).list(PODS, "research")
+
+
+KEYS = st.sampled_from(["items", "metadata", "gitVersion", "resources", "name", "status", "allowed", "rows", "cells"])
+ANSWERS = st.recursive(st.none() | st.integers() | st.text(), lambda one: st.lists(one) | st.dictionaries(KEYS, one))
+
+
+@given(ANSWERS)
+def test_no_answer_ends_more_than_the_question(answer: Any) -> None:
+    cluster = answering(200, json.dumps(answer).encode())
+    for ask in (
+        cluster.version,
+        lambda: cluster.list(PODS, "research"),
+        lambda: cluster.get(PODS, "research", "pod-0"),
+        lambda: cluster.serves(PODS),
+        lambda: cluster.allows("list", PODS, "research"),
+        lambda: cluster.secret_type("research", "login"),
+    ):
+        with contextlib.suppress(PlatformUnreachable):
+            ask()
 
 
 def test_a_server_may_name_the_date_at_which_it_is_to_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
