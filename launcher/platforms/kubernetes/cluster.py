@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import words_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import urllib3
     from kubernetes.client import ApiClient
 
+Question = TypeVar("Question", bound=Callable[..., Any])
 ApiObject = dict[str, Any]
 
 _LONGEST = 4 << 20
@@ -126,6 +128,19 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0)
 _LONGEST_PAUSE = 15.0
 
 
+def _understood(question: Question) -> Question:
+    """Raise PlatformUnreachable where an answer lacks what was asked for: a proxy's {} is no list without a job."""
+
+    @wraps(question)
+    def ask(self: Cluster, *args: Any, **given: Any) -> Any:
+        try:
+            return question(self, *args, **given)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
+
+    return cast(Question, ask)
+
+
 class Cluster:
     """One cluster, as one identity.
 
@@ -156,10 +171,7 @@ class Cluster:
             Forbidden: may not be looked at.
             PlatformUnreachable: no answer.
         """
-        try:
-            return self.ask("GET", resource.path(namespace, name))
-        except NotThere:
-            return None
+        return self.ask("GET", resource.path(namespace, name), missing={}) or None
 
     def has(self, resource: Resource, namespace: str, name: str) -> bool:
         """Return whether the object exists. Its content is not asked for: a secret's values stay where they are.
@@ -170,12 +182,9 @@ class Cluster:
             Forbidden: may not be looked at.
             PlatformUnreachable: no answer.
         """
-        try:
-            self.ask("GET", resource.path(namespace, name), accept=_METADATA)
-        except NotThere:
-            return False
-        return True
+        return bool(self.ask("GET", resource.path(namespace, name), missing={}, accept=_METADATA))
 
+    @_understood
     def secret_type(self, namespace: str, name: str) -> str | None:
         """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
 
@@ -185,13 +194,13 @@ class Cluster:
             Forbidden: may not be looked at.
             PlatformUnreachable: no answer.
         """
-        try:
-            table = self.ask("GET", SECRETS.path(namespace, name), {"includeObject": "None"}, accept=_TABLE)
-        except NotThere:
+        path = SECRETS.path(namespace, name)
+        if not (table := self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE)):
             return None
         columns = [column["name"] for column in table["columnDefinitions"]]
         return str(table["rows"][0]["cells"][columns.index("Type")])
 
+    @_understood
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
@@ -209,8 +218,6 @@ class Cluster:
                 query.pop("continue")  # the cluster changed faster than it could be read: from the beginning
                 found.clear()
                 continue
-            if "items" not in page:  # {} from a proxy is not an empty list, which would say that a job is gone
-                raise PlatformUnreachable(f"{self.where} answers without the list that it was asked for")
             found += [one for one in page["items"] or () if isinstance(one, dict)]
             meta = page.get("metadata") or {}
             if not (rest := meta.get("continue")):
@@ -230,10 +237,7 @@ class Cluster:
     def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
         """Delete whatever has the labels, and what it owns; nothing or no such kind is success."""
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
-        try:
-            self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, options)
-        except NotThere:
-            return
+        self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, options, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
         """Delete this very object, and no other of its name."""
@@ -246,15 +250,18 @@ class Cluster:
             if error.status not in (404, 409):  # 409: another has its name by now, so this one is gone
                 raise
 
+    @_understood
     def serves(self, resource: Resource) -> bool:
         """Return True if the cluster knows this kind."""
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
         return any(one["name"] == resource.plural for one in listed["resources"])
 
+    @_understood
     def version(self) -> str:
         """The version of the control plane, such as v1.33.5-gke.1080000."""
         return str(self.ask("GET", "/version")["gitVersion"])
 
+    @_understood
     def allows(self, verb: str, resource: Resource, namespace: str | None, subresource: str = "") -> bool:
         """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
         asked = {"verb": verb, "group": resource.group, "resource": resource.plural, "subresource": subresource}
@@ -321,11 +328,7 @@ class Cluster:
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        try:
-            answer = json.loads(content)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):  # a proxy's page, or nothing
+        if not (answer := _told(content)):  # a proxy's page, or nothing
             raise PlatformUnreachable(f"{self.where} answers with no JSON object but {words_of(repr(content[:200]))}")
         return answer
 
@@ -430,11 +433,11 @@ def _seconds(retry_after: str | None) -> float:
     return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
 
 
-def _told(text: str) -> dict[str, Any]:
-    """The Status object that errors come with; a proxy in between may say something else."""
+def _told(text: str | bytes) -> dict[str, Any]:
+    """The object that the API answers with; empty where a proxy in between says something else."""
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return told if isinstance(told, dict) else {}
 

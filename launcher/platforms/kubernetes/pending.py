@@ -45,10 +45,8 @@ def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[
     if _QUEUE in workload["metadata"].get("labels", {}):
         found += _asked(lambda: _of_kueue(cluster, job, workload))
     elif workload["spec"].get("suspend"):
-        fix = "set its spec.suspend to false, or cancel it"
-        found.append(
-            Finding("warning", "gke.pending.suspended", f"{job.name} is suspended, and no queue will start it", fix)
-        )
+        what, fix = f"{job.name} is suspended, and no queue will start it", "set spec.suspend to false, or cancel it"
+        found.append(Finding("warning", "gke.pending.suspended", what, fix))
     order = ("error", "warning", "info")
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.severity))
 

@@ -197,8 +197,7 @@ def jobset(survey: Survey) -> Iterator[Finding]:
     if crd is None:
         fix = f"install JobSet {least} or newer (docs/gke.md), or set platform.workload=job"
         yield _bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
-        return
-    if not any(one["name"] == "v1alpha2" and one["served"] for one in crd["spec"]["versions"]):
+    elif not any(one["name"] == "v1alpha2" and one["served"] for one in crd["spec"]["versions"]):
         yield _bad("jobset", "its JobSet does not serve v1alpha2", f"install JobSet {least} or newer")
     else:
         yield _good("jobset", "JobSet is installed")
@@ -312,9 +311,9 @@ def claim(survey: Survey) -> Iterator[Finding]:
     if name is None:
         return
     found = survey.get(CLAIMS, name)
-    space = survey.settings.namespace
     if found is None:
-        yield _bad("claim", f"there is no PersistentVolumeClaim {name} in {space}", "create it, or fix platform.claim")
+        what = f"there is no PersistentVolumeClaim {name} in {survey.settings.namespace}"
+        yield _bad("claim", what, "create it, or fix platform.claim")
         return
     modes = found["spec"].get("accessModes", ())
     if survey.settings.nodes > 1 and "ReadWriteMany" not in modes:
@@ -330,9 +329,8 @@ def image(survey: Survey) -> Iterator[Finding]:
     try:
         found = find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0)
     except (ImageProblem, ValueError) as error:
-        yield Finding(
-            "warning", "gke.image", f"image {name} was not looked at: {error}", "it may be there all the same"
-        )
+        what = f"image {name} was not looked at: {error}"
+        yield Finding("warning", "gke.image", what, "it may be there all the same")
         return
     if found is None:
         yield _bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
@@ -363,9 +361,7 @@ def pull_secrets(survey: Survey) -> Iterator[Finding]:
             "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
         )
         if kind is None:
-            what = (
-                f"there is no Secret {name} in namespace {settings.namespace}, and platform.image_pull_secrets names it"
-            )
+            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {settings.namespace}"
             yield _bad("pull-secret", what, fix)
         else:
             what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"

@@ -29,13 +29,12 @@ SHIPPED = {
     for resource in rule["resources"]
     for verb in rule["verbs"]
 }
-CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
 LIVES: dict[str, dict[str, Any]] = {
     "queued": {
         "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "claim": "shared",
         "secrets": {"HF_TOKEN": "hub/token"},
     },
-    "claims": CLAIMS,
+    "claims": {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"},
     "roce": {"gpus": 8, "network": "roce", "roce_network": "rails", "roce_resource": "rdma/shared"},
     "plain-job": {"workload": "job"},
     "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod"},

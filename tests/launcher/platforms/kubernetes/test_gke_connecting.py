@@ -111,20 +111,21 @@ def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None
         connect(settings())
 
 
-@pytest.mark.parametrize("way", ["exec", "auth-provider", "tokenFile"])
+@pytest.mark.parametrize(
+    ("way", "user"),
+    [
+        ("exec", {"apiVersion": "client.authentication.k8s.io/v1", "command": "touch", "args": ["ran"]}),
+        ("auth-provider", {"name": "gcp", "config": {"cmd-path": "/usr/bin/touch ran"}}),
+        ("tokenFile", "/etc/hostname"),
+    ],
+)
 def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
-    way: str, kubernetes: Cluster, tmp_path: Path
+    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, user: object
 ) -> None:
-    ran = tmp_path / "ran"
-    users: dict[str, Any] = {
-        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "touch", "args": [str(ran)]},
-        "auth-provider": {"name": "gcp", "config": {"cmd-path": f"/usr/bin/touch {ran}"}},
-        "tokenFile": "/etc/hostname",
-    }
-    theirs = kubeconfig(kubernetes, tmp_path / "theirs", user={way: users[way]})
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(LoginProblem, match=f"{way} of the user test.*run `export KUBECONFIG=.*theirs`"):
-        connected(theirs)
-    assert not ran.exists()
+        connected(kubeconfig(kubernetes, tmp_path / "theirs", user={way: user}))
+    assert not Path("ran").exists()
 
 
 def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(

@@ -113,7 +113,7 @@ def test_reading_on_from_any_line_gives_every_line_once(
     """In any zone; some lines are of the very same moment, and the API gives all of the second it is asked from."""
     moments = [BEGIN + timedelta(seconds=third // 3, milliseconds=third % 3 * 100) for third in sorted(thirds)]
     whole = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
-    place, got = Place(), []
+    place, got = Place(), list[str]()
     for cut in [*sorted(cuts), len(whole) + 1]:
         since: Any = [line for at, line in whole if not place.since or at >= datetime.fromisoformat(place.since)]
         for text, behind in islice(logs._lines(since, place, "pod"), max(0, cut - len(got))):

@@ -37,12 +37,12 @@ def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatfor
 def told(platform: GkePlatform, job_id: JobId, code: str) -> Finding:
     """The finding of that code, as soon as it is there."""
 
-    def found() -> Finding | None:
+    def found() -> list[Finding]:
         status = platform.status(job_id)
         assert status.state is JobState.PENDING
-        return next((one for one in status.reasons if one.code == f"gke.pending.{code}"), None)
+        return [one for one in status.reasons if one.code == f"gke.pending.{code}"]
 
-    return until(found)
+    return until(found)[0]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -142,6 +142,7 @@ def test_a_refusal_that_stays_ends_the_run_and_one_that_goes_away_is_told_no_mor
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     platform, job_id = waiting(bare, tmp_path, refused_after=1)
     refused = until(lambda: platform.status(job_id).refused)
+    assert refused is not None
     assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
     bare.remove("resourcequotas", "small")
     until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.pending.nodes"])

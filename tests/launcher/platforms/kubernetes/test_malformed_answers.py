@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +22,12 @@ from launcher.platforms.kubernetes.pending import explain
 JOB = JobName.parse("research/owt-0123456789-1")
 WORKLOAD: dict[str, Any] = {
     "kind": "Job",
-    "metadata": {"name": JOB.name, "uid": "u-1", "labels": {}},
-    "spec": {"completions": 1, "template": {"spec": {"containers": [{"name": "node"}]}}},
-    "status": {},
+    "metadata": {"name": JOB.name, "uid": "u-1"},
+    "spec": {"completions": 1},
 }
 POD: dict[str, Any] = {
-    "metadata": {
-        "name": "pod-0", "uid": "u-2", "labels": {}, "annotations": {"batch.kubernetes.io/job-completion-index": "0"},
-    },
-    "spec": {"containers": [{"name": "node"}], "schedulingGates": []},
+    "metadata": {"name": "pod-0", "uid": "u-2"},
+    "spec": {"containers": [{"name": "node"}]},
     "status": {
         "phase": "Pending",
         "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available: 1 no."}],
@@ -84,10 +83,25 @@ def answering(status: int, content: bytes, **headers: str) -> Cluster:
     return Cluster(client, where="the cluster")
 
 
-@pytest.mark.parametrize("content", [b"<html>a page</html>", b"", b"[]", b"{}", b'{"items": 3', b"\xff"])
+@pytest.mark.parametrize("content", [b"<html>a page</html>", b"", b"[]", b"{}", b'{"items": 3', b"[" * 100_000])
 def test_what_is_no_list_is_an_unreachable_cluster_and_no_empty_one(content: bytes) -> None:
     with pytest.raises(PlatformUnreachable):
         answering(200, content).list(PODS, "research")
+
+
+KEYS = st.sampled_from(["items", "metadata", "gitVersion", "resources", "name", "status", "allowed", "rows", "cells"])
+ANSWERS = st.recursive(st.none() | st.integers() | st.text(), lambda one: st.lists(one) | st.dictionaries(KEYS, one))
+
+
+@given(ANSWERS)
+def test_no_answer_ends_more_than_the_question(answer: Any) -> None:
+    cluster = answering(200, json.dumps(answer).encode())
+    for ask, asked in (
+        (cluster.version, ()), (cluster.list, (PODS, "research")), (cluster.get, (PODS, "research", "pod-0")),
+        (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, None)), (cluster.secret_type, ("research", "hub")),
+    ):  # fmt: skip
+        with contextlib.suppress(PlatformUnreachable):
+            ask(*asked)
 
 
 def test_a_server_may_name_the_date_at_which_it_is_to_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
