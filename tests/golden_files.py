@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import ndiff
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,6 @@ def _apart(one: Any, other: Any) -> list[Any]:
     """Both values; of long ones what only one of them has."""
     if not isinstance(one, list) or not isinstance(other, list):
         return [" ".join(value) if isinstance(value, list) else value for value in (one, other)]
-    gone, new = [], []
-    for kind, begin, end, other_begin, other_end in SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
-        if kind != "equal":
-            gone += one[begin:end]
-            new += other[other_begin:other_end]
+    changes = list(ndiff(one, other, linejunk=None, charjunk=None))
+    gone, new = ([word[2:] for word in changes if word.startswith(mark)] for mark in ("- ", "+ "))
     return [" ".join(gone) or None, " ".join(new) or None]

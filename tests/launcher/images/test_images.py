@@ -78,15 +78,6 @@ def test_a_reference_is_taken_apart_and_one_that_may_change_overnight_is_no_preb
             PrebuiltImage(kind="prebuilt", reference=text)
 
 
-def test_a_tag_is_resolved_to_the_digest_it_has_now(public: Running) -> None:
-    for _ in range(2):
-        digest = public.push("team/moving", "1")
-        assert resolve(f"{public.host}/team/moving:1") == f"{public.host}/team/moving@{digest}"
-    for missing in (f"moving@{DIGEST}", "moving:2"):
-        with pytest.raises(ImageProblem, match="no such image"):
-            resolve(f"{public.host}/team/{missing}")
-
-
 def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_believed() -> None:
     with registry(swapped=True) as running:
         first, wanted = running.push("team/train", "old"), running.push("team/train", "new")

@@ -28,8 +28,7 @@ CHECKOUT = Path(__file__).parents[3]
 
 
 def docker(*arguments: str, stdin: bytes | None = None) -> str:
-    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    done = subprocess.run(["docker", *arguments], input=stdin, stdout=subprocess.PIPE, check=True)
     return done.stdout.decode().strip()
 
 
