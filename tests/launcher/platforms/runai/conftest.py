@@ -38,10 +38,10 @@ def by_program(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     with ExitStack() as programs:
 
-        def make(variant: str = "v2", *, give_up: float = 3600, **changes: Any) -> RunaiPlatform:
+        def make(variant: str = "v2", **changes: Any) -> RunaiPlatform:
             program = programs.enter_context(runai.program(tmp_path, cluster, variant))
             config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
-            return RunaiPlatform(config, pauses=(0, 0, 0), give_up=give_up)
+            return RunaiPlatform(config, pauses=(0, 0, 0), give_up=3600)
 
         yield make
 
