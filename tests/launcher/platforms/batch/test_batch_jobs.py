@@ -97,22 +97,21 @@ NEW_YEAR = 1_767_225_600
 
 def told(*events: Events, job: str = "RUNNING") -> tuple[types.Job, list[types.Task]]:
     """A job and its tasks with these events: when, the state that a task went into, and the exit code with it."""
-    barrier = types.Runnable(barrier=types.Runnable.Barrier(name="all-up"), timeout="60s")
-    spec = types.TaskSpec(runnables=[barrier], max_run_duration="120s")
     tasks = []
     for number, of_task in enumerate(events):
         history = [
-            types.StatusEvent(
-                task_state=state,
-                event_time=datetime.fromtimestamp(NEW_YEAR + moment, UTC),
-                task_execution=code and types.TaskExecution(exit_code=code),
-            )
+            {
+                "task_state": state,
+                "event_time": datetime.fromtimestamp(NEW_YEAR + moment, UTC),
+                "task_execution": code and {"exit_code": code},
+            }
             for moment, state, code in of_task
         ]
-        status = types.TaskStatus(state=of_task[-1][1], status_events=history)
+        status = {"state": of_task[-1][1], "status_events": history}
         tasks.append(types.Task(name=f"jobs/j/taskGroups/group0/tasks/{number}", status=status))
-    group = types.TaskGroup(task_count=len(events), task_spec=spec)
-    return types.Job(task_groups=[group], status=types.JobStatus(state=job)), tasks
+    spec = {"runnables": [{"barrier": {"name": "all-up"}, "timeout": "60s"}], "max_run_duration": "120s"}
+    groups = [{"task_count": len(events), "task_spec": spec}]
+    return types.Job(task_groups=groups, status={"state": job}), tasks
 
 
 def seen(job: types.Job, tasks: Sequence[types.Task], now: int = 1000, **patience: float) -> JobStatus:
