@@ -151,7 +151,7 @@ MUTANTS = (
         old='if one.get("name") == name and str(',
         new="if str(",
         why="Attempt 1 adopts or deletes attempt 11, because Run:ai's filter matches the beginning of a name.",
-        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+        tests=("tests/launcher/platforms/runai/test_runai.py",),
     ),
     Mutant(
         name="runai-project-not-compared",
@@ -159,7 +159,7 @@ MUTANTS = (
         old='one.get("name") == name and str(one.get("projectId")) == project]',
         new='one.get("name") == name]',
         why="A job of the same name in somebody else's project is adopted or deleted.",
-        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+        tests=("tests/launcher/platforms/runai/test_runai.py",),
     ),
     Mutant(
         name="runai-unknown-words-refuse",
@@ -167,7 +167,7 @@ MUTANTS = (
         old="return PlatformUnreachable(told)",
         new="return PlatformRefused(told)",
         why="A connection that is cut once the job is made passes for a refusal: the job runs, and nobody knows of it.",
-        tests=("tests/launcher/platforms/runai/test_runai_program.py",),
+        tests=("tests/launcher/platforms/runai/test_runai.py",),
     ),
     Mutant(
         name="runai-follows-redirects",
@@ -175,7 +175,7 @@ MUTANTS = (
         old="follow_redirects=False",
         new="follow_redirects=True",
         why="The application's secret is posted to wherever the control plane's address leads by now.",
-        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+        tests=("tests/launcher/platforms/runai/test_runai.py",),
     ),
     Mutant(
         name="service-account-token-mounted",
