@@ -62,8 +62,6 @@ class Cluster:
     grace: float = 30
     fault: str = ""
     """Of the network or the login: what the program ends with."""
-    refusal: str = ""
-    """What every submission is answered with."""
     lost: list[tuple[str, bool]] = field(default_factory=list)
     """What the client has instead of the answers to the next submissions, and whether their workloads are made."""
     submissions: list[str] = field(default_factory=list)
@@ -74,8 +72,6 @@ class Cluster:
     def submit(self, training: Training) -> None:
         """Start a training as `create` does, and lose the answer where that is asked for."""
         self.submissions.append(training.name)
-        if self.refusal:
-            raise Refused(self.refusal)
         answer, made = self.lost.pop(0) if self.lost else ("", True)
         if made:
             self.create(training)

@@ -157,7 +157,7 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
 def test_clear_refusals_are_final_at_once(words: str, by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
     here = by_program()
     submission = here.render(waiting)
-    cluster.refusal = words
+    cluster.lost = [(words, False)]
     with pytest.raises(PlatformRefused):
         here.submit(submission)
     assert len(cluster.submissions) == 1
