@@ -6,7 +6,7 @@ import pytest
 
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES
-from launcher.networks import gib, networks_of, open_network, tcpx
+from launcher.networks import networks_of, open_network, tcpx
 from launcher.networks.profile import Choice
 from litgpt_demo.node.network import NcclFit
 
@@ -37,18 +37,6 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
 def test_what_is_not_to_be_had_is_refused(network: str, choice: Choice, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
         open_network(network, choice, **options)
-
-
-def test_images_come_from_a_mirror_or_are_the_users_own_and_are_for_the_processor() -> None:
-    mirror = {"network_install": "pod", "network_registry": "mirror.example:5000/google"}
-    mirrored = [one["image"] for one in open_network("tcpx", HIGH, **mirror).init_containers]
-    assert len(mirrored) == 2
-    assert all(image.startswith("mirror.example:5000/google/gce-ai-infra/") for image in mirrored)
-    own = f"my.example/own:v1.0.14{DIGEST}"
-    plugin = open_network("tcpxo", MEGA, network_install="pod", network_plugin=own).init_containers[0]
-    assert plugin["image"] == own
-    arm = open_network("gib", A4X, network_install="pod").init_containers[0]
-    assert arm["image"].startswith(f"{gib.ARM_IMAGE}:")
 
 
 def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() -> None:

@@ -42,11 +42,7 @@ _TERM = re.compile(r'(?P<field>logName|timestamp|labels\.\w+)(?:>=|=)"(?P<value>
 
 
 class Refused(Exception):
-    """A call's end, as gRPC tells it."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
+    """A call's end, as gRPC tells it: a code and words."""
 
 
 @dataclass
@@ -69,11 +65,9 @@ class Record:
 
     def set_task(self, number: int, state: TaskState, code: int = 0) -> None:
         """The exit code is told where a life fails, as it is documented."""
-        status = self.tasks[number].status
-        told = types.TaskExecution(exit_code=code) if code else None
-        status.status_events.append(
-            types.StatusEvent(task_state=state, event_time=datetime.now(UTC), task_execution=told)
-        )
+        status, told = self.tasks[number].status, {"exit_code": code} if code else None
+        event = types.StatusEvent(task_state=state, event_time=datetime.now(UTC), task_execution=told)
+        status.status_events.append(event)
         status.state = state
 
     def end(self, number: int, code: int) -> None:
@@ -135,7 +129,7 @@ class Cloud:
                     if fault is None or fault[2]:
                         done = call(asked.deserialize(request))
                 except Refused as error:
-                    context.abort(error.code, error.message)
+                    context.abort(*error.args)
                 if fault is not None:
                     self._faults.remove(fault)
                     context.abort(fault[1], f"{method}: {fault[1].name.lower()} (injected)")
@@ -148,8 +142,7 @@ class Cloud:
 
     def _create(self, request: types.CreateJobRequest) -> types.Job:
         if request.parent != PARENT:
-            text = f"Permission 'batch.jobs.create' denied on '{request.parent}'"
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "Permission 'batch.jobs.create' denied")
         name = f"{request.parent}/jobs/{request.job_id}"
         if name in self.records:
             raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"Resource '{name}' already exists")
@@ -176,14 +169,15 @@ class Cloud:
         port = self._ports.enter_context(reserved_ports())
         hosts = [f"127.0.0.{number + 2}" for number in range(len(record.tasks))]
         for number in range(len(record.tasks)):
-            record.vms.append(Vm(self._folder / record.job.uid, record.job, number, hosts=hosts, port=port))
-            thread = threading.Thread(target=self._run, args=(record, number), name=f"VM {number} of a Batch job")
-            self._threads.append(thread)
-            thread.start()
+            vm = Vm(self._folder / record.job.uid, record.job, number, hosts=hosts, port=port)
+            record.vms.append(vm)
+            self._threads.append(
+                threading.Thread(target=self._run, args=(record.job.name, number, vm), name="Batch VM")
+            )
+            self._threads[-1].start()
 
-    def _run(self, record: Record, number: int) -> None:
-        code = record.vms[number].run(lambda line: self.write(record.job.name, number, line))
-        self.end(record.job.name, number, code)
+    def _run(self, job: str, number: int, vm: Vm) -> None:
+        self.end(job, number, vm.run(lambda line: self.write(job, number, line)))
 
     def _found(self, name: str) -> Record:
         if name not in self.records:

@@ -20,7 +20,6 @@ MARK = "BATCH_VM"
 FOLDERS = ("/var/lib/litgpt", "/var/lib/nvidia")
 """Each VM has its own; they are written out where scripts name them."""
 CANCELLED = 143
-LIBCUDA = "/var/lib/nvidia/lib64/libcuda.so.1"
 
 
 class Vm:
@@ -29,14 +28,9 @@ class Vm:
     Args:
         hosts: addresses of all VMs of the job, of which that with the task's number is this one's.
         port: what takes the place of node 0's port, which each VM has to itself and this machine has not.
-        samples: BATCH_MAIN_NODE_HOSTNAME and BATCH_NODE_INDEX are set; Google's samples have them, its pages do not.
-        lacks: a part that the VM has not got: `toolkit` (on Debian) or `driver`.
     """
 
-    def __init__(
-        self, folder: Path, job: types.Job, task: int, *, hosts: Sequence[str], port: int = 29500, samples: bool = True,
-        lacks: str = "",
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, job: types.Job, task: int, *, hosts: Sequence[str], port: int = 29500) -> None:
         self.folder, self._spec, self._port = folder / f"vm-{task}", job.task_groups[0].task_spec, port
         self._ended = 0
         """The exit code of a VM that was lost, or whose job was cancelled."""
@@ -44,21 +38,16 @@ class Vm:
         for place in FOLDERS:
             self._own(place).mkdir(parents=True)
         (self.folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
-        self._told = {"BATCH_TASK_INDEX": str(task), "BATCH_TASK_RETRY_ATTEMPT": "0"}
-        self._told["BATCH_HOSTS_FILE"] = str(self.folder / "hosts")
-        if samples:
-            self._told |= {"BATCH_NODE_INDEX": str(task), "BATCH_MAIN_NODE_HOSTNAME": hosts[0]}
+        self.told = {"BATCH_TASK_INDEX": str(task), "BATCH_TASK_RETRY_ATTEMPT": "0"}
+        self.told |= {"BATCH_HOSTS_FILE": str(self.folder / "hosts")}
+        self.told |= {"BATCH_NODE_INDEX": str(task), "BATCH_MAIN_NODE_HOSTNAME": hosts[0]}
         # Stand-ins for the VM's programs: each writes down how it was called.
         programs = dict.fromkeys(("docker", "systemctl", "iptables", "mount", "nvidia-smi", "nvidia-ctk"), "")
-        programs |= {"hostname": f"echo {hosts[task]}", "ldconfig": "" if lacks == "driver" else "echo libcuda.so.1"}
-        if lacks == "toolkit":
-            del programs["nvidia-ctk"]
+        programs |= {"hostname": f"echo {hosts[task]}", "ldconfig": "echo libcuda.so.1"}
         for program, body in programs.items():
             self._program(self.folder / "bin" / program, body)
-        if lacks != "driver":
-            self._own(LIBCUDA).parent.mkdir()
-            self._own(LIBCUDA).touch()
-            self._program(self._own("/var/lib/nvidia/bin/nvidia-smi"), "")
+        self._program(self._own("/var/lib/nvidia/bin/nvidia-smi"), "")
+        self._program(self._own("/var/lib/nvidia/lib64/libcuda.so.1"), "")
 
     def _program(self, path: Path, body: str) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -93,7 +82,7 @@ class Vm:
                 for place in FOLDERS:
                     text = text.replace(place, str(self._own(place)))
                 path = f"{self.folder / 'bin'}:/usr/sbin:/usr/bin:/sbin:/bin"
-                code = self._process_of(["sh", "-c", text], {**self._told, "PATH": path}, log)
+                code = self._process_of(["sh", "-c", text], {**self.told, "PATH": path}, log)
             elif "container" in runnable and not self._ended and contained:
                 code = self._container(runnable.container, log)
             if code and not runnable.ignore_exit_status:
@@ -109,7 +98,7 @@ class Vm:
             "HOME": str(self.folder),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # the host name of this machine may resolve to nothing
-            **self._told,
+            **self.told,
             **self._spec.environment.variables,
             **self.node,
         }

@@ -10,10 +10,10 @@ import json
 import secrets
 import shlex
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from serving_thread import served
 
@@ -47,10 +47,8 @@ class Api(ThreadingHTTPServer):
         """Seconds that a token is said to hold."""
         self.silent = 0
         """How many requests are answered by nobody."""
-        self.moved_to: str | None = None
-        """The address that every request is redirected to, with what it held in the query, as login pages are."""
-        self.echoing: int | None = None
-        """Status of a proxy in between, which answers every request with its headers and body."""
+        self.instead: Callable[[str, str], tuple[int, bytes, dict[str, str]]] | None = None
+        """Who stands before it answers, knowing the path and all that was sent: status, body, headers."""
         self.tokens: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
@@ -67,12 +65,6 @@ def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
         yield api
 
 
-class Unauthorized(Refused):
-    """Who asks is not let in."""
-
-    status = 401
-
-
 class _Handler(BaseHTTPRequestHandler):
     server: Api
 
@@ -80,13 +72,11 @@ class _Handler(BaseHTTPRequestHandler):
         server, url = self.server, urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         server.asked.append((self.command, url.path))
-        held = {"token": self.headers.get("Authorization", ""), "body": body.decode()}
         if server.silent > 0:
             server.silent -= 1
-        elif server.moved_to is not None:
-            self._send(307, b"", Location=f"{server.moved_to}{self.path}?{urlencode(held)}")
-        elif server.echoing is not None:
-            self._send(server.echoing, json.dumps({"message": f"{self.headers}{held}"}).encode())
+        elif server.instead is not None:
+            status, data, headers = server.instead(self.path, f"{self.headers}{body.decode()}")
+            self._send(status, data, **headers)
         else:
             try:
                 content = self._route(url.path, parse_qs(url.query), json.loads(body or "{}"))
@@ -114,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/token":
             return self._token(body)
         if self.headers.get("Authorization", "").removeprefix("Bearer ") not in server.tokens:
-            raise Unauthorized("Unauthorized")
+            raise Refused("Unauthorized", 401)
         like = next((part[6:] for part in query.get("filterBy", []) if part.startswith("name==")), "")
         projects = {str(4_500_000 + number): name for number, name in enumerate(cluster.projects)}
         match self.command, path.removeprefix("/api/v1/").split("/"):
@@ -144,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if grant != self.server.grant or set(body) != {"grantType", *fields[grant]}:
             raise Refused(f"grantType {grant} is not supported")
         if tuple(body[name] for name in fields[grant]) != self.server.application:
-            raise Unauthorized("invalid credentials")
+            raise Refused("invalid credentials", 401)
         token = secrets.token_urlsafe(24)
         self.server.tokens.add(token)
         return {"accessToken": token, "expiresIn": self.server.lifetime}

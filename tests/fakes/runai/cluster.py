@@ -23,11 +23,13 @@ SCRATCH = "/tmp/litgpt"
 class Refused(Exception):
     """The cluster says no."""
 
-    status = 400
+    def __init__(self, words: str, status: int = 400) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 class Lost(Exception):
-    """The answer to a submission does not arrive. It holds what the client has instead, a key of its table."""
+    """The answer to a submission does not arrive: what the client has instead, a key of its table."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +42,6 @@ class Training:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     claims: Mapping[str, str] = field(default_factory=dict)
-    """Name to mount path."""
     phase: str = "Running"
     wanted: str = ""
     """The operator is to `delete` or `preempt` it."""
@@ -49,35 +50,28 @@ class Training:
 
 @dataclass
 class Cluster:
-    """Tests change what they like at any time."""
+    """Tests change what they like at any time. Claims are the folders that they are."""
 
     folder: Path
     pods: bool = True
     """Without, they are only said to run."""
     projects: Sequence[str] = ("team-a",)
     claims: Mapping[str, str] = field(default_factory=dict)
-    """Claim to the folder that it is."""
     version: str = "2.18"
     told_gpus: int = 0
-    """What pods are told that each has."""
     grace: float = 30
     fault: str = ""
     """Of the network or the login: what the program ends with."""
-    refusal: str = ""
-    """What every submission is answered with."""
     lost: list[tuple[str, bool]] = field(default_factory=list)
     """What the client has instead of the answers to the next submissions, and whether their workloads are made."""
     submissions: list[str] = field(default_factory=list)
     trainings: dict[tuple[str, str], Training] = field(default_factory=dict)
-    """By project and name."""
     over: threading.Event = field(default_factory=threading.Event)
     operators: list[threading.Thread] = field(default_factory=list)
 
     def submit(self, training: Training) -> None:
         """Start a training as `create` does, and lose the answer where that is asked for."""
         self.submissions.append(training.name)
-        if self.refusal:
-            raise Refused(self.refusal)
         answer, made = self.lost.pop(0) if self.lost else ("", True)
         if made:
             self.create(training)
@@ -119,10 +113,6 @@ class Cluster:
         """Workloads that hold machines, or wait for some."""
         return [one.name for one in [*self.trainings.values()] if one.phase not in {"Completed", "Failed"}]
 
-    def log(self, training: Training, rank: int) -> Path:
-        """What a pod prints."""
-        return self.folder / training.project / training.name / f"{rank}.log"
-
     def _require(self, project: str) -> None:
         if project not in self.projects:
             raise Refused(f'project "{project}" was not found or you have no access to it')
@@ -152,7 +142,7 @@ class Cluster:
     def _start(self, training: Training, port: int) -> Iterator[subprocess.Popen[bytes]]:
         Path(SCRATCH).mkdir(exist_ok=True)
         for rank in range(training.workers + 1):
-            own = self.log(training, rank).with_name(f"scratch-{rank}")
+            own = self.folder / training.project / training.name / f"scratch-{rank}"
             own.mkdir(parents=True, exist_ok=True)
             environment = {
                 "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -164,7 +154,7 @@ class Cluster:
                 **training.environment,
                 **self._told(training, rank, port),
             }
-            with self.log(training, rank).open("ab") as log:
+            with own.with_name(f"{rank}.log").open("ab") as log:
                 yield subprocess.Popen(
                     [*_container(own), *training.command],
                     env=environment, cwd=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,

@@ -81,7 +81,7 @@ def _answer(cluster: Cluster, variant: str, words: list[str]) -> tuple[int, str]
     except Refused as error:
         return 1, f"Error: {error}"
     except Lost as error:
-        return 1, UNANSWERED[str(error)]
+        return 1, UNANSWERED.get(str(error), str(error))
 
 
 def _parsed(words: Iterable[str], flags: Iterable[str]) -> tuple[Mapping[str, list[str]], list[str]]:

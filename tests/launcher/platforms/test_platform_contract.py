@@ -52,7 +52,6 @@ class Place:
 @contextlib.contextmanager
 def local_place(folder: Path) -> Iterator[Place]:
     """Its jobs are folders, which all processes of a job have in a variable."""
-    platform = LocalPlatform(grace=2)
 
     def jobs() -> set[str]:
         there = set()
@@ -61,9 +60,7 @@ def local_place(folder: Path) -> Iterator[Place]:
                 there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
-    yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
-    for job in jobs():
-        platform.cancel(JobId(job))
+    yield Place(platform=LocalPlatform(grace=2), folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
 
 
 @contextlib.contextmanager
@@ -126,7 +123,7 @@ def runai_place(
     from launcher.platforms.runai.platform import RunaiPlatform
     from launcher.platforms.runai.rest import Rest
 
-    there = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate}
+    there = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate, "grace": 9}
     asked: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
     with (
         runai.running(folder / "runai", **there) as cluster,

@@ -127,8 +127,8 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
     write_run(finished_copy, tiny_dataset, **changed)
     train(finished_copy)
     assert [row["step"] for row in rows(finished_copy, "start")] == [0, 8]
-    losses, as_it_was = (curve(rows(run), "step", "loss") for run in (finished_copy, finished))
-    assert losses == pytest.approx(as_it_was, rel=1e-5)
+    for name in ("loss", "grad_norm"):
+        assert curve(rows(finished_copy), "step", name) == pytest.approx(curve(rows(finished), "step", name), rel=1e-4)
 
 
 def test_a_damaged_last_checkpoint_costs_its_steps(

@@ -97,22 +97,21 @@ NEW_YEAR = 1_767_225_600
 
 def told(*events: Events, job: str = "RUNNING") -> tuple[types.Job, list[types.Task]]:
     """A job and its tasks with these events: when, the state that a task went into, and the exit code with it."""
-    barrier = types.Runnable(barrier=types.Runnable.Barrier(name="all-up"), timeout="60s")
-    spec = types.TaskSpec(runnables=[barrier], max_run_duration="120s")
     tasks = []
     for number, of_task in enumerate(events):
         history = [
-            types.StatusEvent(
-                task_state=state,
-                event_time=datetime.fromtimestamp(NEW_YEAR + moment, UTC),
-                task_execution=code and types.TaskExecution(exit_code=code),
-            )
+            {
+                "task_state": state,
+                "event_time": datetime.fromtimestamp(NEW_YEAR + moment, UTC),
+                "task_execution": code and {"exit_code": code},
+            }
             for moment, state, code in of_task
         ]
-        status = types.TaskStatus(state=of_task[-1][1], status_events=history)
+        status = {"state": of_task[-1][1], "status_events": history}
         tasks.append(types.Task(name=f"jobs/j/taskGroups/group0/tasks/{number}", status=status))
-    group = types.TaskGroup(task_count=len(events), task_spec=spec)
-    return types.Job(task_groups=[group], status=types.JobStatus(state=job)), tasks
+    spec = {"runnables": [{"barrier": {"name": "all-up"}, "timeout": "60s"}], "max_run_duration": "120s"}
+    groups = [{"task_count": len(events), "task_spec": spec}]
+    return types.Job(task_groups=groups, status={"state": job}), tasks
 
 
 def seen(job: types.Job, tasks: Sequence[types.Task], now: int = 1000, **patience: float) -> JobStatus:
@@ -243,22 +242,24 @@ def test_lines_of_several_lines_and_of_json_arrive_as_text_and_what_cannot_be_re
 # --- on the VMs -------------------------------------------------------------------------------------------------------
 
 
-def vms_of(folder: Path, *, samples: bool = True, lacks: str = "", **changes: Any) -> list[Vm]:
+def vms_of(folder: Path, **changes: Any) -> list[Vm]:
     """The VMs of a job."""
     settings = settings_of(**changes)
     job = types.Job.from_json(json.dumps(BatchPlatform(settings).render(job_of(settings)).body["job"]))
     hosts = [f"10.0.0.{number + 2}" for number in range(settings.nodes)]
-    return [Vm(folder, job, task, hosts=hosts, samples=samples, lacks=lacks) for task in range(settings.nodes)]
+    return [Vm(folder, job, task, hosts=hosts) for task in range(settings.nodes)]
 
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_every_node_learns_its_rank_and_where_node_0_is(samples: bool, tmp_path: Path) -> None:
     """With the variables of Google's samples, and with those alone that are documented."""
-    nodes = vms_of(tmp_path, nodes=3, samples=samples)
-    assert [vm.run(print, contained=False) for vm in nodes] == [0, 0, 0]
+    nodes = vms_of(tmp_path, nodes=3)
+    for vm in nodes:
+        for name in () if samples else ("BATCH_NODE_INDEX", "BATCH_MAIN_NODE_HOSTNAME"):
+            del vm.told[name]
+        assert vm.run(print, contained=False) == 0
     assert [vm.node["LITGPT_NODE_RANK"] for vm in nodes] == ["0", "1", "2"]
     assert {vm.node["LITGPT_MASTER"] for vm in nodes} == {"10.0.0.2:29500"}
-    assert {vm.node["LITGPT_ATTEMPT"] for vm in nodes} == {"owt-0123456789-1-0"}
 
 
 def test_a_container_s_gpus_are_set_up_before_it_and_on_cos_the_firewall_lets_peers_in_alone(tmp_path: Path) -> None:
@@ -271,11 +272,15 @@ def test_a_container_s_gpus_are_set_up_before_it_and_on_cos_the_firewall_lets_pe
     assert [words[words.index("-s") + 1] for words in opened] == ["10.0.0.2", "10.0.0.3"]
 
 
-@pytest.mark.parametrize(("lacks", "os", "code"), [("toolkit", "debian", "toolkit"), ("driver", "cos", "libcuda")])
+@pytest.mark.parametrize(
+    ("os", "lacks", "code"),
+    [("debian", "bin/nvidia-ctk", "toolkit"), ("cos", "var/lib/nvidia/lib64/libcuda.so.1", "libcuda")],
+)
 def test_a_vm_that_cannot_give_gpus_to_containers_is_a_node_fault_that_says_why(
-    lacks: str, os: str, code: str, tmp_path: Path
+    os: str, lacks: str, code: str, tmp_path: Path
 ) -> None:
-    vm, _ = vms_of(tmp_path, machine="g2-standard-24", os=os, lacks=lacks)
+    vm, _ = vms_of(tmp_path, machine="g2-standard-24", os=os)
+    (vm.folder / lacks).unlink()
     lines: list[str] = []
     assert vm.run(lines.append, contained=False) == EXIT_CODES[Fault.NODE]
     assert lines[-1].startswith(f"error [batch.{code}]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,12 +9,10 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from waiting import until
 
@@ -27,13 +24,8 @@ from litgpt_demo.node.agent import tagged
 
 
 @pytest.fixture
-def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
-    """A platform whose jobs are gone when the test is over, however it ended."""
-    yield LocalPlatform(grace=5)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(JOB_TAG, "").startswith(str(tmp_path)):
-                process.kill()
+def platform() -> LocalPlatform:
+    return LocalPlatform(grace=5)
 
 
 def job(folder: Path, **changes: object) -> Job:

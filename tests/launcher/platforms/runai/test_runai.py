@@ -1,21 +1,25 @@
-"""Run:ai by its REST API: tokens, ids, refusals."""
+"""Run:ai by its program and by its REST API: found, asked, submitted to once, and no secret shown."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 import runai
 from certificates import certificate_in
 from leaking import leaks
-from runai_jobs import found, settings_of
+from runai_jobs import found, job_of, settings_of
 
-from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
-from launcher.platforms.runai.cli import Cli
+from launcher.platforms.runai.cli import Cli, phases_in
 from launcher.platforms.runai.platform import RunaiPlatform, chosen_api
 from launcher.platforms.runai.rest import Rest, credentials_of
 from litgpt_demo.errors import TrainLitgptError
@@ -23,23 +27,164 @@ from litgpt_demo.errors import TrainLitgptError
 Make = Callable[..., RunaiPlatform]
 
 
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
+    """Of two projects, one of which is called almost as the other."""
+    claims, projects = {"scratch": str(tmp_path)}, ["team-a", "team-a-2"]
+    with runai.running(tmp_path / "runai", claims=claims, projects=projects, pods=False) as made:
+        yield made
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Job:
+    return job_of(processes=1, directory=str(tmp_path / "attempts/1"), stage=())
+
+
+@pytest.fixture
+def by_program(cluster: runai.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes the platform by some variant of the program."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with ExitStack() as programs:
+
+        def make(variant: str = "v2", **changes: Any) -> RunaiPlatform:
+            program = programs.enter_context(runai.program(tmp_path, cluster, variant))
+            config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
+            return RunaiPlatform(config, pauses=(0, 0, 0), give_up=3600)
+
+        yield make
+
+
+@pytest.fixture
+def api(cluster: runai.Cluster) -> Iterator[runai.Api]:
+    with runai.serving(cluster) as made:
+        yield made
+
+
+@pytest.fixture
+def by_rest(api: runai.Api, tmp_path: Path) -> Make:
+    """Makes the platform by the API."""
+
+    def make(*, secret: str | None = None, **changes: Any) -> RunaiPlatform:
+        claims = [{"name": "scratch", "path": str(tmp_path)}]
+        config = settings_of(**{"url": api.url, "api": "rest", "claims": claims, **changes})
+        return RunaiPlatform(config, Rest(config, api.credentials(secret), pause=0), pauses=(0, 0, 0))
+
+    return make
+
+
+# --- by the program ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_program_that_submits_the_fix_is_told_before_anything_is_sent(by_program: Make, waiting: Job) -> None:
+    nowhere = RunaiPlatform(settings_of(cli="no-such-runai"))
+    with pytest.raises(ConfigProblem, match=r"install Run:ai's command line .* or submit by REST: set platform\.url"):
+        nowhere.render(waiting)
+    shown = found(RunaiPlatform(settings_of(cli="no-such-runai", cli_version="v2")), waiting)
+    assert "is on no volume that pods mount" in shown["runai.root"]
+    assert "runai.no-cli" in shown
+    with pytest.raises(ConfigProblem, match="so it cannot submit a PyTorch training"):
+        by_program("before").render(waiting)
+
+
+def test_what_the_program_would_refuse_is_found_beforehand(
+    by_program: Make, cluster: runai.Cluster, waiting: Job
+) -> None:
+    assert "team-b" in found(by_program(project="team-b"), waiting)["runai.project"]
+    cluster.claims = {}
+    rehearsed = by_program("v1")
+    assert 'persistentvolumeclaim "scratch" not found' in str(found(rehearsed, waiting))
+    with pytest.raises(PlatformRefused, match="not found"):
+        rehearsed.submit(rehearsed.render(waiting))
+    assert cluster.live() == []
+
+
+def test_a_program_that_reaches_nobody_or_is_logged_out_is_no_absent_job(
+    by_program: Make, cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = by_program()
+    submission = here.render(waiting)
+    cluster.fault = 'Get "https://10.0.0.1:6443/apis": dial tcp 10.0.0.1:6443: i/o timeout'
+    with pytest.raises(PlatformUnreachable, match="i/o timeout"):
+        here.status(submission.job_id)
+    cluster.fault = "unauthorized: please log in with `runai login`"
+    with pytest.raises(LoginProblem, match="log in with"):
+        here.submit(submission)
+    assert "runai.login" in found(here, waiting)
+
+
+@pytest.mark.parametrize(
+    ("way", "instead", "made"),
+    [
+        *(("by_program", words, True) for words in runai.UNANSWERED),
+        *(("by_rest", answer, True) for answer in runai.LOST),
+        ("by_program", "EOF", False),
+        ("by_rest", "502", False),
+    ],
+)
+def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
+    way: str, instead: str, made: bool, request: pytest.FixtureRequest, cluster: runai.Cluster, waiting: Job
+) -> None:
+    """Nor is one after words like a refusal, which a gateway may say of a workload that was made."""
+    here = request.getfixturevalue(way)()
+    cluster.lost = [(instead, made)]
+    assert here.status(here.submit(here.render(waiting))).state.live
+    assert cluster.live() == [waiting.attempt_name]
+    assert len(cluster.submissions) == (1 if made else 2)
+
+
+def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
+    by_program: Make, cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = by_program()
+    submission = here.render(waiting)
+    cluster.lost = [("EOF", False)] * 9
+    with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1 is made is not known.*takes it up"):
+        here.submit(submission)
+    cluster.lost = []
+    assert here.status(here.submit(submission)).state.live
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "unknown flag: --gpu-devices-request",
+        'required flag(s) "image" not set',
+        'Error from server (NotFound): namespaces "runai-team-b" not found',
+        'pods "a" is forbidden: exceeded quota: team',
+        'admission webhook "x.run.ai" denied the request: gpu limit',
+    ],
+)
+def test_clear_refusals_are_final_at_once(words: str, by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
+    here = by_program()
+    submission = here.render(waiting)
+    cluster.lost = [(words, False)]
+    with pytest.raises(PlatformRefused):
+        here.submit(submission)
+    assert len(cluster.submissions) == 1
+
+
+def test_names_and_phases_are_found_however_the_list_is_nested() -> None:
+    text = '{"items": [{"meta": {"Name": "a", "Status": "Running"}}, {"x": {"workloadName": "b", "phase": "Failed"}}]}'
+    assert phases_in(text) == {"a": "Running", "b": "Failed"}
+    with pytest.raises(PlatformUnreachable, match="no JSON"):
+        phases_in("A new version is available!")
+
+
+# --- by REST ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("grant", ["client_credentials", "app_token"])
-def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_knows(
+def test_a_training_is_posted_once_with_what_it_asks_for_whichever_grant_the_version_knows(
     grant: str, api: runai.Api, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     api.grant = grant
     here = by_rest(secrets={"KEY": "wandb/key"})
     submission = here.render(replace(waiting, exclude_nodes=("gpu-node-7",)))
     assert found(here, waiting) == {}
-    job_id = here.submit(submission)
-    assert here.submit(submission) == job_id
+    assert here.submit(submission) == here.submit(submission)
     assert cluster.submissions == [waiting.attempt_name]
     told = cluster.trainings["team-a", waiting.attempt_name].environment
     assert (told["KEY"], told["LITGPT_HOST"]) == ("what the secret wandb has under key", "gpu-node-8")
-    assert here.status(job_id).state.live
-    here.cancel(job_id)
-    assert here.status(job_id).state is JobState.CANCELLED
-    assert cluster.live() == []
 
 
 @pytest.mark.parametrize("theirs", [("team-a", 11), ("team-a-2", 1)], ids=["attempt 11", "another project"])
@@ -66,7 +211,8 @@ def test_neither_secret_nor_token_follows_a_redirect(
     if logged_in:
         here.check_access()
     with runai.serving(cluster) as elsewhere:
-        api.moved_to = elsewhere.url
+        # What was sent is in the query, as login pages have it.
+        api.instead = lambda path, held: (307, b"", {"Location": f"{elsewhere.url}{path}?held={quote(held)}"})
         with pytest.raises(PlatformRefused, match=rf"redirected to {elsewhere.url} \(307\)") as told:
             here.submit(here.render(waiting))
         assert elsewhere.asked == []
@@ -82,7 +228,7 @@ def test_a_proxy_that_repeats_what_it_was_sent_makes_no_secret_known(
     here = by_rest()
     if logged_in:
         here.check_access()
-    api.echoing = status
+    api.instead = lambda _, held: (status, json.dumps({"message": held}).encode(), {})
     with pytest.raises(TrainLitgptError) as told:
         here.submit(here.render(waiting))
     assert not leaks(told.value, *secrets_of(api))

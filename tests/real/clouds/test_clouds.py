@@ -1,10 +1,11 @@
-"""Jobs on the stand-ins of Batch and Run:ai that lose a machine, or all of them for a while."""
+"""What every platform promises, and whole trainings, on the stand-ins of clouds whose nodes are processes here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,39 @@ from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
-from test_platform_contract import batch_place, runai_place
+from test_platform_contract import *  # noqa: F403  the same tests, with the places of this file
+from test_platform_contract import Place, batch_place, gke_place, local_place, runai_place, submitted
+
+PLACES = {
+    "local": local_place,
+    "gke": partial(gke_place, simulate=False),
+    "gke-job": partial(gke_place, simulate=False, workload="job"),
+    "runai-v1": partial(runai_place, simulate=False, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_place, simulate=False, variant="v2"),
+    "runai-rest": partial(runai_place, simulate=False, variant="rest"),
+    "batch": partial(batch_place, simulate=False),
+}
+
+
+@pytest.fixture(params=PLACES)
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path) as place:
+        yield place
+
+
+@pytest.fixture
+def running_place(place: Place) -> Place:
+    return place
+
+
+def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: Place) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(41)\ntime.sleep(600)"
+    with submitted(place, "fails", text) as job_id:
+        until(lambda: not place.platform.status(job_id).state.live)
+        seen = place.platform.status(job_id)
+        assert seen.state is JobState.FAILED
+        assert seen.exit_codes[1] == 41
+        assert seen.native
 
 
 @pytest.mark.prefect
