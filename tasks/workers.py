@@ -6,9 +6,9 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
@@ -90,6 +90,7 @@ class Fanout:
         with ExitStack() as entered:
             # One client for the tasks of all threads; else each makes one, which takes longer than a small shard.
             entered.enter_context(SyncClientContext.get_or_create())
+            entered.enter_context(_safe_path())
             entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
             self._entered = entered.pop_all()
         return self
@@ -153,6 +154,20 @@ class Fanout:
             numbers = f"{first}" if len(group) == 1 else f"{first}-{first + len(group) - 1}"
             names.append(f"{verb} {numbers} of {self._items[verb]}")
         return names, [partial(_results, step, group) for group in groups]
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep the current folder, which may be somebody else's, off the path of the Pythons that are started meanwhile."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def task_runner(workers: Workers) -> TaskRunner[Any]:

@@ -123,7 +123,12 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
     finished: Path, finished_copy: Path, tiny_dataset: Path
 ) -> None:
     shutil.rmtree(finished_copy / folder_of(12))
-    changed = {"micro_batch": 8, "activation_checkpointing": "full", "strategy": "ddp", "evaluate_every": 6}
+    changed: dict[str, Any] = {
+        "micro_batch": 8,
+        "activation_checkpointing": "full",
+        "strategy": "ddp",
+        "evaluate_every": 6,
+    }
     write_run(finished_copy, tiny_dataset, **changed)
     train(finished_copy)
     assert [row["step"] for row in rows(finished_copy, "start")] == [0, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,25 +10,41 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from launcher.config import RunConfig
+from flows.prepare_dataset import prepare_dataset
+from launcher.config import ProcessWorkers, RunConfig
 from launcher.job import JobState
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
 
 # Modules of Python, of what we depend on, and of ours.
-NAMES = ("token", "random", "tempfile", "launcher/__init__", "litgpt_demo/__init__", "torch/__init__", "numpy/__init__")
+NAMES = (
+    "token",
+    "random",
+    "tempfile",
+    "socket",
+    "launcher/__init__",
+    "litgpt_demo/__init__",
+    "torch/__init__",
+    "numpy/__init__",
+)
 
 
-def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
-    tmp_path: Path, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a module of the current folder would leave its name."""
     folder = tmp_path / "hostile"
     for name in NAMES:
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'executed')!r}).write_text(__file__)\n")
-    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "verify", "nowhere"))
     monkeypatch.chdir(folder)
+    return tmp_path / "executed"
+
+
+def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
+    executed: Path, tiny: Callable[..., RunConfig]
+) -> None:
+    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "verify", "nowhere"))
     platform = LocalPlatform(grace=2)
     job_id = platform.submit(platform.render(job))
     until(lambda: not platform.status(job_id).state.live)
@@ -35,4 +52,14 @@ def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
     assert platform.status(job_id).state is JobState.FAILED
     assert "[rank0]" in log, log  # so far did it come
     assert "no manifest" in log, log
-    assert not (tmp_path / "executed").exists(), (tmp_path / "executed").read_text()
+    assert not executed.exists(), executed.read_text()
+
+
+@pytest.mark.prefect
+def test_processes_that_prepare_a_dataset_run_no_program_of_the_current_folder(
+    executed: Path, tiny: Callable[..., RunConfig]
+) -> None:
+    config = tiny()
+    workers = ProcessWorkers(kind="processes", count=2)
+    assert asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers)).documents
+    assert not executed.exists(), executed.read_text()
