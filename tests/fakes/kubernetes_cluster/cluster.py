@@ -119,10 +119,13 @@ class Cluster:
 
     def finish(self, text: str = "", *, code: int = 0) -> None:
         """Pods that are only said to run end, whose name contains the text."""
-        for run in self._kubelet.runs.values():
-            if text in run.name:
-                run.end(code)
-        self.call(lambda: None)
+
+        def end() -> None:
+            for run in self._kubelet.runs.values():
+                if text in run.name:
+                    run.end(code)
+
+        self.call(end)
 
     def say(self, pod: str, line: str) -> None:
         """A line in the log of a pod that is only said to run."""
@@ -172,7 +175,7 @@ class Cluster:
 
     def tell(self, pod: str, reason: str, message: str, *, source: str) -> None:
         """An event about a pod that something outside has written: the autoscaler, a CSI driver."""
-        self.call(lambda: self._plane.event(self._one("pods", pod), reason, message, source=source))
+        self.call(lambda: self._plane.event(self._one("pods", pod), reason, message, source={"component": source}))
 
     # --- what becomes of calls ----------------------------------------------------------------------------------------
 
