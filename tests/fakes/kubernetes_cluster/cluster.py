@@ -33,9 +33,10 @@ class Cluster:
         self._kubelet = Kubelet(self._plane, folder, simulate=simulate)
         self._api = Api(self._plane, self._kubelet, known)
         self._servers: list[asyncio.Server] = []
-        for kind in filter(lambda kind: kind.custom, known.values()):
+        for kind in known.values():
             spec = {"versions": [{"name": kind.api_version.rpartition("/")[2], "served": True}]}
-            self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
+            if "x-k8s.io" in kind.group:
+                self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
         self.traffic, self.image_environment = self._api.traffic, self._kubelet.image_environment
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
@@ -232,6 +233,8 @@ class Cluster:
         await self.stop.wait()
         for server in self._servers:
             server.close()
+        for _ in range(4):  # turns of the loop in which a connection that was just accepted comes to `Api.serve`
+            await asyncio.sleep(0)
         self._api.break_connections()
         await self._kubelet.stop()
 
