@@ -231,10 +231,12 @@ class Cluster:
         self.host = f"http://{await self._serve()}"
         ready.set_result(None)
         await self.stop.wait()
+        for listening in (one for server in self._servers for one in server.sockets):
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(4):  # turns in which what was accepted comes to the API; a closed server would leave it open
+            await asyncio.sleep(0)
         for server in self._servers:
             server.close()
-        for _ in range(4):  # turns of the loop in which a connection that was just accepted comes to `Api.serve`
-            await asyncio.sleep(0)
         self._api.break_connections()
         await self._kubelet.stop()
 
