@@ -118,7 +118,7 @@ class ControlPlane:
 
     def _collect(self) -> None:
         """Delete what is owned by what is gone; what is deleted in the foreground goes when it owns nothing."""
-        owners = {one["metadata"]["uid"]: one for plural in ("jobsets", "jobs") for one in self.store.all(plural)}
+        owners = {one["metadata"]["uid"]: one for one in (*self.store.all("jobsets"), *self.store.all("jobs"))}
         in_front = {uid for uid, one in owners.items() if FOREGROUND in one["metadata"].get("finalizers", ())}
         there = [(plural, one) for plural in COLLECTED for one in self.store.all(plural)]
         owning: set[str] = set()
@@ -264,10 +264,7 @@ class ControlPlane:
 def owner_of(thing: Object) -> Object:
     """The reference to an owner, for what it makes."""
     meta = thing["metadata"]
-    return {
-        "apiVersion": thing["apiVersion"], "kind": thing["kind"], "name": meta["name"], "uid": meta["uid"],
-        "controller": True, "blockOwnerDeletion": True,
-    }  # fmt: skip
+    return {"apiVersion": thing["apiVersion"], "kind": thing["kind"], "name": meta["name"], "uid": meta["uid"]}
 
 
 def leaving(thing: Object) -> bool:
