@@ -234,7 +234,9 @@ class Cluster:
         for listening in (one for server in self._servers for one in server.sockets):
             self._loop.remove_reader(listening.fileno())
         for _ in range(4):  # turns in which what was accepted comes to the API; a closed server would leave it open
-            await asyncio.sleep(0)
+            turn = self._loop.create_future()
+            self._loop.call_soon(turn.set_result, None)
+            await turn
         for server in self._servers:
             server.close()
         self._api.break_connections()
