@@ -89,10 +89,10 @@ class Cluster:
 
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
-        taints: Sequence[Mapping[str, str]] = (),
+        taints: Sequence[Mapping[str, str]] = (), cpu: int = 208, memory: str = "1800Gi",
     ) -> None:  # fmt: skip
-        """Nodes of 208 cores each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
-        room = {"cpu": "208", "memory": "1800Gi", "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+        """Nodes with that room each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
+        room = {"cpu": str(cpu), "memory": memory, "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
         given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
         begin = len(self.objects("nodes"))
         for name in (f"node-{number}" for number in range(begin, begin + count)):
