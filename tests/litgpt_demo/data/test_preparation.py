@@ -83,9 +83,6 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
     }
 
 
-# --- any corpus, any workers, any end ---------------------------------------------------------------------------------
-
-
 class Killed(Exception):
     """The preparation is no more."""
 
@@ -198,9 +195,6 @@ def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], 
     assert dropped == Counter(reason for reason in reasons if reason)
 
 
-# --- a folder and a bucket --------------------------------------------------------------------------------------------
-
-
 def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
     """Every file of the dataset."""
     storage = open_storage(root).within(planned.path)
@@ -248,9 +242,6 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     said = subprocess.run([*command, data], check=True, env=other, capture_output=True, text=True).stdout
     assert contents(tmp_path / "root" / "datasets" / folder.name) == contents(folder)
     assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

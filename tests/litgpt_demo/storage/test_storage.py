@@ -40,9 +40,6 @@ def storage(root: str) -> Storage:
     return open_storage(root)
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_created_is_there_and_never_replaced(storage: Storage) -> None:
     assert storage.create("index/run/1.json", b"first")
     assert storage.create("index/run/1.json", b"first")  # as after an answer that was lost
@@ -174,9 +171,6 @@ def test_an_address_is_made_absolute_and_tidy_or_refused(tmp_path: Path, monkeyp
             open_storage(address)
 
 
-# --- a folder ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_reader_beside_a_writer_sees_only_whole_versions(tmp_path: Path) -> None:
     storage, done = open_storage(str(tmp_path)), Event()
     versions = [bytes([number]) * 200_000 for number in (1, 2)]
@@ -232,9 +226,6 @@ def test_a_linked_folder_is_listed_and_outlives_the_removal_of_the_link(tmp_path
     open_storage(str(tmp_path)).remove("run")
     assert not (tmp_path / "run").exists()
     assert dataset.list() == ["manifest.json"]
-
-
-# --- a bucket that fails ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("do", "size"), [("refuse", SMALL), ("shorten", SMALL), ("lose", LARGE)])

@@ -38,9 +38,6 @@ def identity(corpus: Corpus) -> str:
     return key_of(corpus_identity(corpus, sources(corpus)))
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(
     form=st.sampled_from(sorted(FORMATS)),
@@ -114,8 +111,6 @@ def test_text_that_is_all_json_lines_is_refused_with_the_setting_to_use(tmp_path
         assert read(files(write(folder, {"dump.txt": text.encode()}), separator=separator), tmp_path) == [text]
 
 
-# --- order and identity -----------------------------------------------------------------------------------------------
-
 MIXED = {
     "b/two.jsonl.gz": gzip.compress(as_jsonl(["three", "four"])),
     "a/one.txt": b"two",
@@ -136,9 +131,6 @@ def test_order_depends_on_names_not_on_the_folder_or_the_order_of_the_paths(tmp_
     found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
     assert found[0] == found[1]
     assert sorted(found[0]) == ["one", "two"]
-
-
-# --- a folder and a bucket --------------------------------------------------------------------------------------------
 
 
 def put(root: str, contents: dict[str, bytes]) -> None:
@@ -188,8 +180,6 @@ def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_pa
     assert 1_000_000 <= sum(len(text.encode()) for text in texts) < 3_000_000
     assert min(names[: len(texts)]) < "e" < "t" < max(names[: len(texts)])
 
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 TEXTS = ["one", random.Random(0).randbytes(200_000).hex(), "two", "three"]
 

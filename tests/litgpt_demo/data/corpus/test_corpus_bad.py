@@ -39,8 +39,6 @@ def skipping(
     return texts, bad
 
 
-# --- one bad document -------------------------------------------------------------------------------------------------
-
 LINES = [
     b"{nonsense", b'{"text": "\xff"}', b'["text"]', b'"text"', b'{"body": "x"}', b'{"text": null}', b'{"text": 7.5}',
     b'{"text": "\\ud83d"}', b'{"text": "x"} {"text": "y"}', b"[" * 5000,
@@ -144,9 +142,6 @@ def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
         read(corpus, tmp_path)
 
 
-# --- too long ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def little_memory() -> Iterator[None]:
     """Python's own, of which 50 MB are little here."""
@@ -226,9 +221,6 @@ def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long
         byte += len((one + separator).encode())
     assert found == expected
     assert [(number, one.place) for number, one in bad] == long
-
-
-# --- files that change ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
