@@ -12,7 +12,7 @@ from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.verification import require_sound
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage import BucketStorage, bucket_path, open_storage
+from litgpt_demo.storage import BucketStorage, open_storage
 from litgpt_demo.training.checkpoints import committed
 
 
@@ -21,8 +21,9 @@ def mark(bucket: BucketStorage, *folders: str) -> None:
     from google.auth.credentials import AnonymousCredentials
     from google.cloud.storage import Client
 
-    name, _, root = bucket_path(bucket.root).partition("/")
-    objects = Client(project="markers", credentials=AnonymousCredentials()).bucket(name)
+    name, _, root = bucket.root.removeprefix("gs://").partition("/")
+    anonymous = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    objects = Client(project="markers", credentials=anonymous).bucket(name)
     for folder in ("", *(f"{folder}/" for folder in folders)):
         objects.blob(f"{root}/{folder}").upload_from_string(b"")
 

@@ -103,7 +103,7 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
         storage,
         f'storage.upload(Path({str(source)!r}), "data/train.bin")',
     )
-    assert storage.list() == storage.inventory() == []
+    assert not [*storage.list(), *storage.inventory()]
     assert len(proxy.objects()) == 4
     proxy.arm()
     storage.upload(source, "data/train.bin")
