@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,10 +52,12 @@ def test_documents_come_back_as_they_were_written(form: str, compression: str, t
     assert found == [text for text in texts if text]
 
 
-def test_a_text_file_without_separator_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "\ufeffone\r\n\r\ntwo\n\x00\N{SNOWMAN}\n"
-    write(tmp_path, {"a.txt": text.encode(), "b.md": b"", "c": b"no suffix"})
-    assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix"]
+def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the_mark_of_utf_8(tmp_path: Path) -> None:
+    text = "one\r\n\r\ntwo\n\x00\N{SNOWMAN}\ufeff\n"
+    marked = BOM_UTF8 + text.encode()
+    write(tmp_path, {"a.txt": marked, "b.md": b"", "c": b"no suffix", "d.txt.gz": gzip.compress(marked)})
+    write(tmp_path, {"e.jsonl": BOM_UTF8 + as_jsonl(["three", "four"]), "f.jsonl.gz": gzip.compress(BOM_UTF8)})
+    assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix", text, "three", "four"]
 
 
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:

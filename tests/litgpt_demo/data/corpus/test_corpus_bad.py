@@ -8,6 +8,7 @@ import os
 import random
 import re
 import tracemalloc
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,18 +203,19 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
 @given(
     text=st.text("ab\n-é", max_size=80), separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abaab", "é"]),
     target=st.integers(1, 40) | st.none(), chunk=st.integers(1, 9), most=st.integers(1, 12) | st.just(1 << 30),
+    mark=st.sampled_from([b"", BOM_UTF8]),
 )  # fmt: skip
-@example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30)
-@example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30)
-@example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30)
+@example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30, mark=b"")
+@example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30, mark=b"")
+@example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30, mark=b"")
 def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long_ones_are_left_out(
-    text: str, separator: str, target: int | None, chunk: int, most: int
+    text: str, separator: str, target: int | None, chunk: int, most: int, mark: bytes
 ) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("litgpt_demo.data.corpus.lines.CHUNK", chunk)
-        write(Path(folder), {"a.txt": text.encode()})
+        write(Path(folder), {"a.txt": mark + text.encode()})
         found, bad = skipping(Path(folder), target, separator=separator, most=most)
-    expected, byte, long = text.split(separator), 0, []
+    expected, byte, long = text.split(separator), len(mark), []
     for number, one in enumerate(expected):
         if len(one.encode()) > most:
             long.append((number, f"a.txt, byte {byte}"))
