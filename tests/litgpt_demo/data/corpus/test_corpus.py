@@ -158,8 +158,20 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
     assert {path: read(files(f"{root}/{path}"), tmp_path / "scratch") for path in selected} == selected
     with pytest.raises(UserError, match=r"no file under .* matches '\*\.parquet'"):
         sources(files(f"{root}/*.parquet"))
-    with pytest.raises(UserError, match="does not exist"):
-        sources(files(f"{root}/missing"))
+    for missing in ("missing", "missing/deep/**/*.txt"):
+        with pytest.raises(UserError, match=r"does not exist|no file under .*/missing/deep"):
+            sources(files(f"{root}/{missing}"))
+
+
+def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
+    folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
+    deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
+    for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": there, "home": tmp_path}.items():
+        (folder / link).symlink_to(target)
+    (there / "back").symlink_to(folder)
+    (folder / "a").symlink_to(folder / "a")
+    for path in (folder, f"{folder}/**/*.txt"):
+        assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("gone", [False, True])
