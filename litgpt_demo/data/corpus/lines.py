@@ -130,10 +130,7 @@ def _runs(
     With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
     `most` bytes: it is told of when so many are read, and never held as a whole.
     """
-    if start:
-        stream.seek(start)
-    else:
-        start = _skip_mark(stream)
+    start = stream.seek(start) if start else _skip_mark(stream)
     left = math.inf if end is None else end - start
     rest, skipping = b"", False
     unsure = len(separator) - 1  # bytes at the end of `rest` that may be the beginning of a separator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -129,37 +128,30 @@ def _on_this_machine(path: str) -> list[_Place]:
     if given.is_file():
         return [_Place(address=_absolute(given), name=given.name)]
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
-    if "**" in (parts := pattern.split("/")) and not {"", ".", ".."} & set(parts):
-        hidden = any(part.startswith(".") for part in parts)
-        names = [name for name in _below(base, hidden=hidden) if matches(name, pattern)]
-    else:
-        # glob rather than Path.glob, which in Python 3.11 takes hidden files too; folders end in `/`.
-        found = (name for name in glob.iglob(pattern, root_dir=base) if not name.endswith("/"))  # noqa: PTH207
-        names = [name for name in found if Path(base, name).is_file()]
+    names = list(_below(base, pattern))
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
     return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
 
 
-def _below(base: str, *, hidden: bool) -> Iterator[str]:
-    """The files below a folder, each folder once: by links only where nothing else leads there, and never in a circle.
-
-    Args:
-        hidden: also what is in folders whose names begin with a dot.
-    """
+def _below(base: str, pattern: str) -> Iterator[str]:
+    """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
+    hidden, parts = "/." in f"/{pattern}", pattern.split("/")
     folders, links = [""], list[str]()
     seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
-        with suppress(OSError):  # as glob does: what may not be read has no files
+        with suppress(OSError):  # what may not be read has no files
             if (found := _identity(Path(base, folder))) in seen:
                 continue
             seen.add(found)
             for path in sorted(Path(base, folder).iterdir()):
-                if path.is_file():
-                    yield f"{folder}{path.name}"
-                elif path.is_dir() and (hidden or not path.name.startswith(".")):
-                    (links if path.is_symlink() else folders).append(f"{folder}{path.name}/")
+                name = f"{folder}{path.name}"
+                deeper = "**" in parts or name.count("/") < len(parts) - 1
+                if path.is_file() and matches(name, pattern):
+                    yield name
+                elif path.is_dir() and deeper and (hidden or not path.name.startswith(".")):
+                    (links if path.is_symlink() else folders).append(f"{name}/")
 
 
 def _identity(folder: Path) -> tuple[int, int]:
