@@ -32,7 +32,6 @@ SEPARATOR = "\n---\n"
 TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]
 TEXTS[4] = "A document that quotes <|endoftext|> is one document."
 
-# --- files ------------------------------------------------------------------------------------------------------------
 
 Document: TypeAlias = str | None
 """None is one that cannot be read."""
@@ -92,9 +91,6 @@ def read(corpus: Corpus, scratch: Path) -> list[str]:
     return list(documents(corpus, sources(corpus), scratch=scratch))
 
 
-# --- datasets ---------------------------------------------------------------------------------------------------------
-
-
 def settings_for(folder: Path, **fields: Any) -> DataConfig:
     return DataConfig.model_validate(
         {
@@ -140,8 +136,6 @@ def cut_into(shard: int, batch: int = reading.BATCH_BYTES) -> Iterator[None]:
         patch.setattr(reading, "BATCH_BYTES", batch)
         yield
 
-
-# --- any corpus, and what has to come of it ---------------------------------------------------------------------------
 
 _ODD = (
     "<|endoftext|>", "the quick brown fox ", "don't ", "你好，世界", "שלום ", "नमस्ते ", "🎉", "\n\n", "    ", "12345",

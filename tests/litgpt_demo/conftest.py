@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from bucket_emulator import bucket_emulator
@@ -14,8 +15,8 @@ from litgpt_demo.storage import BucketStorage
 
 @pytest.fixture
 def proxy(request: pytest.FixtureRequest) -> Iterator[FaultyBucket]:
-    """A proxy without faults before a bucket that has the name of the test's file."""
-    name = request.path.stem.replace("_", "-")
+    """A proxy without faults before a bucket of the test's own, whose scratch folders no other suite shares."""
+    name = f"{request.path.stem.replace('_', '-')}-{uuid4().hex}"
     with bucket_emulator(name) as address, faulty_bucket(address, name) as proxy:
         yield proxy
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from bucket_emulator import bucket_emulator
+from corpora import large_vocabulary
 from hub_server import Repository, running_hub
 from refusing_proxy import refusing_proxy
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import models
 
 from litgpt_demo.errors import UserError
 from litgpt_demo.proxies import settle_proxies
@@ -30,7 +29,7 @@ assert storage.read("a.txt") == b"in a bucket"
 
 from litgpt_demo.config import HubTokenizer
 from litgpt_demo.data.tokens import load_tokenizer
-assert load_tokenizer(HubTokenizer(kind="hub", name="owner/model")).vocab_size == 2
+assert load_tokenizer(HubTokenizer(kind="hub", name="owner/model")).vocab_size == 300
 
 from urllib.request import urlopen
 import httpx
@@ -41,13 +40,9 @@ assert httpx.get("http://models.invalid/a").status_code == 403
 
 
 def test_clients_go_through_a_proxy_to_other_hosts_and_never_to_this_machine(tmp_path: Path) -> None:
-    tokenizer = HfTokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[])).to_str().encode()
-    repository = Repository({"tokenizer.json": tokenizer})
-    with (
-        refusing_proxy() as proxy,
-        bucket_emulator("files") as bucket,
-        running_hub({"owner/model": repository}) as hub,
-    ):
+    repository = Repository({"tokenizer.json": large_vocabulary(tmp_path / "tokenizer").read_bytes()})
+    served = running_hub({"owner/model": repository})
+    with refusing_proxy() as proxy, bucket_emulator("files") as bucket, served as hub:
         here = {"STORAGE_EMULATOR_HOST": bucket, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
         environment = os.environ | proxy.environment | here
         done = subprocess.run([sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import ModelConfig, Settings, TrainConfig, TrainingSpec
-from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.runs import RunDocument, read_document, read_spec, write_document
@@ -52,15 +52,6 @@ def test_a_config_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
     older = {"run": {"name": "gpt"}, "training": SPEC.model_dump(mode="json"), "software": {}}
     (tmp_path / "config.json").write_text(json.dumps(older, indent=1))
     assert read_spec(open_storage(str(tmp_path))) == SPEC
-
-
-VALUES = st.none() | st.integers(-(2**63), 2**64) | st.text() | st.lists(st.booleans())
-
-
-@given(st.dictionaries(st.text(), VALUES, min_size=1))
-def test_a_seal_comes_off_whatever_was_sealed(document: dict[str, Any]) -> None:
-    content = sealed(json.dumps(document, indent=1).encode(), "config")
-    assert parse_json(content, dict[str, Any], where="there", fix="none") == document
 
 
 @given(st.binary(max_size=200))

@@ -39,7 +39,7 @@ def compression_of(name: str) -> Compression | None:
 
 
 @contextmanager
-def opened(path: Path, source: Source) -> Iterator[BinaryIO]:
+def opened(path: Path, source: Source) -> Iterator[io.BufferedReader]:
     """The file's content, decompressed as its name says."""
     compression = compression_of(source.name)
     with path.open("rb") as file:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 import psutil
 
@@ -22,7 +24,7 @@ _MEMORY_OF_A_BYTE = 8
 _LOOKED_AT, _LOOKED_AT_CHARACTERS = 20, 1 << 16
 
 
-def whole_text(stream: BinaryIO, source: Source, *, most: int) -> Iterator[DocumentPiece]:
+def whole_text(stream: BufferedReader, source: Source, *, most: int) -> Iterator[DocumentPiece]:
     """The file as one document, of at most `most` bytes.
 
     Raises:
@@ -31,9 +33,10 @@ def whole_text(stream: BinaryIO, source: Source, *, most: int) -> Iterator[Docum
     free = psutil.virtual_memory().available
     limit = min(most, free // _MEMORY_OF_A_BYTE)
     # A compressed file does not say how long its text is.
+    start = _skip_mark(stream)
     text = stream.read(limit + 1) if source.size <= limit else None
     if text is not None and len(text) <= limit:
-        yield _text_piece([text], 0, 0, source)
+        yield _text_piece([text], start, 0, source)
     elif limit == most:
         yield _too_long(source, "byte 0", most)
     else:
@@ -46,7 +49,7 @@ def whole_text(stream: BinaryIO, source: Source, *, most: int) -> Iterator[Docum
 
 
 def separated_texts(
-    stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None, *, most: int
+    stream: BufferedReader, source: Source, separator: bytes, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
     """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
@@ -88,7 +91,7 @@ def _fields_of_lines(text: str) -> list[str]:
 
 
 def json_lines(
-    stream: BinaryIO, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
+    stream: BufferedReader, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
     """The string in one field of each line; lines of white space are none."""
 
@@ -120,15 +123,14 @@ def json_lines(
 
 
 def _runs(
-    stream: BinaryIO, separator: bytes, start: int, end: int | None, most: int
+    stream: BufferedReader, separator: bytes, start: int, end: int | None, most: int
 ) -> Iterator[tuple[int, list[bytes] | None]]:
     """bytes.split over bytes [start, end) of a stream, a chunk's pieces at a time, each time with where they begin.
 
     With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
     `most` bytes: it is told of when so many are read, and never held as a whole.
     """
-    if start:
-        stream.seek(start)
+    start = stream.seek(start) if start else _skip_mark(stream)
     left = math.inf if end is None else end - start
     rest, skipping = b"", False
     unsure = len(separator) - 1  # bytes at the end of `rest` that may be the beginning of a separator
@@ -150,6 +152,11 @@ def _runs(
             start, rest = start + dropped, rest[dropped:]
     if not skipping and (end is None or rest):
         yield from _bounded([rest], start, len(separator), most)
+
+
+def _skip_mark(stream: BufferedReader) -> int:
+    """Pass over the mark that says UTF-8 at the beginning of a file; return how many bytes those are."""
+    return len(stream.read(len(BOM_UTF8))) if stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8) else 0
 
 
 def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterator[tuple[int, list[bytes] | None]]:

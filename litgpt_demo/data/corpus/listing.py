@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -128,12 +128,34 @@ def _on_this_machine(path: str) -> list[_Place]:
     if given.is_file():
         return [_Place(address=_absolute(given), name=given.name)]
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
-    # glob rather than Path.glob, which in Python 3.11 takes hidden files too. What it takes for a folder ends in `/`.
-    found = (name for name in glob.iglob(pattern, root_dir=base, recursive=True) if not name.endswith("/"))  # noqa: PTH207
-    names = [name for name in found if Path(base, name).is_file()]
+    names = list(_below(base, pattern))
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
     return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
+
+
+def _below(base: str, pattern: str) -> Iterator[str]:
+    """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
+    hidden, parts = "/." in f"/{pattern}", pattern.split("/")
+    folders, links = [""], list[str]()
+    seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        with suppress(OSError):  # what may not be read has no files
+            if (found := _identity(Path(base, folder))) in seen:
+                continue
+            seen.add(found)
+            for path in sorted(Path(base, folder).iterdir()):
+                name = f"{folder}{path.name}"
+                deeper = "**" in parts or name.count("/") < len(parts) - 1
+                if path.is_file() and matches(name, pattern):
+                    yield name
+                elif path.is_dir() and deeper and (hidden or not path.name.startswith(".")):
+                    (links if path.is_symlink() else folders).append(f"{name}/")
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    return (found := folder.stat()).st_dev, found.st_ino
 
 
 def _absolute(path: str | Path) -> str:

@@ -60,9 +60,6 @@ def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_pa
         stage(str(copied), tmp_path / "scratch")
 
 
-# --- verified ---------------------------------------------------------------------------------------------------------
-
-
 def problems(folder: Path, **fields: object) -> tuple[str, ...]:
     """Those of the dataset under a manifest with other fields."""
     write_manifest(open_storage(str(folder)), open_dataset(str(folder)).model_copy(update=fields))

@@ -39,7 +39,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from litgpt_demo.config import DataConfig, Filters, TokenizerFile, TrainedTokenizer
+from litgpt_demo.config import DataConfig, Filters, TokenizerFile
 from litgpt_demo.data.dataset import (
     DatasetManifest,
     PlannedDataset,
@@ -51,7 +51,7 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.data.preparation import MapFn, in_threads, prepare
 from litgpt_demo.data.preparation.filters import passing
 from litgpt_demo.data.preparation.publishing import check_totals
-from litgpt_demo.data.tokens import train_tokenizer
+from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage, sha256_of
@@ -83,9 +83,6 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
     }
 
 
-# --- any corpus, any workers, any end ---------------------------------------------------------------------------------
-
-
 class Killed(Exception):
     """The preparation is no more."""
 
@@ -106,10 +103,7 @@ def killed_after(results: int, each: MapFn) -> MapFn:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
-    text = [*TEXTS, "the quick brown fox doesn't say it again 你好，世界 " * 40]
-    trained = train_tokenizer(TrainedTokenizer(kind="train", vocab_size=300), text)
-    folder = write(tmp_path_factory.mktemp("tokenizer"), {"tokenizer.json": trained.files["tokenizer.json"]})
-    return TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")
+    return TokenizerFile(kind="file", path=str(large_vocabulary(tmp_path_factory.mktemp("tokenizer"))))
 
 
 FIELDS = st.fixed_dictionaries(
@@ -131,8 +125,7 @@ def planned_case(
     corpus = {"kind": "files", "paths": [str(source)], "separator": SEPARATOR, "max_bytes": max_bytes}
     policy = "skip" if any(None in texts for _, texts in files) else "fail"
     planned = plan_dataset(settings_for(source, corpus=corpus, tokenizer=tokenizer, on_bad_document=policy, **fields))
-    assert planned.tokenizer is not None
-    return planned, expected(files, planned.tokenizer, planned.data)
+    return planned, expected(files, load_tokenizer(tokenizer), planned.data)
 
 
 @settings(max_examples=30)
@@ -202,9 +195,6 @@ def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], 
     assert dropped == Counter(reason for reason in reasons if reason)
 
 
-# --- a folder and a bucket --------------------------------------------------------------------------------------------
-
-
 def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
     """Every file of the dataset."""
     storage = open_storage(root).within(planned.path)
@@ -252,9 +242,6 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     said = subprocess.run([*command, data], check=True, env=other, capture_output=True, text=True).stdout
     assert contents(tmp_path / "root" / "datasets" / folder.name) == contents(folder)
     assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

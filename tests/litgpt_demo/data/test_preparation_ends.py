@@ -64,9 +64,6 @@ def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_byt
     assert contents(root) == contents(tmp_path / "other")
 
 
-# --- a bucket that answers as buckets do: late, wrongly, not at all, or no ------------------------------------------
-
-
 @pytest.fixture
 def planned(tmp_path: Path) -> PlannedDataset:
     tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}

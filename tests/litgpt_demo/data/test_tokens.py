@@ -58,9 +58,6 @@ def texts_of(*documents: str) -> pa.LargeStringArray:
     return pa.array(documents, pa.large_string())
 
 
-# --- training one -----------------------------------------------------------------------------------------------------
-
-
 def test_a_trained_tokenizer_has_the_ids_asked_for_of_a_sample_and_closes_documents(tokenizer: TokenizerFiles) -> None:
     found = hugging_face(tokenizer.files)
     assert tokenizer.vocab_size == found.get_vocab_size() == VOCABULARY
@@ -74,8 +71,6 @@ def test_a_vocabulary_larger_than_the_text_gives_is_refused_with_the_one_it_give
     with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
 
-
-# --- encoding ---------------------------------------------------------------------------------------------------------
 
 PIECES = st.one_of(
     st.text(),
@@ -125,9 +120,6 @@ def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_t
         unchecked.compare(texts_of("a <tab> b", "a<tab>b"))
 
 
-# --- finding one ------------------------------------------------------------------------------------------------------
-
-
 def test_a_tokenizer_found_in_a_file_or_a_litgpt_checkpoint_is_the_one_that_was_written(
     tokenizer: TokenizerFiles, tmp_path: Path
 ) -> None:
@@ -164,9 +156,6 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
         folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)
         with pytest.raises(UserError, match=words):
             load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

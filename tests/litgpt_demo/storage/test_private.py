@@ -28,19 +28,16 @@ def mode_of(folder: Path) -> int:
 
 
 def test_a_folder_that_others_may_have_written_to_is_refused(own: Path) -> None:
-    own.mkdir()
-    own.chmod(0o777)
-    with pytest.raises(UserError, match="has mode 777, which lets others write"):
-        make_temporary("sources")
-    own.rmdir()
     own.touch()
     with pytest.raises(UserError, match="is not a folder"):
         make_temporary("sources")
     own.unlink()
-    # One that others could only read is closed, and its content kept.
     (own / "sources").mkdir(parents=True)
-    own.chmod(0o755)
     (own / "sources" / "part").write_text("fetched")
+    own.chmod(0o777)
+    with pytest.raises(UserError, match="has mode 777, which lets others write"):
+        make_temporary("sources")
+    own.chmod(0o755)  # one that others could only read is closed, and its content kept
     assert (make_temporary("sources") / "part").read_text() == "fetched"
     assert mode_of(own) == 0o700
 

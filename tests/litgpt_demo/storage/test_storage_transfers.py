@@ -94,9 +94,6 @@ def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
     assert storage.read("empty") == b""
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_upload_goes_on_where_a_killed_one_stopped(
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:
@@ -106,7 +103,7 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
         storage,
         f'storage.upload(Path({str(source)!r}), "data/train.bin")',
     )
-    assert storage.list() == storage.inventory() == []
+    assert not [*storage.list(), *storage.inventory()]
     assert len(proxy.objects()) == 4
     proxy.arm()
     storage.upload(source, "data/train.bin")
@@ -167,9 +164,6 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_obj
         assert first.result() == stored
     assert target.read_bytes() == CONTENT[::-1]
     assert is_alone(target)
-
-
-# --- a bucket that fails ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import shutil
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,9 +39,6 @@ def identity(corpus: Corpus) -> str:
     return key_of(corpus_identity(corpus, sources(corpus)))
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=60)
 @given(
     form=st.sampled_from(sorted(FORMATS)),
@@ -55,10 +52,12 @@ def test_documents_come_back_as_they_were_written(form: str, compression: str, t
     assert found == [text for text in texts if text]
 
 
-def test_a_text_file_without_separator_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "\ufeffone\r\n\r\ntwo\n\x00\N{SNOWMAN}\n"
-    write(tmp_path, {"a.txt": text.encode(), "b.md": b"", "c": b"no suffix"})
-    assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix"]
+def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the_mark_of_utf_8(tmp_path: Path) -> None:
+    text = "one\r\n\r\ntwo\n\x00\N{SNOWMAN}\ufeff\n"
+    marked = BOM_UTF8 + text.encode()
+    write(tmp_path, {"a.txt": marked, "b.md": b"", "c": b"no suffix", "d.txt.gz": gzip.compress(marked)})
+    write(tmp_path, {"e.jsonl": BOM_UTF8 + as_jsonl(["three", "four"]), "f.jsonl.gz": gzip.compress(BOM_UTF8)})
+    assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix", text, "three", "four"]
 
 
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
@@ -115,8 +114,6 @@ def test_text_that_is_all_json_lines_is_refused_with_the_setting_to_use(tmp_path
         assert read(files(write(folder, {"dump.txt": text.encode()}), separator=separator), tmp_path) == [text]
 
 
-# --- order and identity -----------------------------------------------------------------------------------------------
-
 MIXED = {
     "b/two.jsonl.gz": gzip.compress(as_jsonl(["three", "four"])),
     "a/one.txt": b"two",
@@ -139,50 +136,42 @@ def test_order_depends_on_names_not_on_the_folder_or_the_order_of_the_paths(tmp_
     assert sorted(found[0]) == ["one", "two"]
 
 
-def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does_not(tmp_path: Path) -> None:
-    here, there = write(tmp_path / "here", MIXED), tmp_path / "there"
-    shutil.copytree(here, there)
-    before = identity(files(here))
-    assert identity(files(there)) == before != identity(files(here, max_bytes=10))
-    (there / "a/one.txt").write_bytes(b"twp")
-    assert identity(files(there)) != before
-    (here / "a/one.txt").rename(here / "a/other.txt")
-    assert identity(files(here)) != before
-
-
-# --- a folder and a bucket --------------------------------------------------------------------------------------------
-
-
 def put(root: str, contents: dict[str, bytes]) -> None:
     for name, data in contents.items():
         open_storage(root).write(name, data)
 
 
-def test_the_same_files_are_the_same_corpus_wherever_they_are(root: str, tmp_path: Path) -> None:
-    here = files(write(tmp_path / "here", MIXED))
-    put(root, {f"deep/corpus/{name}": data for name, data in MIXED.items()})
-    there = files(f"{root}/deep/corpus")
-    assert identity(there) == identity(here)
+def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does_not(root: str, tmp_path: Path) -> None:
+    here, there = files(write(tmp_path / "here", MIXED)), files(f"{root}/deep/corpus")
+    put(f"{root}/deep/corpus", MIXED)
+    before = identity(here)
+    assert identity(there) == before != identity(files(*here.paths, max_bytes=10))
     assert read(there, tmp_path / "scratch") == read(here, tmp_path / "scratch")
+    put(f"{root}/deep/corpus", {"a/one.txt": b"twp"})
+    (tmp_path / "here/a/one.txt").rename(tmp_path / "here/a/other.txt")
+    assert len({before, identity(there), identity(here)}) == 3
 
 
-@pytest.mark.parametrize(
-    ("path", "texts"),
-    [("", ["one", "two", "three"]), ("a.txt", ["one"]), ("**/*.txt", ["one", "two"]), ("b/?/c.*", ["two"])],
-)
-def test_an_address_selects_a_file_a_folder_or_what_matches(
-    root: str, tmp_path: Path, path: str, texts: list[str]
-) -> None:
-    put(root, {"a.txt": b"one", "b/b/c.txt": b"two", "b/d.md": b"three", "b/.git/x": b"hidden"})
-    assert read(files(f"{root}/{path}"), tmp_path / "scratch") == texts
-
-
-def test_an_address_that_selects_nothing_is_the_users_error(root: str) -> None:
-    put(root, {"folder/a.txt": b"one", "folder/.hidden.parquet": b""})
+def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path: Path) -> None:
+    put(root, {"a.txt": b"one", "b/b/c.txt": b"two", "b/d.md": b"three", "b/.git/x": b"hidden", ".a.parquet": b""})
+    selected = {"": ["one", "two", "three"], "a.txt": ["one"], "**/*.txt": ["one", "two"], "b/?/c.*": ["two"]}
+    assert {path: read(files(f"{root}/{path}"), tmp_path / "scratch") for path in selected} == selected
     with pytest.raises(UserError, match=r"no file under .* matches '\*\.parquet'"):
-        sources(files(f"{root}/folder/*.parquet"))
-    with pytest.raises(UserError, match="does not exist"):
-        sources(files(f"{root}/missing"))
+        sources(files(f"{root}/*.parquet"))
+    for missing in ("missing", "missing/deep/**/*.txt"):
+        with pytest.raises(UserError, match=r"does not exist|no file under .*/missing/deep"):
+            sources(files(f"{root}/{missing}"))
+
+
+def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
+    folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
+    deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
+    for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": there, "home": tmp_path}.items():
+        (folder / link).symlink_to(target)
+    (there / "back").symlink_to(folder)
+    (folder / "a").symlink_to(folder / "a")
+    for path in (folder, f"{folder}/**/*.txt"):
+        assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -206,8 +195,6 @@ def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_pa
     assert 1_000_000 <= sum(len(text.encode()) for text in texts) < 3_000_000
     assert min(names[: len(texts)]) < "e" < "t" < max(names[: len(texts)])
 
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
 
 TEXTS = ["one", random.Random(0).randbytes(200_000).hex(), "two", "three"]
 

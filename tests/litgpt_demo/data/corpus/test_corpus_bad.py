@@ -8,6 +8,7 @@ import os
 import random
 import re
 import tracemalloc
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,6 @@ def skipping(
             bad += ((first + one.index, one) for one in batch.bad)
     return texts, bad
 
-
-# --- one bad document -------------------------------------------------------------------------------------------------
 
 LINES = [
     b"{nonsense", b'{"text": "\xff"}', b'["text"]', b'"text"', b'{"body": "x"}', b'{"text": null}', b'{"text": 7.5}',
@@ -109,16 +108,19 @@ def test_a_line_means_the_same_in_any_company(lines: list[bytes], target: int) -
 TEXTS = [f"{number} " + "word " * 50 for number in range(200)]
 PARQUET = as_parquet(TEXTS, compression="none")
 NOISE = as_jsonl([random.Random(0).randbytes(200_000).hex()])
-DAMAGED = [
-    ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
-    ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
-    ("f.jsonl.gz", gzip.compress(NOISE)[:-9], " is damaged gzip after byte "),
-    ("f.txt.gz", gzip.compress(b"one") + b"tail", " is damaged gzip after byte 3 "),
-    ("f.txt.zst", COMPRESS[".zst"](NOISE)[:-1], " is damaged zstd after byte "),
-]
 
 
-@pytest.mark.parametrize(("name", "data", "words"), DAMAGED, ids=range(len(DAMAGED)))
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
+        ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
+        ("f.jsonl.gz", gzip.compress(NOISE)[:-9], " is damaged gzip after byte "),
+        ("f.txt.gz", gzip.compress(b"one") + b"tail", " is damaged gzip after byte 3 "),
+        ("f.txt.zst", COMPRESS[".zst"](NOISE)[:-1], " is damaged zstd after byte "),
+    ],
+    ids=range(5),
+)
 def test_a_damaged_file_is_no_bad_document(tmp_path: Path, name: str, data: bytes, words: str) -> None:
     write(tmp_path / "corpus", {name: data})
     for reading in (lambda: skipping(tmp_path / "corpus"), lambda: read(files(tmp_path / "corpus"), tmp_path)):
@@ -139,9 +141,6 @@ def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
     monkeypatch.setattr("litgpt_demo.data.corpus.parquet.SLACK", 0)
     with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, and at most 0 are expanded"):
         read(corpus, tmp_path)
-
-
-# --- too long ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -204,18 +203,19 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
 @given(
     text=st.text("ab\n-é", max_size=80), separator=st.sampled_from(["\n", "\n\n", "aa", "aba", "abaab", "é"]),
     target=st.integers(1, 40) | st.none(), chunk=st.integers(1, 9), most=st.integers(1, 12) | st.just(1 << 30),
+    mark=st.sampled_from([b"", BOM_UTF8]),
 )  # fmt: skip
-@example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30)
-@example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30)
-@example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30)
+@example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30, mark=b"")
+@example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30, mark=b"")
+@example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30, mark=b"")
 def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long_ones_are_left_out(
-    text: str, separator: str, target: int | None, chunk: int, most: int
+    text: str, separator: str, target: int | None, chunk: int, most: int, mark: bytes
 ) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("litgpt_demo.data.corpus.lines.CHUNK", chunk)
-        write(Path(folder), {"a.txt": text.encode()})
+        write(Path(folder), {"a.txt": mark + text.encode()})
         found, bad = skipping(Path(folder), target, separator=separator, most=most)
-    expected, byte, long = text.split(separator), 0, []
+    expected, byte, long = text.split(separator), len(mark), []
     for number, one in enumerate(expected):
         if len(one.encode()) > most:
             long.append((number, f"a.txt, byte {byte}"))
@@ -223,9 +223,6 @@ def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long
         byte += len((one + separator).encode())
     assert found == expected
     assert [(number, one.place) for number, one in bad] == long
-
-
-# --- files that change ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
