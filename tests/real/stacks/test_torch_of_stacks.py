@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from distributions import requirements
 from nodes import report_of, started_nodes
-from other_torch import python_with
 from waiting import until
 
 from launcher.images.stacks import STACKS
@@ -22,14 +24,46 @@ from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import torch_seen
 
 TESTS = Path(__file__).parents[2]
-OURS = version("torch").partition("+")[0]
+# pip's words where it is the machine that cannot have a wheel, and not the requirement that is wrong.
+_NOT_TO_BE_HAD = re.compile(r"No matching distribution found for torch==|ConnectionError|Read timed out|No space left")
+
+
+def python_with(torch: str, *packages: str, upon_ours: bool = False) -> Path:
+    """Return the interpreter of an environment with that torch; skips the test where the wheel cannot be had.
+
+    It is made by pip as it is configured here: some gigabytes, within minutes. Later calls find it.
+
+    Args:
+        packages: what pip installs beside it.
+        upon_ours: whatever else the tests' own environment has is there too, behind what pip installed.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train-litgpt"
+    folder = home / f"torch-{torch}{'-upon' if upon_ours else ''}"
+    python, note = folder / "bin" / "python", folder / "installed"
+    wanted = [f"torch=={torch}", *packages]
+    if not note.exists() or note.read_text().splitlines() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *wanted]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if done.returncode != 0 and (why := _NOT_TO_BE_HAD.search(done.stderr)):
+            pytest.skip(f"{wanted[0]} cannot be had here: {why[0]}")
+        assert done.returncode == 0, done.stderr
+        note.write_text("\n".join(wanted))
+    if upon_ours:  # of the checkout that runs now
+        ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        purelib = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+        Path(purelib, "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
 
 # What goes through torch: training, checkpoints, collection, torchrun.
 CHOSEN = ("litgpt_demo/training", "litgpt_demo/export", "litgpt_demo/node")
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("stack", [stack.name for stack in STACKS.values() if stack.torch != OURS])
+@pytest.mark.parametrize(
+    "stack", [stack.name for stack in STACKS.values() if stack.torch != version("torch").partition("+")[0]]
+)
 def test_training_checkpoints_and_nodes_work_with_the_torch_of_each_stack(stack: str, tmp_path: Path) -> None:
     python = python_with(STACKS[stack].torch, upon_ours=True)
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
@@ -45,7 +79,7 @@ def test_training_checkpoints_and_nodes_work_with_the_torch_of_each_stack(stack:
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
-OURS = Path(__file__).parents[3] / "litgpt_demo"
+# Of the era that GPUDirect-TCPX was made for, which was NCCL 2.19's. Its wheel is one for CUDA and runs on CPUs here.
 TORCH = "2.2.2"
 
 RANK = """
@@ -63,10 +97,11 @@ time.sleep(600)
 """
 
 
-def test_two_nodes_measure_their_network_sum_and_let_their_ranks_save(tmp_path: Path) -> None:
-    """Their only code of ours is the package, copied as into an image."""
-    python = python_with(TORCH, "numpy<2", *requirements((OURS / "requirements-node.txt").read_text()))
-    shutil.copytree(OURS, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
+def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_save(tmp_path: Path) -> None:
+    """The image has that torch, requirements-node.txt and our package, and nothing else."""
+    ours = TESTS.parent / "litgpt_demo"
+    python = python_with(TORCH, "numpy<2", *requirements((ours / "requirements-node.txt").read_text()))
+    shutil.copytree(ours, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
     own = {"PYTHONPATH": str(tmp_path / "image")}
     seen = torch_seen(os.environ | own, python=str(python))
     assert (seen.torch, seen.cuda, seen.nccl) == (f"{TORCH}+cu121", "12.1", "2.19.3")
