@@ -61,21 +61,17 @@ CHOSEN = ("litgpt_demo/training", "litgpt_demo/export", "litgpt_demo/node")
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    "stack", [stack.name for stack in STACKS.values() if stack.torch != version("torch").partition("+")[0]]
-)
+@pytest.mark.parametrize("stack", [one.name for one in STACKS.values() if not version("torch").startswith(one.torch)])
 def test_training_checkpoints_and_nodes_work_with_the_torch_of_each_stack(stack: str, tmp_path: Path) -> None:
     python = python_with(STACKS[stack].torch, upon_ours=True)
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     asked = [python, "-c", "import torch; print(torch.__version__)"]
     said = subprocess.run(asked, env=environ, capture_output=True, text=True, check=True)
     assert said.stdout.partition("+")[0].strip() == STACKS[stack].torch
-    command = [python, "-m", "pytest", "-n", "0", "--basetemp", tmp_path / "tests", "-o", f"cache_dir={tmp_path}/cache"]
     environ.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [*command, *(TESTS / folder for folder in CHOSEN)],
-        cwd=TESTS.parent, env=environ, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    pytest_of = [python, "-m", "pytest", "-n", "0", f"--basetemp={tmp_path}/tests", "-o", f"cache_dir={tmp_path}/cache"]
+    command = [*map(str, pytest_of), *(str(TESTS / folder) for folder in CHOSEN)]
+    done = subprocess.run(command, cwd=TESTS.parent, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
@@ -110,8 +106,8 @@ def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_sav
     (tmp_path / "rank.py").write_text(RANK)
     network = NodeNetwork(gate_seconds=3, floor_gbytes={2: 0.0001}).model_dump_json()
     program = (str(tmp_path / "rank.py"), str(tmp_path))
-    how = {"nodes": 2, "grace": 60, "python": str(python), "environ": own | {NETWORK: network}}
-    with started_nodes(tmp_path / "d", *program, **how) as nodes:  # type: ignore[arg-type]
+    environ = own | {NETWORK: network}
+    with started_nodes(tmp_path / "d", *program, nodes=2, grace=60, python=str(python), environ=environ) as nodes:
         until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
         for node in nodes:
             node.terminate()
