@@ -465,7 +465,7 @@ MUTANTS = (
         new="if ending.asked is not None:",
         why="A crash before the node was asked to leave counts as a preemption, and is tried again without end.",
         tests=(
-            "tests/litgpt_demo/node/test_node.py",
+            "tests/litgpt_demo/node/test_node_code.py",
             "tests/litgpt_demo/test_node_errors.py",
         ),
     ),
@@ -476,7 +476,7 @@ MUTANTS = (
         new="mine = dict(environ)",
         why="Ranks take the platform's count of nodes for their own world.",
         tests=(
-            "tests/litgpt_demo/node/test_node.py",
+            "tests/litgpt_demo/node/test_node_code.py",
             "tests/litgpt_demo/node/test_node_environment.py",
         ),
     ),

@@ -31,11 +31,8 @@ _NOT_TO_BE_HAD = re.compile(r"No matching distribution found for torch==|Connect
 def python_with(torch: str, *packages: str, upon_ours: bool = False) -> Path:
     """Return the interpreter of an environment with that torch; skips the test where the wheel cannot be had.
 
-    It is made by pip as it is configured here: some gigabytes, within minutes. Later calls find it.
-
-    Args:
-        packages: what pip installs beside it.
-        upon_ours: whatever else the tests' own environment has is there too, behind what pip installed.
+    Made by pip as it is configured here: some gigabytes, within minutes. Later calls find it. With `upon_ours`, all
+    else that the tests' own environment has is there too, behind what pip installed.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train-litgpt"
     folder = home / f"torch-{torch}{'-upon' if upon_ours else ''}"
