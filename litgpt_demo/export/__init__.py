@@ -172,6 +172,9 @@ def _checkpoint(
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)
+            if step is None and not newest:  # else the run would count as finished, and never train on
+                where = checkpoints.set_aside(run, checkpoints.folder_of(found.step), str(error))
+                damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
     raise DataError("; ".join(damaged))
 
 
