@@ -157,6 +157,9 @@ def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
     write_manifest(open_storage(str(other)), manifest.model_copy(update={"key": "0123456789"}))
     with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
         train(run)
+    write_manifest(open_storage(str(other)), manifest.model_copy(update={"dtype": "O"}))
+    with pytest.raises(DataError, match=r"manifest\.json.*dtype"):
+        train(run)
     monkeypatch.delenv("LITGPT_DATASET")
     write_manifest(open_storage(str(other)), manifest)
     flip_a_bit(other / "val.bin")
