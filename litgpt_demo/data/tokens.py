@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 END_OF_TEXT = "<|endoftext|>"
-
-IdType: TypeAlias = Literal["<u2", "<u4"]
-"""numpy's name of the type that holds an id, little-endian."""
+IdType: TypeAlias = Literal["<u2", "<u4"]  # as numpy names it, little-endian
 
 # What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
