@@ -25,6 +25,13 @@ class Marking:
         return os.mkdir, (str(self.marker),)
 
 
+def flip_a_bit(path: Path, at: int = -1) -> None:
+    """As a bad disk does."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def pickled_by_torch(marker: Path) -> bytes:
     """What `torch.save` writes of it."""
     content = BytesIO()

@@ -29,29 +29,20 @@ def started_nodes(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The nodes of a job, with all that their ranks print; they are asked to leave when the block ends.
 
-    Args:
-        directory: of the attempt; `report_of` reads there.
-        of_node: variables of single nodes.
+    `report_of` reads in the attempt's `directory`; `of_node` are variables of single nodes.
     """
     shared = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environ)
     with reserved_ports() as port, ExitStack() as stack:
         started = []
         for number in range(nodes):
             command = [
-                python, "-m", "litgpt_demo", "node",
-                "--nodes", str(nodes),
-                "--node-rank", str(number),
-                "--processes", str(processes),
-                "--run-id", "r",
-                "--grace", str(grace),
-                "--master", f"127.0.0.1:{port}",
-                "--directory", str(directory),
-                *flags, "--", *program,
+                python, "-m", "litgpt_demo", "node", f"--nodes={nodes}", f"--node-rank={number}",
+                f"--processes={processes}", "--run-id=r", f"--grace={grace}", f"--master=127.0.0.1:{port}",
+                f"--directory={directory}", *flags, "--", *program,
             ]  # fmt: skip
             environment = shared | dict(of_node[number] if of_node else {})
-            node = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            pipe = subprocess.PIPE
+            node = subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
             started.append(stack.enter_context(node))
             stack.callback(node.terminate)
         yield started

@@ -32,13 +32,9 @@ TRAIN: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def tiny_dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished dataset of 300 ids; read only."""
-    data = DataConfig.model_validate(
-        {
-            "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-            "validation_fraction": 0.05,
-        }
-    )
+    files = {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"}
+    tokenizer = {"kind": "train", "vocab_size": 300}
+    data = DataConfig.model_validate({"corpus": files, "tokenizer": tokenizer, "validation_fraction": 0.05})
     root, planned = tmp_path_factory.mktemp("tiny"), plan_dataset(data)
     prepare(planned, open_storage(str(root)))
     return root / planned.path
@@ -62,9 +58,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 2 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
     yield disk
@@ -88,15 +83,11 @@ def write_run(folder: Path, dataset: Path, *, world_size: int = 1, model: ModelC
     """A run's folder as the launcher leaves it before training."""
     asked = TrainConfig.model_validate(TRAIN | train)
     manifest: DatasetManifest = open_dataset(str(dataset))
+    steps = asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
     spec = TrainingSpec(
-        run=folder.name,
-        dataset=str(dataset),
-        dataset_key=manifest.key,
-        model=model,
-        train=asked,
-        steps=asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length),
+        run=folder.name, dataset=str(dataset), dataset_key=manifest.key, model=model, train=asked, steps=steps,
         world_size=world_size,
-    )
+    )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
     return folder
@@ -160,9 +151,7 @@ print(json.dumps(codes))
 def train_elsewhere(*runs: tuple[Path, int, int]) -> list[list[int]]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
-    Args:
-        runs: folder, number of ranks, and the step in whose save a rank kills itself before the manifest is written;
-            0 for none.
+    Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
     """
     from launcher.platforms.local.supervisor import reserved_ports
 
@@ -174,8 +163,7 @@ def train_elsewhere(*runs: tuple[Path, int, int]) -> list[list[int]]:
         }  # fmt: skip
         command = [sys.executable, "-c", _ELSEWHERE, asked]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
-    return codes
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @pytest.fixture

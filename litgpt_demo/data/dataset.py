@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
 from litgpt_demo.data.corpus import Source, corpus_identity, sources
-from litgpt_demo.data.tokens import TokenizerFiles, tokenizer_identity
+from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
 from litgpt_demo.manifests import FileRecord, bring, read_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
@@ -55,8 +55,7 @@ class DatasetManifest(Settings):
     tokenizer_hash: str
     vocab_size: int
     end_of_text: int
-    dtype: str
-    """numpy's name of the ids' type, little-endian: `<u2` or `<u4`."""
+    dtype: IdType
     validation_fraction: float
     split_seed: int
     text_bytes: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 END_OF_TEXT = "<|endoftext|>"
+IdType: TypeAlias = Literal["<u2", "<u4"]  # as numpy names it, little-endian
 
 # What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
@@ -49,8 +50,8 @@ class TokenizerFiles:
     """One more than the largest id, added tokens included."""
 
     @property
-    def dtype(self) -> str:
-        """numpy's name of the type that holds an id, little-endian."""
+    def dtype(self) -> IdType:
+        """The type that holds an id."""
         return "<u2" if self.vocab_size <= 65_536 else "<u4"
 
     @property

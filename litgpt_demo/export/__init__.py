@@ -81,17 +81,16 @@ class FinalManifest(Settings):
 def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
     manifest = _final(run)
-    newest = checkpoints.committed(run)[:1]
-    return None if manifest is None or any(found.step > manifest.step for found in newest) else manifest
+    gone_further = manifest and any(found.step > manifest.step for found in checkpoints.committed(run)[:1])
+    return None if gone_further else manifest
 
 
 def _final(run: Storage) -> FinalManifest | None:
     """The manifest of whatever was collected last, if all of it is there."""
     final = run.within(FINAL)
     manifest = read_manifest(final, FinalManifest)
-    if manifest is None or {record.path for record in manifest.files} - set(final.list()):
-        return None
-    return manifest
+    whole = manifest is not None and {record.path for record in manifest.files} <= set(final.list())
+    return manifest if whole else None
 
 
 def export(
@@ -160,11 +159,9 @@ def _checkpoint(
     if not there and newest:
         raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
     if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
-        reached = there[0].step if there else 0
         raise UserError(
-            f"{run.address()} has reached step {reached} of {spec.steps}; run it again, it goes on from there, "
-            "or collect what is there: --newest, or --step with one of its checkpoints "
-            f"({steps})"
+            f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}; run it again, it goes "
+            f"on from there, or collect what is there: --newest, or --step with one of its checkpoints ({steps})"
         )
     for found in there if newest else there[:1]:
         try:
@@ -172,6 +169,9 @@ def _checkpoint(
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)
+            if step is None and not newest:  # else the run would count as finished, and never train on
+                where = checkpoints.set_aside(run, checkpoints.folder_of(found.step), str(error))
+                damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
     raise DataError("; ".join(damaged))
 
 

@@ -104,17 +104,6 @@ def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> 
         opened_by_transformers(folder, own=own, probe=Probe(inputs=ids), tokenizer=tmp_path / "tokenizer.json")
 
 
-def test_what_transformers_does_not_compute_is_no_family() -> None:
-    plain = {**SHORT, "name": "custom", "n_layer": 2, "n_embd": 64, "n_head": 4, "intermediate_size": 96}
-    stretched = {"factor": 2.0, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 32}
-    assert huggingface_model(Config(**plain)) is not None
-    for changes in (
-        {"norm_class_name": "RMSNorm"}, {"mlp_class_name": "LLaMAMLP"}, {"final_logit_softcapping": 30.0},
-        {"scale_embeddings": True}, {"sliding_window_size": 8}, {"rope_adjustments": stretched},
-    ):  # fmt: skip
-        assert huggingface_model(Config(**plain | changes)) is None, changes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_keep_their_precision_and_their_bits_in_as_many_files_as_the_limit_asks_for(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

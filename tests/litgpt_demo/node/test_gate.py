@@ -67,10 +67,7 @@ def test_slow_nodes_are_found_wherever_they_are_and_nobody_else_is_blamed(data: 
     assert culprits(speeds, {}) == sorted(slow)
 
 
-places = st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1)
-
-
-@given(places)
+@given(st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1))
 def test_machines_of_one_block_and_of_one_rack_are_neighbours(given_places: list[str]) -> None:
     ranks = ranks_by_place(given_places)
     assert sorted(ranks) == list(range(len(given_places)))

@@ -1,21 +1,32 @@
-"""A user's own code on the node: fetched by its hash, unpacked as plain files, and nothing else believed."""
+"""A node of a job: what it checks, brings and keeps, the code that it ends with, and a user's own code."""
 
 from __future__ import annotations
 
 import io
 import os
+import socket
 import stat
 import tarfile
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import ended_nodes, report_of
+from nodes import ended_nodes, report_of, started_nodes
+from waiting import until
 
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, Fault, RankFailure
+from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import code
+from litgpt_demo.node.agent import Ending, fault_of, tagged
+from litgpt_demo.node.checks import check_call
 from litgpt_demo.node.code import fetch_code
+from litgpt_demo.node.log_upload import LogUploader
+from litgpt_demo.node.main import exports
+from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.torchrun import Rendezvous
+from litgpt_demo.storage import Storage, open_storage
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
@@ -133,3 +144,129 @@ def test_a_node_refuses_code_that_was_changed_and_ends_with_the_class_of_data(tm
     assert codes == [41]
     assert "somebody has changed it" in report_of(tmp_path / "d")["message"]
     assert not (tmp_path / "d" / "node-0" / "code").exists()
+
+
+def node(tmp_path: Path, **changes: object) -> Node:
+    (tmp_path / "rank.py").touch()
+    meet = Rendezvous(nodes=1, node_rank=0, host="127.0.0.1", port=0, run_id="r-1")
+    made = Node(meet=meet, processes=1, directory=tmp_path / "d", program=(str(tmp_path / "rank.py"),))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
+    assert list(check_call(node(tmp_path))) == []
+    (tmp_path / "file").touch()
+    with socket.create_server(("", 0)) as other:
+        meet = Rendezvous(nodes=0, node_rank=0, host="127.0.0.1", port=other.getsockname()[1], run_id="r")
+        sick = node(tmp_path, meet=meet, processes=0, directory=tmp_path / "file" / "d", program=("gone.py",))
+        found = {trouble.code for trouble in check_call(sick)}
+    assert found == {"node.rank", "node.processes", "node.program", "node.directory", "node.port"}
+
+
+def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
+    asked = node(tmp_path, processes=4)
+    env = exports(asked, {"PET_NNODES": "7", "RANK": "3", "HOME": "/h"}, cores=10)
+    assert env["OMP_NUM_THREADS"] == "2"
+    assert env[NODE_DIRECTORY] == str(tmp_path / "d" / "node-0")
+    assert {"PET_NNODES", "RANK"}.isdisjoint(env)
+    assert exports(asked, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
+
+
+def failure(exit_code: int, message: str = "") -> RankFailure:
+    return RankFailure(local_rank=0, exit_code=exit_code, message=message, time=100.0)
+
+
+LOST_PEER = failure(1, "RuntimeError: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("expected", "exit_code", "asked", "failures", "agent", "oom"),
+    [
+        (None, 0, 99.0, (), None, False),
+        (Fault.DATA, 1, 99.0, (failure(41),), None, True),
+        (Fault.OUT_OF_MEMORY, 1, None, (failure(-9),), None, True),
+        (Fault.PREEMPTED, 1, 99.0, (LOST_PEER,), None, False),
+        (Fault.NETWORK, 1, 101.0, (LOST_PEER,), None, False),
+        (Fault.NETWORK, 1, None, (), "RendezvousTimeoutError: nobody came", False),
+    ],
+)
+def test_the_node_ends_with_the_class_of_what_happened_first(
+    expected: Fault | None, exit_code: int, asked: float | None, failures: tuple[RankFailure, ...], agent: str | None,
+    oom: bool,
+) -> None:  # fmt: skip
+    ending = Ending(exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom)
+    assert fault_of(ending) is expected
+
+
+SAVING = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(45)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], "up").touch()
+time.sleep(600)
+"""
+
+
+def test_a_node_asked_to_leave_lets_its_ranks_save(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(SAVING)
+    with started_nodes(tmp_path / "d", str(tmp_path / "rank.py"), str(tmp_path)) as [node]:
+        until((tmp_path / "up").exists)
+        node.terminate()
+        node.communicate()
+    assert (tmp_path / "saved").exists()
+    assert node.returncode == 45
+    assert report_of(tmp_path / "d")["fault"] == Fault.PREEMPTED
+    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+
+
+@pytest.fixture
+def target(root: str) -> Storage:
+    """Where logs are kept."""
+    return open_storage(root)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """What a node leaves, the dataset that it has staged, and another node's log."""
+    kept = {
+        "node-0.log": "hello\n",
+        "node-0/ranks/r_x/attempt_0/0/stderr.log": "Traceback",
+        "node-0/network.json": "{}",
+    }
+    left = ("node-0/data/train.bin", "node-0/heartbeats/0.json", "node-0/.writable", "node-1.log")
+    for name, text in {**kept, **dict.fromkeys(left, "not to be copied")}.items():
+        path = tmp_path / "d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "d"
+
+
+def test_logs_and_error_files_outlive_the_machine_and_data_does_not(directory: Path, target: Storage) -> None:
+    with LogUploader(directory, target.address(), 0, interval=0.01):
+        until(lambda: target.exists("node-0.log"))
+        (directory / "node-0.log").write_text("hello\nand more\n")
+        until(lambda: target.read("node-0.log") == b"hello\nand more\n")
+        (directory / "node-0.json").write_text('{"exit_code": 43}')
+    assert target.list() == [
+        "node-0.json", "node-0.log", "node-0/network.json", "node-0/ranks/r_x/attempt_0/0/stderr.log",
+    ]  # fmt: skip
+    assert target.read("node-0.json") == b'{"exit_code": 43}'
+
+
+@pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody
+def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, target: Storage, told: int) -> None:
+    target.write("node-0.json", b"the end of the first life")
+    target.write("node-0.log", b"the first life")
+    target.write("node-1.json", b"another node's")
+    with LogUploader(directory, target.address(), 0, life=told):
+        pass
+    assert target.read("restart-0/node-0.json") == b"the end of the first life"
+    assert target.read("node-0.log") == b"hello\n"
+    assert not target.exists("node-0.json")
+    assert target.read("node-1.json") == b"another node's"
+    with LogUploader(directory, target.address(), 0, life=told and 2):
+        pass
+    assert target.read("restart-1/node-0.log") == b"hello\n"
+    assert target.read("restart-0/node-0.log") == b"the first life"

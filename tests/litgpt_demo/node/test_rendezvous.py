@@ -55,7 +55,6 @@ def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str)
         (NEW_RUNAI, "run-master-0", 29500),
         # A pod's own number outweighs RANK, which may count processes.
         (JOBSET | {"RANK": "17"}, "run-0.run", 29500),
-        (TRAINER | {"RANK": "17"}, "run-node-0-0.run", 29400),
     ],
 )
 def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str, str], host: str, port: int) -> None:
@@ -102,9 +101,8 @@ def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
 
 
 def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
-    environ, argv = of_2_18(1, 2, 8), ["pytorchjob" if word == "auto" else word for word in AUTO.split()]
-    argv[1] = "2"
-    node = parse(argv, environ)
+    argv = AUTO.replace("--nodes auto", "--nodes 2").replace("auto", "pytorchjob").split()
+    node = parse(argv, of_2_18(1, 2, 8))
     assert (node.meet.nodes, node.meet.node_rank, node.meet.host, node.meet.port) == (2, 1, "10.0.0.7", 23456)
     assert {one.code for one in contradictions(node, of_2_18(1, 3, 8))} == {"node.contradiction"}
     with pytest.raises(UserError, match="does not know which node it is"):

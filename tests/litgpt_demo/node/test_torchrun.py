@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from litgpt_demo.errors import Fault, NetworkError
+from litgpt_demo.errors import Fault
 from litgpt_demo.node import torchrun
 from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
 from litgpt_demo.node.torchrun import FAILURES, Rendezvous, read_failures, torchrun_command
@@ -58,11 +57,6 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
     assert [(one.message, one.fault) for one in read_failures(tmp_path)] == [
         ("", Fault.UNKNOWN), ("RuntimeError: Connection closed by peer", Fault.NETWORK),
     ]  # fmt: skip
-
-
-def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(NetworkError, match="Address already in use"):
-        torchrun._store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
 
 
 def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,31 @@
-"""Checkpoints: whole or not there, right or set aside, and no more kept than was asked for."""
+"""Checkpoints: whole or not there, right or set aside, as many as were asked for, and nothing of them executed."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from bucket_faults import FOREVER, Fault, FaultyBucket
+from hostile import seal, spoil_bytes, spoil_index, spoil_tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from states import keep, manifest_of, pair, publish_pair, same, step
+from states import keep, manifest_of, pair, publish_pair, same, step, training_of
+from torch.distributed.checkpoint.metadata import Metadata
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import (
-    commit,
-    committed,
-    folder_of,
-    open_checkpoint,
-    reached_end,
-    require_same,
-    retained,
-    retire,
-    set_aside,
-)
-from litgpt_demo.training.reading import load_shards, load_weights
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import commit, committed, folder_of
+from litgpt_demo.training.reading import load_shards, load_weights, read_index
+from litgpt_demo.training.resuming import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +46,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
-        folder = open_checkpoint(place, committed(place)[0], lambda: tmp_path / "fetched")
+        folder = checkpoints.open_checkpoint(place, committed(place)[0], lambda: tmp_path / "fetched")
         assert load_shards(*other, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
     assert same(trained, other)
@@ -55,11 +54,6 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     for which in (trained, other):
         step(which, torch.Generator().manual_seed(9))
     assert same(trained, other)
-
-
-def test_the_same_state_is_the_same_bytes(run: Storage, tmp_path: Path) -> None:
-    other = open_storage(str(tmp_path / "another place"))
-    assert keep(run, pair(1, steps=2), 2) == keep(other, pair(1, steps=2), 2)
 
 
 @pytest.mark.parametrize("spoil", [b"", b'{"format": 1', b"[]", b"\xff"])
@@ -77,13 +71,13 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
 
 def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: Storage) -> None:
     files = keep(place, pair(1), 4).files
-    first = open_storage(set_aside(place, folder_of(4), "a bit is wrong"))
+    first = open_storage(checkpoints.set_aside(place, folder_of(4), "a bit is wrong"))
     assert committed(place) == []
     assert place.within("checkpoints").list() == []
     assert first.read("why.txt") == b"a bit is wrong\n"
     assert {(one.path, one.crc32c) for one in first.inventory()} >= {(one.path, one.crc32c) for one in files}
     keep(place, pair(2), 4)
-    assert set_aside(place, folder_of(4), "again") != first.address()
+    assert checkpoints.set_aside(place, folder_of(4), "again") != first.address()
 
 
 def test_a_folder_without_manifest_is_a_save_that_never_ended_and_goes_with_the_next(run: Storage) -> None:
@@ -102,30 +96,30 @@ SPEC = TrainingSpec(
 
 def test_a_checkpoint_of_another_model_or_dataset_is_refused_by_name(run: Storage) -> None:
     other = {"model": ModelConfig(name="pythia-31m").model_dump(mode="json")}
-    require_same(run, manifest_of(4, config={"model": SPEC.model.model_dump(mode="json")}), SPEC)
-    require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
+    checkpoints.require_same(run, manifest_of(4, config={"model": SPEC.model.model_dump(mode="json")}), SPEC)
+    checkpoints.require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
     with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, this run trains .*pythia-14m"):
-        require_same(run, manifest_of(4, config=other), SPEC)
+        checkpoints.require_same(run, manifest_of(4, config=other), SPEC)
     with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on key"):
-        require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
+        checkpoints.require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
 
 
 def test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not_before() -> None:
     timed = SPEC.model_copy(update={"train": TrainConfig.model_validate({"max_time": "1h"})})
-    assert [reached_end(manifest_of(number), SPEC) for number in (9, 10)] == [False, True]
-    assert [reached_end(manifest_of(4, seconds=seconds), timed) for seconds in (1800.0, 3600.0)] == [False, True]
+    assert [checkpoints.reached_end(manifest_of(number), SPEC) for number in (9, 10)] == [False, True]
+    assert [checkpoints.reached_end(manifest_of(4, seconds=one), timed) for one in (1800.0, 3600.0)] == [False, True]
 
 
-LOSSES = st.dictionaries(
-    st.integers(1, 10**6), st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0]), min_size=1, max_size=12
-)
+LOSS = st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0])
+LOSSES = st.dictionaries(st.integers(1, 10**6), LOSS, min_size=1, max_size=12)
 
 
 @given(losses=LOSSES, last=st.integers(1, 5), best=st.integers(0, 5), every=st.none() | st.integers(1, 5))
 def test_the_newest_best_and_eternal_are_kept_alone(
     losses: dict[int, float | None], last: int, best: int, every: int | None
 ) -> None:
-    kept = retained([manifest_of(number, loss) for number, loss in losses.items()], last=last, best=best, every=every)
+    manifests = [manifest_of(number, loss) for number, loss in losses.items()]
+    kept = checkpoints.retained(manifests, last=last, best=best, every=every)
     scored = [loss for loss in losses.values() if loss is not None]
     eternal = {number for number in losses if every is not None and number % every == 0}
     assert kept <= set(losses)
@@ -145,6 +139,113 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(bucket: Storage, pr
     proxy.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER, skip=1))
     commit(bucket, manifest_of(8))
     with pytest.raises(UserError):
-        retire(bucket, last=1, best=0)
+        checkpoints.retire(bucket, last=1, best=0)
     assert bucket.exists(f"{folder_of(4)}/__0_0.distcp")
     assert [found.step for found in committed(bucket)] == [8]
+
+
+@pytest.fixture
+def checkpoint(run: Storage) -> Path:
+    keep(run, pair(1, steps=2), 2)
+    return Path(run.root, folder_of(2))
+
+
+@pytest.mark.parametrize("spoil", [spoil_index, spoil_bytes, spoil_tensors])
+def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written_it(
+    spoil: Callable[[Path, Path], None], finished_copy: Path, tmp_path: Path
+) -> None:
+    folder, marker = finished_copy / folder_of(12), tmp_path / "executed"
+    spoil(folder, marker)
+    seal(folder)
+    training = training_of(finished_copy)
+    with pytest.raises(DataError, match=r"names posix.mkdir for its reader to call.* look who may write there") as told:
+        resume(training, tell=print)
+    assert not marker.exists()
+    assert str(folder) in str(told.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a checkpoint whose index somebody else writes."""
+    return tmp_path_factory.mktemp("hostile")
+
+
+words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}(\.[A-Za-z_][A-Za-z0-9_]{0,12}){0,2}", fullmatch=True)
+near = st.sampled_from(
+    [
+        ("builtins", "eval"), ("torch", "load"), ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "float32.__reduce__"),
+        ("pathlib", "PosixPath.unlink"),
+    ]
+)  # fmt: skip
+
+
+@given(name=st.tuples(words, words) | near, protocol=st.sampled_from([0, 4]))
+def test_any_name_but_those_that_an_index_holds_is_refused(name: tuple[str, str], protocol: int, folder: Path) -> None:
+    """The names of classes that are allowed are long, and none of them is found by chance."""
+    module, attribute = (part.encode() for part in name)
+    named = {
+        0: b"c%s\n%s\n." % (module, attribute),
+        4: b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (len(module), module, len(attribute), attribute),
+    }
+    (folder / ".metadata").write_bytes(named[protocol])
+    with pytest.raises(DataError, match=r"names .* for its reader to call"):
+        read_index(folder)
+
+
+@given(content=st.binary(max_size=200))
+def test_bytes_of_any_kind_are_a_data_error(content: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError):
+        read_index(folder)
+
+
+def test_an_index_cannot_change_the_classes_that_it_is_made_of(tmp_path: Path) -> None:
+    """The state of an object that is a class would be set on the class, for all that this process does later."""
+    name = f"c{Metadata.__module__}\nMetadata\n".encode()
+    (tmp_path / ".metadata").write_bytes(name + b"(N(dS'version'\nS'changed'\nstb.")
+    with pytest.raises(DataError):
+        read_index(tmp_path)
+    assert Metadata.version is None
+
+
+@pytest.mark.parametrize("place", ["../__0_0.distcp", "/etc/passwd", ""])
+def test_an_entry_lies_in_a_file_of_the_checkpoint(checkpoint: Path, place: str) -> None:
+    index = read_index(checkpoint)
+    next(iter(index.storage_data.values())).relative_path = place
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DataError, match="is not a file of the checkpoint's folder"):
+        read_index(checkpoint)
+
+
+@pytest.mark.parametrize("whose", ["torch\nSize", "pathlib\nPosixPath"])
+def test_an_attribute_of_anything_but_the_one_enumeration_is_refused(whose: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{whose}\nS'unlink'\ntR.".encode())
+    with pytest.raises(DataError, match=r"names builtins\.getattr for its reader to call"):
+        read_index(tmp_path)
+
+
+class _AsPython3112(pickle.Pickler):
+    """Stores members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
+
+
+def test_an_index_that_debian_12s_own_python_wrote_is_read(checkpoint: Path) -> None:
+    expected = read_index(checkpoint)
+    with (checkpoint / ".metadata").open("wb") as file:
+        _AsPython3112(file, protocol=4).dump(expected)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert read_index(checkpoint).state_dict_metadata == expected.state_dict_metadata
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_checkpoints_that_torchs_own_save_wrote_are_read_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Early checkpoints of this project are such, with the folder that they were saved to."""
+    saved, read = torch.ones(3, 4).to(dtype), torch.zeros(3, 4).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"weight": saved}}, checkpoint_id=tmp_path, no_dist=True)
+    load_weights(tmp_path, {"weight": read})
+    assert torch.equal(saved.float(), read.float())

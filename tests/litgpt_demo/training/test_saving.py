@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from bucket_faults import FOREVER, Fault, FaultyBucket
+from hostile import flip_a_bit
 from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
@@ -164,10 +165,7 @@ class RottenDisk(LocalStorage):
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         stored = super().upload(source, path, move=move)
         if path.endswith(".distcp") and self.exists("rotten"):
-            file = Path(self.address(path))
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.write_bytes(content)
+            flip_a_bit(Path(self.address(path)))
         return stored
 
 
@@ -230,18 +228,11 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_trai
     assert len(told) == 3
 
 
-class Meeting:
-    """Where the ranks of one training meet, which are threads of this process."""
-
-    def __init__(self, world: int) -> None:
-        self.results: list[Any] = [None] * world
-        self.barrier = Barrier(world)
-        self.first_has_read, self.first_is_through = Event(), Event()
-
-
 @dataclass(frozen=True, kw_only=True)
 class RanksInThreads(Ranks):
-    meeting: Meeting
+    """The ranks of one training, which are threads of this process."""
+
+    meeting: SimpleNamespace
 
     def deal(self, action: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
         results, wait = self.meeting.results, self.meeting.barrier.wait
@@ -263,13 +254,16 @@ def test_no_rank_removes_what_another_still_reads(
 ) -> None:
     for path in filter(Path.is_file, finished_copy.rglob("*")):
         bucket.upload(path, str(path.relative_to(finished_copy)))
-    meeting, trainings = Meeting(nodes * processes), []
-    for number in range(nodes * processes):
+    world = nodes * processes
+    meeting = SimpleNamespace(
+        results=[None] * world, barrier=Barrier(world), first_has_read=Event(), first_is_through=Event()
+    )
+    trainings = []
+    for number in range(world):
         own = training_of(finished_copy, bucket)
         fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
         trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
-        ranks = RanksInThreads(number=number, world=nodes * processes, meeting=meeting)
-        trainings[-1].__dict__["ranks"] = ranks
+        trainings[-1].__dict__["ranks"] = RanksInThreads(number=number, world=world, meeting=meeting)
     load_shards, folders = resuming.load_shards, set()
 
     def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
@@ -295,11 +289,10 @@ def test_no_rank_removes_what_another_still_reads(
 
     monkeypatch.setattr(resuming, "load_shards", load)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    with ThreadPoolExecutor(nodes * processes) as pool:
+    with ThreadPoolExecutor(world) as pool:
         assert set(pool.map(resume, trainings)) == {12}
     assert len(folders) == nodes
-    pairs = [(training.model.module, training.optimizer.optimizer) for training in trainings]
-    assert all(same(pairs[0], other) for other in pairs[1:])
+    assert all(same(whole(trainings[0]), whole(other)) for other in trainings[1:])
     assert list(tmp_path.glob("resume*")) == []
 
 

@@ -1,4 +1,4 @@
-"""The loss in chunks is cross_entropy of the whole logits, and so are its gradients."""
+"""The loss in chunks is that of the whole logits, and what is done to blocks changes speed and size, no result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from litgpt.config import Config
 from litgpt.model import GPT, do_softcapping
+from states import loss_and_gradients, model_with_loss
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from litgpt_demo.config import TrainConfig
+from litgpt_demo.errors import UserError
 from litgpt_demo.models import estimates
+from litgpt_demo.training.blocks import multiply_in_float8, prepare_blocks
 from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
 
 
@@ -90,3 +94,35 @@ def test_the_model_with_its_loss_is_litgpts_own(family: str, tied: bool) -> None
     whole.backward()
     for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputing_changes_nothing(how: str) -> None:
+    plain, other = model_with_loss(), model_with_loss()
+    prepare_blocks(other, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
+    loss, gradients = loss_and_gradients(plain)
+    again, same = loss_and_gradients(other)
+    assert again == loss
+    assert same.keys() == gradients.keys()
+    assert all(torch.equal(same[name], gradients[name]) for name in gradients)
+
+
+def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
+    exact, eighth = model_with_loss(), model_with_loss()
+    multiply_in_float8(eighth.bfloat16(), emulate=True)
+    assert list(eighth.state_dict()) == list(exact.state_dict())
+    true, gradients = loss_and_gradients(exact)
+    loss, rounded_gradients = loss_and_gradients(eighth)
+    assert loss not in {true, loss_and_gradients(model_with_loss().bfloat16())[0]}
+    assert loss == pytest.approx(true, rel=0.02)
+    layer = "transformer.h.0.mlp.fc.weight"  # eight bits leave three to a number's fraction
+    assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused where there is no GPU")
+def test_float8_is_refused_where_nothing_multiplies_in_it() -> None:
+    with pytest.raises(UserError, match=r"train\.float8=true needs a GPU .* this is a CPU; leave it off"):
+        prepare_blocks(model_with_loss(), TrainConfig(float8=True, compile="blocks"), CPU)

@@ -1,17 +1,26 @@
-"""Whole nodes of this machine: they leave together, end hangs, and outlive nobody."""
+"""Several ranks and nodes of this machine: they save and go on, also as another number, and leave and end together."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import shutil
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from bucket_emulator import bucket_emulator
 from nodes import ended_nodes, report_of, started_nodes
-from training_runs import NewRun, rows
+from training_runs import NewRun, alike, rows, train, train_elsewhere
 from waiting import until
 
 from litgpt_demo.errors import Fault
+from litgpt_demo.export import export
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
+from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -46,6 +55,28 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     assert [path.read_bytes() for path in shares[0]] == [path.read_bytes() for path in shares[1]]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "processes", "strategy"), [(2, 1, "ddp"), (1, 2, "ddp"), (2, 2, "ddp"), (2, 2, "fsdp")]
+)
+def test_ten_of_ten_trainings_resume_from_a_bucket(
+    new_run: NewRun, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    nodes: int, processes: int, strategy: str,
+) -> None:  # fmt: skip
+    left = new_run("left", world_size=nodes * processes, strategy=strategy)
+    shutil.copytree(finished / folder_of(8), left / folder_of(8))
+    with bucket_emulator("resumed") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        for number in range(10):
+            run = open_storage(f"gs://resumed/{number}")
+            for path in filter(Path.is_file, left.rglob("*")):
+                run.upload(path, path.relative_to(left).as_posix())
+            program = ("-m", "litgpt_demo", "train", "--run", run.address())
+            codes, said = ended_nodes(tmp_path / str(number), *program, nodes=nodes, processes=processes)
+            assert codes == [0] * nodes, said
+            assert [row["step"] for row in rows_of(run.read("metrics.jsonl")) if row["kind"] == "start"] == [8]
+            assert committed(run)[0].step == 12
+
+
 def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: NewRun, tmp_path: Path) -> None:
     often = {"checkpoint_every": 90_000, "evaluate_every": 90_000}
     run, own = new_run("run", world_size=2, max_steps=100_000, hang_after=30, **often), tmp_path / "d" / "node-0"
@@ -71,3 +102,127 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
         node.communicate()
     assert node.returncode == 43
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    # Weights decay so strongly that a strategy which loses the decay, as FSDP's first version did, shows in the loss.
+    "fsdp": {"strategy": "fsdp", "activation_checkpointing": True, "weight_decay": 5.0},
+}
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_a_training_goes_on_on_two_ranks_and_again_on_one(new_run: NewRun, strategy: str) -> None:
+    settings = SETTINGS[strategy] | {"keep_last": 9}
+    plain = new_run("plain", weight_decay=settings.get("weight_decay", 0.1))
+    train(plain)
+    run = new_run("moving", world_size=1, **settings)
+    train(run)
+    for step in (8, 12):
+        shutil.rmtree(run / folder_of(step))
+    new_run("moving", world_size=2, **settings)
+    assert train_elsewhere((run, 2, 0)) == [[0, 0]]
+    assert [found.world_size for found in committed(open_storage(str(run)))] == [2, 2, 1]
+    shares = [path.stat().st_size for path in (run / folder_of(12)).glob("*.distcp")]
+    assert len(shares) == 2
+    assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
+    collected = export(open_storage(str(run)))  # one process suffices
+    assert collected.logits_difference == 0
+    assert collected.huggingface is not None
+    shutil.rmtree(run / folder_of(12))
+    new_run("moving", world_size=1, **settings)
+    train(run)
+    assert [row["step"] for row in rows(run, "start")] == [0, 4, 8]
+    alike(run, plain)
+
+
+ONE_DISK_IS_FULL = """
+import json, resource, sys
+from pathlib import Path
+from states import training_of
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saver
+from litgpt_demo.training.step import train_step
+
+run, place = map(Path, sys.argv[1:])
+training = training_of(run)
+rank, told = training.fabric.global_rank, []
+with Saver(training, tell=told.append) as saver:
+    train_step(training, 0)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    saver.save(1, None)
+    train_step(training, 1)
+    try:
+        saver.finish()
+    except TrainLitgptError as error:
+        (place / f"{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    train_step(training, 2)
+    saver.save(3, None)
+if rank == 0:
+    (place / "told.json").write_text(json.dumps([[saved.step, saved.warning] for saved in told]))
+else:
+    assert told == []
+assert resume(training, tell=print) == 3
+"""
+
+
+def on_two_ranks(script: str, run: Path, place: Path) -> list[Any]:
+    """Run a script by a node; returns what its ranks have left in `place`."""
+    place.mkdir()
+    (place / "script.py").write_text(script)
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    codes, said = ended_nodes(place / "d", str(place / "script.py"), str(run), str(place), processes=2, environ=path)
+    assert codes == [0], said
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
+    run, place = new_run("run", world_size=2), tmp_path / "place"
+    errors = on_two_ranks(ONE_DISK_IS_FULL, run, place)
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DiskFull"
+    assert "rank-1/step-1: File too large" in errors[0][1]
+    (first, warning), last = json.loads((place / "told.json").read_text())
+    assert (first, last) == (1, [3, None])
+    assert "the checkpoint of step 1 was not saved" in warning
+    assert [found.step for found in committed(open_storage(str(run)))] == [3]
+    assert not (run / folder_of(1)).exists()
+
+
+ONE_LOSS_IS_INFINITE = """
+import json, math, sys
+from pathlib import Path
+from states import training_of
+from litgpt_demo.training.loop import fit
+
+training = training_of(Path(sys.argv[1]))
+rank, passes = training.fabric.global_rank, iter(range(1000))
+
+def spoil(_module, given, loss):
+    number = next(passes) if training.model.training else 0
+    return loss + math.inf if rank == 1 and number // 2 == 6 else loss
+
+training.model.register_forward_hook(spoil)
+fit(training)
+sums = [float(weight.to_local().double().sum() if hasattr(weight, "to_local") else weight.double().sum())
+        for weight in training.model.parameters()]
+steps = [float(state["step"]) for state in training.optimizer.optimizer.state.values()]
+Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_of_one_rank_that_is_no_number_costs_all_one_update(
+    new_run: NewRun, tmp_path: Path, strategy: str
+) -> None:
+    run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
+    (first, steps), (second, _) = on_two_ranks(ONE_LOSS_IS_INFINITE, run, tmp_path / "place")
+    assert all(map(math.isfinite, first))
+    assert strategy == "fsdp" or first == second
+    assert set(steps) == {11}
+    (told,) = rows(run, "skip")
+    assert (told["step"], told["why"], len(told["windows"])) == (7, "the loss of step 7 is inf", 4)
+    assert {row["step"] for row in rows(run, "step")} == set(range(1, 13)) - {7}
