@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -14,16 +13,15 @@ from litgpt.model import GPT
 from torch.optim import AdamW, Optimizer
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.dataset import open_dataset, stage
-from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.data.dataset import stage
+from litgpt_demo.models.model import decay_groups, initialise
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, publish, retire
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import load_weights
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.shards import Shards, training_state
 
@@ -88,15 +86,6 @@ def keep(
     commit(run, manifest)
     retire(run, last=last, **{"best": 0} | retention)
     return manifest
-
-
-def weights_of(run: Path, number: int) -> dict[str, torch.Tensor]:
-    """The weights of a run's checkpoint."""
-    spec = read_spec(open_storage(str(run)))
-    model = GPT(litgpt_config(spec.model, vocab_size=open_dataset(spec.dataset).vocab_size))
-    state = {name: torch.full_like(value, math.nan) for name, value in model.state_dict().items()}
-    load_weights(run / folder_of(number), state)
-    return state
 
 
 def training_of(folder: Path, run: Storage | None = None) -> Training:

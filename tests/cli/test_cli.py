@@ -150,7 +150,7 @@ def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
     monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
     with pytest.raises(SystemExit, match="0"):
         main()
-    shown = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    shown = out.buffer.getvalue().decode(encoding)
     assert f"{folder}/runs" in shown
     assert f"\n{arrow} " in shown.replace("    ", "")
 
@@ -320,7 +320,7 @@ def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_t
         f"    except SystemExit as end: assert end.code == {USER}"
     )
     places = [here / f"with-{file}" / file for file in broken]
-    command = [sys.executable, "-c", code, *(place.parent for place in places)]
+    command = [sys.executable, "-c", code, *(str(place.parent) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = [line for line in done.stderr.splitlines() if line.startswith("error ")]
     assert [f"mend {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]

@@ -74,7 +74,8 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e"
 
 def told_of_evil(**kind: Any) -> str:
     """What a screen of this kind shows of a job that says nothing else."""
-    screen = Screen(file=io.StringIO(), width=100, highlight=False, **kind)
+    file = io.StringIO()
+    screen = Screen(file=file, width=100, highlight=False, **kind)
     with Watch(screen, output=True):
         report(StepStarted(step=Step.TRAINING, what=EVIL))
         report(Output(line=f"[node 0] {EVIL}\x1b[31mred"))
@@ -83,7 +84,7 @@ def told_of_evil(**kind: Any) -> str:
     table = Table("reason")
     table.add_row(EVIL)
     screen.print(table)
-    return screen.file.getvalue()  # type: ignore[attr-defined]
+    return file.getvalue()
 
 
 def test_nothing_that_a_node_writes_steers_the_terminal_that_shows_it() -> None:
