@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
-from launcher.config import ScriptConfig
+from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job, JobId
 from launcher.platforms.base import Platform
-from launcher.runs.attempts import Attempts, Claim
+from launcher.runs.attempts import Attempts, Claim, claim_of
 from launcher.runs.index import Index
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -39,3 +41,15 @@ def claim_on(platform: Platform, folder: Path | str, run: str, *, marked: bool =
 def begin(claim: Claim) -> JobId:
     """Start the next attempt as the pipeline does."""
     return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
+
+
+def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
+    """Start a job of this run whose orchestrator is gone; it works until it is ended, whatever the machine does."""
+    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
+    record = claim.take()
+    script = Path(config.root) / "works.py"
+    script.write_text("import time; time.sleep(600)")
+    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
+    claim.platform.submit(claim.platform.render(job))
+    assert claim.attempts.live()
+    return claim

@@ -229,35 +229,31 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _tiny(root: Path, corpus: Path) -> dict[str, Any]:
-    """The smallest training that is one: a rank, a layer, a few steps, two checkpoints."""
-    return {
-        "name": f"tiny-{os.getpid()}",  # ports follow from names: two suites may run on one machine
-        "root": str(root),
-        "data": {
-            "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-            "validation_fraction": 0.05,
-        },
-        "model": {
-            "name": None,
-            "config": {"n_layer": 1, "n_embd": 32, "n_head": 2, "padded_vocab_size": 320},
-            "sequence_length": 32,
-        },
-        "train": {
-            "global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1, "learning_rate": 0.01,
-            "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 8, "checkpoint_every": 4,
-        },
-        "platform": {"kind": "local", "nodes": 1, "processes": 1},
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="session")
 def tiny_under(corpus: Path) -> Callable[..., RunConfig]:
-    """Makes configs of tiny trainings under a folder: `tiny_under(folder, {"train.learning_rate": 0.1})`."""
+    """Makes configs of trainings under a folder, of a rank, a layer and two checkpoints: `tiny_under(folder, {…})`."""
 
     def make(root: Path, changes: dict[str, Any] | None = None) -> RunConfig:
-        return validated(RunConfig, overridden(_tiny(root, corpus), changes or {}), where="tiny")
+        document = {
+            "name": f"tiny-{os.getpid()}",  # ports follow from names: two suites may run on one machine
+            "root": str(root),
+            "data": {
+                "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
+                "tokenizer": {"kind": "train", "vocab_size": 300},
+                "validation_fraction": 0.05,
+            },
+            "model": {
+                "name": None,
+                "config": {"n_layer": 1, "n_embd": 32, "n_head": 2, "padded_vocab_size": 320},
+                "sequence_length": 32,
+            },
+            "train": {
+                "global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1, "learning_rate": 0.01,
+                "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 8, "checkpoint_every": 4,
+            },
+            "platform": {"kind": "local", "nodes": 1, "processes": 1},
+        }  # fmt: skip
+        return validated(RunConfig, overridden(document, changes or {}), where="tiny")
 
     return make
 

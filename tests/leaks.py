@@ -10,8 +10,11 @@ import resource
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 # Seconds. What was told to end needs a moment of a busy machine; what was not told waits in vain.
 PATIENCE = 60.0
@@ -39,26 +42,19 @@ class Snapshot:
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
-    environment: dict[str, str]
-    folder: str
-    handlers: dict[int, object]
-    limits: dict[int, tuple[int, int]]
+    rest: dict[str, object]
 
 
 def snapshot(home: Path) -> Snapshot:
-    """Return the state now.
-
-    Args:
-        home: the folder that all processes which tests start have in their environment.
-    """
+    """Return the state now; all processes that tests start have this folder in their environment."""
+    # SIGALRM is pytest-timeout's.
+    handlers = {f"handler of {one}": signal.getsignal(one) for one in signal.valid_signals() - {signal.SIGALRM}}
+    limits = {f"limit {one}": resource.getrlimit(one) for one in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)}
+    environment = {f"${name}": value for name, value in os.environ.items() if name not in OF_PYTEST}
     return Snapshot(
         threads=frozenset(threading.enumerate()),
         children=descendants(home),
-        environment={name: value for name, value in os.environ.items() if name not in OF_PYTEST},
-        folder=str(Path.cwd()),
-        # SIGALRM is pytest-timeout's.
-        handlers={number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
-        limits={kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)},
+        rest={"folder": str(Path.cwd()), **environment, **handlers, **limits},
     )
 
 
@@ -68,15 +64,13 @@ _SEEN: dict[int, bool] = {}
 
 def descendants(home: Path) -> frozenset[int]:
     """Return the processes that tests of this process started, also those that no longer are its children."""
-    there = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}  # noqa: PTH208
+    there = {*psutil.pids()} - {os.getpid()}
     for number in _SEEN.keys() - there:
         del _SEEN[number]
     for number in there - _SEEN.keys():
-        try:
+        with suppress(OSError):  # it has ended, or is another user's
             _SEEN[number] = str(home).encode() in Path(f"/proc/{number}/environ").read_bytes()
-        except OSError:  # it has ended, or is another user's
-            continue
-    children = (Path(f"/proc/self/task/{os.getpid()}/children").read_text()).split()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return frozenset(number for number, ours in _SEEN.items() if ours) | frozenset(map(int, children))
 
 
@@ -89,43 +83,28 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
         shared: threads and processes of fixtures that later tests use too.
     """
     begun = time.monotonic()
-    while time.monotonic() - begun < PATIENCE:
+    while True:
         now = snapshot(home)
-        threads = {thread for thread in now.threads - before.threads - shared if not _is_kept(thread.name)}
-        children = {
-            number
-            for number in now.children - before.children - shared
-            if not _is_zombie(number) and not any(word in _command(number) for word in KEPT_PROCESSES)
-        }
-        if not threads and not children:
+        threads = [one.name for one in now.threads - before.threads - shared if not _is_kept(one.name)]
+        commands = {number: _command(number) for number in now.children - before.children - shared}
+        told = [f"the thread {name!r}" for name in threads]
+        told += [f"the process {number}: {command}" for number, command in commands.items() if command]
+        if not told or time.monotonic() - begun > PATIENCE:
             break
         time.sleep(0.05)
-    told = [f"the thread {thread.name!r}" for thread in threads]
-    told += [f"the process {number}: {_command(number)}" for number in children]
-    for what in ("environment", "folder", "handlers", "limits"):
-        old, new = getattr(before, what), getattr(now, what)
-        if isinstance(old, dict):
-            told += [f"{what}: {key} is {new.get(key)!r}, was {old.get(key)!r}"
-                     for key in old.keys() | new.keys() if old.get(key) != new.get(key)]  # fmt: skip
-        elif old != new:
-            told.append(f"{what}: {new!r}, was {old!r}")
-    return told
+    old, new = before.rest, now.rest
+    changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+    return told + [f"{name}: {new.get(name)!r}, was {old.get(name)!r}" for name in changed]
 
 
 def _is_kept(thread: str) -> bool:
     return thread.startswith(KEPT) or thread.endswith(KEPT_FUNCTIONS)
 
 
-def _is_zombie(number: int) -> bool:
-    """Return whether it has ended, and nobody has asked how."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def _command(number: int) -> str:
+    """Return its command line; nothing if it has ended, or is one that Python keeps."""
     try:
-        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
-    except OSError:
-        return "it has ended meanwhile"
+        told = " ".join(psutil.Process(number).cmdline())
+    except psutil.Error:
+        return ""
+    return "" if any(word in told for word in KEPT_PROCESSES) else told

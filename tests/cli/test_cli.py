@@ -89,14 +89,10 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
         (["plan", "poem.txt"], "holds a single value"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
         (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
-        (["run", "script.yaml", "env={DAY: 2026-01-01}"], "quote it, as '2026-01-01'"),
         (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),
         (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
-        (["runs", "$HOME/x"], "'$HOME/x' begins with a variable"),
-        (["prepare", "script.yaml"], "has no dataset"),
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
-        (["status", "tiny", "--platform", "poem.txt"], "--platform=poem.txt belongs to a config"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -145,21 +141,18 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     assert not (here / "out").exists()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+@pytest.mark.parametrize(("encoding", "folder", "arrow"), [("ascii", "caf\\xe9", ">"), ("utf-8", "café", "→")])
 def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
-    encoding: str, here: Path, monkeypatch: pytest.MonkeyPatch
+    encoding: str, folder: str, arrow: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = io.BytesIO()
-    out = io.TextIOWrapper(written, encoding=encoding)
-    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
     monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match="0"):
         main()
-    out.flush()
     shown = written.getvalue().decode(encoding)
-    assert left.value.code == 0
-    assert ("caf\\xe9/runs" if encoding == "ascii" else "café/runs") in shown
-    assert ("\n→ " if encoding == "utf-8" else "\n> ") in shown.replace("    ", "")
+    assert f"{folder}/runs" in shown
+    assert f"\n{arrow} " in shown.replace("    ", "")
 
 
 def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -327,7 +320,7 @@ def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_t
         f"    except SystemExit as end: assert end.code == {USER}"
     )
     places = [here / f"with-{file}" / file for file in broken]
-    command = [sys.executable, "-c", code, *(place.parent for place in places)]
+    command = [sys.executable, "-c", code, *(str(place.parent) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = [line for line in done.stderr.splitlines() if line.startswith("error ")]
     assert [f"mend {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]

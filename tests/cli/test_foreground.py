@@ -1,4 +1,7 @@
-"""A pipeline in the foreground: what an interrupted user is told, and what Ctrl-C and SIGTERM do to the job."""
+"""A pipeline in the foreground: what an interrupted user is told, and what SIGTERM does to the job.
+
+Ctrl-C is pressed in tests/real/terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,9 @@ from launcher.runs.attempts import claim_of
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 
 
-def job(
-    phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output", sweep: str | None = None
-) -> JobChanged:
+def job(phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output", **more: Any) -> JobChanged:
     job_id, here = JobId(f"/{run}/attempts/1"), LocalPlatformConfig(kind="local")
-    return JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job_id, platform=here)
+    return JobChanged(phase=phase, run=run, root=root, job_id=job_id, platform=here, **{"sweep": None} | more)
 
 
 FLOW = FlowRunStarted(id="0")
@@ -92,54 +91,24 @@ def test_flow_runs_that_their_user_left_pass_for_neither_running_nor_lost() -> N
     assert names == ["Interrupted", "Cancelled", "Completed"]
 
 
-@contextmanager
-def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """The command, a leader of its process group as in a terminal, and the lines that it shows."""
-    from prefect.settings import PREFECT_API_URL
-
-    def shown() -> Iterator[str]:
-        for line in process.stdout or ():
-            print(line, end="")  # pytest shows it where a test fails
-            yield line
-
-    env = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
-    command, pipe = [PROGRAM, "run", str(folder / "run.yaml")], subprocess.PIPE
-    with subprocess.Popen(
-        command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        try:
-            yield process, shown()
-        finally:
-            process.kill()
-
-
-@pytest.mark.prefect
-def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_cancelled(
-    tmp_path: Path, ticking: ScriptConfig
-) -> None:
-    attempts = claim_of(ticking).attempts
-    with running(tmp_path) as (process, shown):
-        assert any("submitted" in line for line in shown)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does to all of its foreground
-        text, code = "".join(shown), process.wait()
-    assert code == 128 + signal.SIGINT
-    assert f"interrupted: the job goes on as {attempts.run} on local" in text
-    assert f"train-litgpt run {tmp_path}/run.yaml" in text
-    assert f"train-litgpt cancel {attempts.run} --root {ticking.root}" in text
-    assert "Traceback" not in text
-    assert attempts.live() is not None
-
-
 @pytest.mark.prefect
 def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(tmp_path: Path, ticking: ScriptConfig) -> None:
     """`kill`, `timeout`, a batch system and a supervisor mean it so, and some send it more than once."""
+    from prefect.settings import PREFECT_API_URL
+
     attempts = claim_of(ticking).attempts
-    with running(tmp_path) as (process, shown):
-        assert any("submitted" in line for line in shown)
-        process.terminate()
-        assert any(f"terminated: {attempts.run} is cancelled" in line for line in shown)
-        process.terminate()
-        text, code = "".join(shown), process.wait()
+    env = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    command, pipe = [PROGRAM, "run", str(tmp_path / "run.yaml")], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        shown: Any = process.stdout
+        try:
+            assert any("submitted" in line for line in shown)
+            process.terminate()
+            assert any(f"terminated: {attempts.run} is cancelled" in line for line in shown)
+            process.terminate()
+            text, code = "".join(shown), process.wait()
+        finally:
+            process.kill()
     assert code == 128 + signal.SIGTERM
     assert f"cancelled {attempts.run}; nothing of it is left" in text
     assert "Traceback" not in text

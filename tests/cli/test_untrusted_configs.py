@@ -65,11 +65,8 @@ def test_no_program_runs_that_a_kubeconfig_names(console: Cli, marker: Path, tmp
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
 def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    given, here = str(tmp_path / path), {"kind": "stdlib", "max_bytes": 1000}
-    for data in (
-        {"corpus": {"kind": "files", "paths": [given]}},
-        {"corpus": here, "tokenizer": {"kind": "file", "path": given}},
-    ):
+    corpus, tokenizer = {"kind": "files", "paths": [path]}, {"kind": "file", "path": path}
+    for data in ({"corpus": corpus}, {"corpus": {"kind": "stdlib", "max_bytes": 1000}, "tokenizer": tokenizer}):
         said = console("plan", written(tmp_path, data=data))
         assert (said.code != 0, path in said.out + said.err) == (True, True)
     assert "has more than 1,000,000 bytes, which no config has" in console("plan", "/dev/zero").err

@@ -64,7 +64,12 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, 
     with bucket_emulator("roles") as address, faulty_bucket(address) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         forward = proxy.forward
-        monkeypatch.setattr(proxy, "forward", lambda request: requests.append(request) or forward(request))
+
+        def recording(request: Any) -> Any:
+            requests.append(request)
+            return forward(request)
+
+        monkeypatch.setattr(proxy, "forward", recording)
         root = "gs://roles/team/runs"
         check_access(ScriptConfig(root=root, script="train.py"))
         storage: Any = open_storage(root)

@@ -16,7 +16,7 @@ from launcher.config import read_yaml
 
 
 class Deployment(BaseModel, extra="forbid"):
-    """The part of Prefect's grammar that we use. `concurrency_limit` is left out for a reason, which the file says."""
+    """The part of Prefect's grammar that we use."""
 
     name: str
     entrypoint: str

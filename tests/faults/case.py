@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, JsonValue
 
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import Verdict, diagnose
@@ -20,20 +20,16 @@ from litgpt_demo.storage import open_storage
 CASES = Path(__file__).with_name("cases.jsonl")
 
 
-class Status(BaseModel):
+class Status(BaseModel, extra="forbid"):
     """The end of the job as the platform told it."""
 
-    model_config = ConfigDict(extra="forbid")
-
     native: str = ""
-    exit_codes: dict[int, int] = Field(default_factory=dict)
-    evictions: dict[int, str] = Field(default_factory=dict)
+    exit_codes: dict[int, int] = {}
+    evictions: dict[int, str] = {}
 
 
-class Case(BaseModel):
+class Case(BaseModel, extra="forbid"):
     """One failure: what it left, and who caused it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     about: str
@@ -47,11 +43,10 @@ class Case(BaseModel):
     nodes: int
     processes: int
     fault: Fault
-    """The right class."""
     culprits: tuple[tuple[int | None, int | None], ...]
     """Node and rank of whom it was; several where all failed alike, no rank where it was the node."""
     status: Status = Status()
-    reports: dict[str, JsonValue] = Field(default_factory=dict)
+    reports: dict[str, JsonValue] = {}
     """The nodes' reports, by the names of their files."""
     logs: tuple[tuple[int, str], ...] = ()
     """The lines that the platform showed, each with its node, in the order in which they came."""

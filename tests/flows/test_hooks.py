@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from orphaned_job import running_job
+from claims import running_job
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 from strict_platform import StrictPlatform

@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from orphaned_job import running_job
+from claims import running_job
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled
 from strict_platform import StrictPlatform

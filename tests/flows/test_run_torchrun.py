@@ -17,23 +17,20 @@ from launcher.events import Event, JobChanged, Listener, Note
 from launcher.job import JobId, JobState, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import claim_of
-from launcher.runs.index import Index
 
 pytestmark = pytest.mark.prefect
 
 
 @pytest.fixture(autouse=True)
-def submitted(platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
-    """What is submitted, which ends well at once."""
-    made, submit = list[Submission](), platform.submit
+def _ends_well(platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job does, at once."""
+    submit = platform.submit
 
     def ends_well(submission: Submission) -> JobId:
-        made.append(submission)
         platform.end(job_id := submit(submission), JobState.SUCCEEDED)
         return job_id
 
     monkeypatch.setattr(platform, "submit", ends_well)
-    return made
 
 
 def ran(root: Path, script: str, **given: Any) -> Path:
@@ -43,7 +40,7 @@ def ran(root: Path, script: str, **given: Any) -> Path:
 
 
 def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
-    tmp_path: Path, submitted: list[Submission], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (mine := tmp_path / "mine").mkdir()
     (mine / "train.py").write_text("print('as it was')")
@@ -57,14 +54,6 @@ def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
     shipped = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
     assert [note.endswith("(there already)") for note in shipped] == [False, True, False]
     assert len([*(root / "code").iterdir()]) == 2
-
-    # Prefect gives a flow run that is resumed its former id; meanwhile its user has removed the file.
-    [started] = Index.of(str(root)).records(edited.parents[1].name)
-    (mine / "train.py").unlink()
-    monkeypatch.setattr("flows.run_torchrun.flow_runs", lambda: [started.flow_run])
-    again = ran(root, "train.py", code=code)
-    assert (again.parent, again.name) == (edited.parent, "2")
-    assert submitted[-1].body["program"] == submitted[-2].body["program"]
 
 
 def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_r
     prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, stop = threading.Event(), Fanout.stop
-    monkeypatch.setattr(Fanout, "stop", lambda fanout: stop(fanout) or stopped.set())
+    monkeypatch.setattr(Fanout, "stop", lambda fanout: (stop(fanout), stopped.set()))
 
     async def cancelled_early() -> None:
         loop, surveying = asyncio.get_running_loop(), asyncio.Event()

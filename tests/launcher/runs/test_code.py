@@ -16,9 +16,8 @@ import pytest
 
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
-from launcher.images.settings import PrebuiltImage
 from launcher.runs import code
-from launcher.runs.attempts import claim_of, claim_script, script_of_flow_run
+from launcher.runs.attempts import claim_script, script_of_flow_run
 from launcher.runs.code import CodeArchive, pack_code
 from launcher.runs.run import plan_script
 from launcher.runs.targets import find_started_with
@@ -162,16 +161,6 @@ def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebod
     root.write(archive.path, archive.content.replace(b"two", b"six"))
     with pytest.raises(DataError, match="is not the code that its name says; see who writes there"):
         archive.ship(root)
-
-
-def test_a_change_of_one_file_is_another_run_and_the_same_image(mine: Path, mounted: Mounted) -> None:
-    image = "registry.example/mine@sha256:" + 64 * "0"
-    config = mounted(image=PrebuiltImage(kind="prebuilt", reference=image))
-    before = claim_of(config).next_job()
-    (mine / "lib" / "second.py").write_text("WORD = 'three'\n")
-    after = claim_of(config).next_job()
-    assert before.image == after.image == image
-    assert (before.code == after.code, before.name == after.name) == (False, False)
 
 
 def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:

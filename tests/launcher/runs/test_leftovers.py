@@ -29,9 +29,9 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.platform = StrictPlatform()
         self.claim = claim_on(self.platform, folder, "demo-0123456789")
-        there = {"index": self.claim.attempts.index, "open": self.claim.attempts.open}
-        self.left: Callable[[], list[Any]] = partial(leftovers, **there)
-        self.remove: Callable[..., bool] = partial(remove_leftover, there.pop("index"), **there)
+        index, opening = self.claim.attempts.index, self.claim.attempts.open
+        self.left: Callable[[], list[Any]] = partial(leftovers, index, open=opening)
+        self.remove: Callable[..., bool] = partial(remove_leftover, index, open=opening)
 
     def ended(self, state: JobState = JobState.FAILED) -> JobId:
         """An attempt that ended, and left something."""

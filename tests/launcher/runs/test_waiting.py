@@ -142,10 +142,8 @@ def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(fo
 
 
 def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises() -> None:
-    clock, looks = (
-        Hours(),
-        iter([NetworkError("no answer"), *[None] * 6, JobCancelled("cancelled")]),
-    )
+    clock = Hours()
+    looks = iter([NetworkError("no answer"), *[None] * 6, JobCancelled("cancelled")])
 
     def look() -> None:
         if error := next(looks):

@@ -1,4 +1,4 @@
-"""Drills with the job on a Kubernetes cluster: a killed orchestrator, and what befalls machines and API."""
+"""Drills with the job on a Kubernetes cluster: what befalls machines and API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bucket_emulator import bucket_emulator
-from ground import KILLED, Scene, Sight, claimed, step, trained
+from ground import Scene, step
 from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.images.settings import PrebuiltImage
@@ -30,16 +30,6 @@ def place(cluster: Cluster, pushed_image: PrebuiltImage) -> tuple[dict[str, Any]
     image = pushed_image.model_dump(mode="json")
     bucket = cluster.image_environment["STORAGE_EMULATOR_HOST"]
     return {"root": "gs://drills/there", "platform": platform, "image": image}, {"STORAGE_EMULATOR_HOST": bucket}
-
-
-@pytest.mark.parametrize("moment", [claimed, step(16), trained], ids=["submitting", "tailing", "collecting"])
-def test_an_orchestrator_is_disturbed(scene: Scene, moment: Sight) -> None:
-    command = scene.run()
-    scene.until(moment)
-    command.kill()
-    assert scene.end_of(command) == KILLED
-    assert scene.end_of(scene.run()) == 0
-    scene.require_promises(kept=True)
 
 
 def api_away_for_a_minute(cluster: Cluster, scene: Scene) -> None:

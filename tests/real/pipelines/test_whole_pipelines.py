@@ -87,11 +87,9 @@ def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_
     )
 
     def run() -> Path:
-        two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(mount=str(tmp_path / "mine"))
-        given = (str(tmp_path / "up"), str(tmp_path / "go"))
-        return Path(
-            asyncio.run(run_torchrun(script="train.py", args=given, root=str(tmp_path), code=code, platform=two))
-        )
+        two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(mount=str(lib.parent))
+        given = {"args": (str(tmp_path / "up"), str(tmp_path / "go")), "root": str(tmp_path), "code": code}
+        return Path(asyncio.run(run_torchrun(script="train.py", platform=two, **given)))
 
     def edit() -> None:
         until((tmp_path / "up").exists)
