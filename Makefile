@@ -24,15 +24,10 @@ $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/seen.py $*
 
 test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them beside six busy loops
-	@for round in 1 2 3 4 5 6 7 8 9 10; do busy=; \
-		[ $$((round % 2)) = 1 ] || for loop in 1 2 3 4 5 6; do (while :; do :; done) & busy="$$busy $$!"; done; \
-		$(BIN)/pytest | grep -E '^(FAILED|ERROR)|(passed|failed|error)'; [ -z "$$busy" ] || kill $$busy; \
-	done
+	$(BIN)/python tests/flaky.py
 
-land: ## .ci/run in a fresh clone of the last commit, with its time: run it before you call anything done
-	@git status --short # what is not in the clone
-	@folder=$$(mktemp -d); git clone --quiet . $$folder/clone && cd $$folder/clone && \
-		CI=true bash -c 'time bash .ci/run' < /dev/null; code=$$?; rm -rf $$folder; uptime; exit $$code
+land: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
+	@$(BIN)/python tests/land.py
 
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .

@@ -28,7 +28,8 @@ class Expected:
         if self.dollars is None or self.price is None:
             return f"{text}, at a price that is not known here"
         listed = f"on demand, {self.price.region}, {self.price.date}"
-        return f"{text}, {_money(self.dollars)} at list price ({listed})"
+        cost = f"${self.dollars:,.2f}" if self.dollars < 100 else f"${self.dollars:,.0f}"
+        return f"{text}, {cost} at list price ({listed})"
 
 
 def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
@@ -61,7 +62,3 @@ def listed_price(platform: PlatformSettings) -> RecordedPrice | None:
         return None
     price = machine.price
     return RecordedPrice(machine=machine.name, usd=price.usd, region=price.region, date=price.date)
-
-
-def _money(dollars: float) -> str:
-    return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"

@@ -203,12 +203,6 @@ def _steps(run: Run, seen: Seen) -> int | None:
     return train.steps(tokens=seen.dataset.train.tokens if seen.dataset else 0, sequence_length=length)
 
 
-def steps_of(config: RunConfig) -> list[dict[str, str]]:
-    """Return the steps as a table: what each would do."""
-    run = preview_run(config)
-    return steps_at(run, look_at(run))
-
-
 def steps_at(run: Run, seen: Seen) -> list[dict[str, str]]:
     """Return the same of a run that is planned already."""
     return [_row(step, run, seen) for step in Step]

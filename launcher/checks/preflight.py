@@ -28,15 +28,6 @@ from litgpt_demo.storage import bucket_path, is_remote
 _GIB = 2**30
 
 
-def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
-    """Return what blocks this run, as far as it can be seen before its dataset is looked at.
-
-    Args:
-        vocab_size: of the tokenizer, where it exists already; a trained one has the size its settings say.
-    """
-    return [*check_place(config, platform, job), *check_training(config, job, vocab_size=vocab_size)]
-
-
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> list[Finding]:
     """Return what is wrong with data, model and training, whatever the place."""
     return [
@@ -277,7 +268,9 @@ def check_program(config: ScriptConfig, files: Collection[str] = ()) -> Iterator
         top = program[1].split(".")[0]
         if any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files):
             return
-        if here and not _is_module(top):
+        # Ranks start in this folder, and `-m` looks there too.
+        places = top and (importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
+        if here and not places:
             yield Finding(
                 "error",
                 "script.missing",
@@ -319,10 +312,3 @@ def check_preemptions(config: ScriptConfig) -> Iterator[Finding]:
             "platform.restarts ends the script",
             "raise max_restarts if the script goes on where it was",
         )
-
-
-def _is_module(name: str) -> bool:
-    """Check that ranks can import the module. They start in this folder, and `-m` looks there too."""
-    return bool(name) and (
-        importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
-    )

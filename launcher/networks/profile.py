@@ -215,10 +215,6 @@ class Network:
 Options = TypeVar("Options", bound=Settings)
 
 
-def _no_findings(_choice: Choice, _options: Any) -> Iterable[Finding]:
-    return ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Profile(Generic[Options]):
     """One network: all that shared code knows of it. A file of this package that has a `PROFILE` is a network."""
@@ -237,7 +233,7 @@ class Profile(Generic[Options]):
     """Machines that are not in our table may have it."""
     pairs: Mapping[str, tuple[ReleasePair, ...]] = field(default_factory=dict)
     """Known releases by processor architecture, the default first."""
-    check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
+    check: Callable[[Choice, Options], Iterable[Finding]] = lambda choice, options: ()
     """Yield what is wrong with a choice and options that are each fine by themselves."""
 
 

@@ -290,7 +290,9 @@ class _Life:
     def reached(self, step: int) -> float:
         """Return when the state of `step` was there: when a checkpoint of it was taken, or it was told of."""
         taken = [
-            float(row["taken"]) + float(row.get("seconds", 0.0)) for row in self.rows if _is_checkpoint_of(row, step)
+            float(row["taken"]) + float(row.get("seconds", 0.0))
+            for row in self.rows
+            if row["kind"] == "checkpoint" and row["step"] == step and "taken" in row
         ]
         told = [float(row["elapsed"]) for row in self.rows if row["kind"] != "checkpoint" and row["step"] <= step]
         return min(taken) if taken else max(told, default=self.trains)
@@ -317,10 +319,6 @@ class _Life:
             if part is not None and (when < until or (part is Part.EVALUATION and when == until)):
                 found[part] += float(row.get("seconds", 0.0))
         return found
-
-
-def _is_checkpoint_of(row: Row, step: int) -> bool:
-    return row["kind"] == "checkpoint" and row["step"] == step and "taken" in row
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:

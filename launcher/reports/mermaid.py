@@ -38,7 +38,10 @@ def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str
     Args:
         curves: each one's name in the legend, empty to keep it out, to its points.
     """
-    drawn = {name: _plottable(points) for name, points in curves.items()}
+    drawn = {
+        name: {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
+        for name, points in curves.items()
+    }
     drawn = {name: points for name, points in drawn.items() if points}
     steps = {step for points in drawn.values() for step in points}
     if len(steps) < 2:
@@ -78,10 +81,6 @@ def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str
 def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
     directive = "%%{init: " + json.dumps({**_SETTINGS, **settings}) + "}%%"
     return "\n".join(("```mermaid", directive, "xychart-beta", *(f"    {one}" for one in statements), "```"))
-
-
-def _plottable(points: Mapping[int, float]) -> dict[int, float]:
-    return {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
 
 
 def _hidden_starts(shares: Sequence[float]) -> str:

@@ -47,11 +47,8 @@ _CACHES = (
 )
 
 
-def _in_any_case(pattern: str) -> str:
-    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
-
-
-SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*map(_in_any_case, _SECRETS), *_CACHES))
+_IN_ANY_CASE = [re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", one) for one in _SECRETS]
+SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*_IN_ANY_CASE, *_CACHES))
 """Patterns of what is left out whatever a .dockerignore says: `!src` there must not bring back src/.env."""
 
 _KEY_BYTES = 64 << 10

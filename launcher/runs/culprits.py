@@ -118,12 +118,7 @@ def culprit(status: JobStatus, reports: Iterable[Report], *, nodes: int | None) 
     cause = min(suspects, key=lambda one: one.order)
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
-    return replace(cause, clear=clear, host=_host(cause, status))
-
-
-def _host(cause: Suspect, status: JobStatus) -> str:
-    """Return the machine of the cause: its platform knows better, and knows it of a node that left no report."""
-    return status.hosts.get(cause.node) or cause.host
+    return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host)
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ config.json is in the form that the Hub's files have, which transformers 4 and 5
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from litgpt.config import Config
-from litgpt.scripts import convert_lit_checkpoint as litgpt_maps
+from litgpt.scripts import convert_lit_checkpoint as maps
 
 from litgpt_demo.export.weights import Rename, Tensors
 
@@ -33,7 +33,7 @@ class HuggingFaceModel:
     rename: Rename
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Family:
     architecture: str
     model_type: str
@@ -155,17 +155,36 @@ def _old_block(config: Config) -> bool:
     return (
         (config.norm_class_name, config.mlp_class_name) == ("LayerNorm", "GptNeoxMLP")
         and config.head_size * config.n_head == config.n_embd
+        and _plain(config)
         and _scaling_is_known(config)
         and config.sliding_window_size is None
         and not _is(config, "OLMo")
     )
 
 
-def _llama_block(config: Config, *, mlp: str = "LLaMAMLP", norm: str = "RMSNorm") -> bool:
+def _llama_block(
+    config: Config,
+    *,
+    mlp: str = "LLaMAMLP",
+    norm: str = "RMSNorm",
+    attn_bias: bool = False,
+    windows: Sequence[str] = ("none",),
+) -> bool:
     return (
-        (config.norm_class_name, config.mlp_class_name) == (norm, mlp)
+        (config.norm_class_name, config.mlp_class_name, config.attn_bias) == (norm, mlp, attn_bias)
         and not (config.parallel_residual or config.bias or config.lm_head_bias)
         and _scaling_is_known(config)
+        and _windows(config) in windows
+    )
+
+
+def _llama(config: Config, **block: Any) -> bool:
+    experts = block.get("mlp") == "LLaMAMoE"
+    return (
+        _llama_block(config, **block)
+        and _plain(config)
+        and _whole_rotary(config)
+        and not (experts and _grouped_experts(config))
     )
 
 
@@ -195,7 +214,6 @@ def _grouped_experts(config: Config) -> bool:
 def _neox(config: Config) -> bool:
     return (
         _old_block(config)
-        and _plain(config)
         and config.bias
         and not (config.shared_attention_norm or config.lm_head_bias)
         and config.n_query_groups == config.n_head
@@ -217,7 +235,6 @@ def _neox_fields(config: Config) -> Fields:
 def _phi(config: Config) -> bool:
     return (
         _old_block(config)
-        and _plain(config)
         and config.bias
         and config.parallel_residual
         and config.shared_attention_norm
@@ -239,7 +256,6 @@ def _phi_fields(config: Config) -> Fields:
 def _falcon(config: Config) -> bool:
     return (
         _old_block(config)
-        and _plain(config)
         and not (config.bias or config.attn_bias or config.lm_head_bias)
         and config.parallel_residual
         and _whole_rotary(config)
@@ -265,37 +281,20 @@ def _falcon_fields(config: Config) -> Fields:
 def _falcon_weights(config: Config, renamed: Tensors, tensors: Tensors) -> None:
     # The map tells the two kinds of blocks by these names.
     name = "falcon-7b" if config.shared_attention_norm else "falcon-40b"
-    litgpt_maps.copy_weights_falcon(replace(config, name=name), renamed, tensors)
+    maps.copy_weights_falcon(replace(config, name=name), renamed, tensors)
 
 
-def _llama(config: Config) -> bool:
-    return (
-        _llama_block(config)
-        and _plain(config)
-        and not config.attn_bias
-        and _whole_rotary(config)
-        and _windows(config) == "none"
-    )
-
-
-def _mistral(config: Config) -> bool:
-    return (
-        _llama_block(config)
-        and _plain(config)
-        and not config.attn_bias
-        and _whole_rotary(config)
-        and _windows(config) == "all"
-    )
+def _mistral_fields(config: Config) -> Fields:
+    return _llama_fields(config, sliding_window=config.sliding_window_size)
 
 
 def _phi3(config: Config) -> bool:
     named = config.name.lower().startswith(("phi-3", "phi-4"))
     return (
-        _llama_block(config)
+        _llama_block(config, windows=("none", "all"))
         and _plain(config)
-        and not (config.attn_bias or config.rope_adjustments or config.rope_condense_ratio != 1)
+        and not (config.rope_adjustments or config.rope_condense_ratio != 1)
         and (named or not _whole_rotary(config))
-        and _windows(config) in ("none", "all")
         and config.head_size * config.n_head == config.n_embd
     )
 
@@ -308,36 +307,9 @@ def _phi3_fields(config: Config) -> Fields:
     )
 
 
-def _qwen2(config: Config) -> bool:
-    return (
-        _llama_block(config)
-        and _plain(config)
-        and config.attn_bias
-        and _whole_rotary(config)
-        and _windows(config) == "none"
-    )
-
-
 def _qwen3(config: Config, *, mlp: str) -> bool:
-    return (
-        _llama_block(config, mlp=mlp)
-        and _plain(replace(config, norm_qk=False))
-        and (config.norm_qk, config.norm_qk_type) == (True, "default")
-        and not config.attn_bias
-        and _whole_rotary(config)
-        and _windows(config) == "none"
-        and not _grouped_experts(config)
-    )
-
-
-def _mixtral(config: Config) -> bool:
-    return (
-        _llama_block(config, mlp="LLaMAMoE")
-        and _plain(config)
-        and not config.attn_bias
-        and _whole_rotary(config)
-        and _windows(config) == "none"
-        and not _grouped_experts(config)
+    return (config.norm_qk, config.norm_qk_type) == (True, "default") and _llama(
+        replace(config, norm_qk=False), mlp=mlp
     )
 
 
@@ -372,9 +344,8 @@ def _stablelm(config: Config) -> bool:
     return (
         _llama_block(config, norm="LayerNorm")
         and _plain(config)
-        and not (config.attn_bias or _is(config, "OLMo"))
+        and not _is(config, "OLMo")
         and config.head_size * config.n_head == config.n_embd
-        and _windows(config) == "none"
     )
 
 
@@ -393,36 +364,29 @@ def _stablelm_fields(config: Config) -> Fields:
 
 def _olmo(config: Config) -> bool:
     return (
-        _llama_block(config, norm="LayerNorm")
-        and _plain(config)
+        _llama(config, norm="LayerNorm")
         and _is(config, "OLMo")
-        and not config.attn_bias
         and config.norm_eps == 1e-5  # transformers' class has no other
         and config.head_size * config.n_head == config.n_embd
-        and _whole_rotary(config)
-        and _windows(config) == "none"
     )
 
 
 def _olmo2(config: Config) -> bool:
     without = replace(config, norm_qk=False, post_attention_norm=False, post_mlp_norm=False, norm_1=True, norm_2=True)
     return (
-        _llama_block(config)
-        and _plain(without)
+        _llama(without)
         and (config.norm_qk, config.norm_qk_type) == (True, "olmo2")
         and config.post_attention_norm
         and config.post_mlp_norm
-        and not (config.norm_1 or config.norm_2 or config.attn_bias)
+        and not (config.norm_1 or config.norm_2)
         and config.head_size * config.n_head == config.n_embd
-        and _whole_rotary(config)
-        and _windows(config) == "none"
     )
 
 
 def _gemma(config: Config, *, version: int) -> bool:
     later = version > 1
     return (
-        _llama_block(config, mlp="GemmaMLP")
+        _llama_block(config, mlp="GemmaMLP", windows=("none",) if version == 1 else ("none", "some", "all"))
         and _is(config, "Gemma")
         and config.scale_embeddings
         and config.gelu_approximate == "tanh"
@@ -430,10 +394,9 @@ def _gemma(config: Config, *, version: int) -> bool:
         and config.norm_2
         and (config.post_attention_norm, config.post_mlp_norm) == (later, later)
         and (config.norm_qk, config.norm_qk_type) == (version == 3, "default")
-        and not (config.attn_bias or config.rope_interleave or config.latent_attention)
+        and not (config.rope_interleave or config.latent_attention)
         and _whole_rotary(config)
         and (later or _plain(replace(config, name="", scale_embeddings=False)))
-        and (later or _windows(config) == "none")
         and (version == 3 or config.rope_local_base_freq is None)
         and (version == 2 or config.attention_logit_softcapping is None)
         and (version != 3 or config.rope_indices in (None, config.sliding_window_indices))
@@ -461,118 +424,48 @@ def _gemma3_fields(config: Config) -> Fields:
 
 
 _FAMILIES = (
+    _Family("GPTNeoXForCausalLM", "gpt_neox", _neox, _neox_fields, maps.copy_weights_gpt_neox),
+    _Family("PhiForCausalLM", "phi", _phi, _phi_fields, maps.copy_weights_phi, "phi-2"),
+    _Family("FalconForCausalLM", "falcon", _falcon, _falcon_fields, _falcon_weights),
+    _Family("Phi3ForCausalLM", "phi3", _phi3, _phi3_fields, maps.copy_weights_phi, "Phi-3"),
+    _Family("LlamaForCausalLM", "llama", _llama, partial(_llama_fields, mlp_bias=False), maps.copy_weights_llama),
     _Family(
-        architecture="GPTNeoXForCausalLM",
-        model_type="gpt_neox",
-        fits=_neox,
-        fields=_neox_fields,
-        weights=litgpt_maps.copy_weights_gpt_neox,
+        "MistralForCausalLM", "mistral", partial(_llama, windows=("all",)), _mistral_fields, maps.copy_weights_llama
     ),
     _Family(
-        architecture="PhiForCausalLM",
-        model_type="phi",
-        fits=_phi,
-        fields=_phi_fields,
-        weights=litgpt_maps.copy_weights_phi,
-        known_as="phi-2",
+        "Qwen2ForCausalLM",
+        "qwen2",
+        partial(_llama, attn_bias=True),
+        partial(_llama_fields, use_sliding_window=False),
+        maps.copy_weights_qwen_2_5,
     ),
     _Family(
-        architecture="FalconForCausalLM",
-        model_type="falcon",
-        fits=_falcon,
-        fields=_falcon_fields,
-        weights=_falcon_weights,
+        "Qwen3ForCausalLM",
+        "qwen3",
+        partial(_qwen3, mlp="LLaMAMLP"),
+        partial(_llama_fields, use_sliding_window=False),
+        maps.copy_weights_qwen_3,
     ),
     _Family(
-        architecture="Phi3ForCausalLM",
-        model_type="phi3",
-        fits=_phi3,
-        fields=_phi3_fields,
-        weights=litgpt_maps.copy_weights_phi,
-        known_as="Phi-3",
+        "Qwen3MoeForCausalLM", "qwen3_moe", partial(_qwen3, mlp="LLaMAMoE"), _qwen3_moe_fields, maps.copy_weights_qwen_3
+    ),
+    _Family("MixtralForCausalLM", "mixtral", partial(_llama, mlp="LLaMAMoE"), _mixtral_fields, maps.copy_weights_llama),
+    _Family("StableLmForCausalLM", "stablelm", _stablelm, _stablelm_fields, maps.copy_weights_llama),
+    _Family("OlmoForCausalLM", "olmo", _olmo, partial(_llama_fields, clip_qkv=None), maps.copy_weights_llama),
+    _Family("Olmo2ForCausalLM", "olmo2", _olmo2, _llama_fields, maps.copy_weights_olmo2),
+    _Family("GemmaForCausalLM", "gemma", partial(_gemma, version=1), _gemma_fields, maps.copy_weights_llama),
+    _Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        partial(_gemma, version=2),
+        _gemma2_fields,
+        partial(maps.copy_weights_gemma_2, untie_weights=False),
     ),
     _Family(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        fits=_llama,
-        fields=partial(_llama_fields, mlp_bias=False),
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="MistralForCausalLM",
-        model_type="mistral",
-        fits=_mistral,
-        fields=lambda config: _llama_fields(config, sliding_window=config.sliding_window_size),
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="Qwen2ForCausalLM",
-        model_type="qwen2",
-        fits=_qwen2,
-        fields=partial(_llama_fields, use_sliding_window=False),
-        weights=litgpt_maps.copy_weights_qwen_2_5,
-    ),
-    _Family(
-        architecture="Qwen3ForCausalLM",
-        model_type="qwen3",
-        fits=partial(_qwen3, mlp="LLaMAMLP"),
-        fields=partial(_llama_fields, use_sliding_window=False),
-        weights=litgpt_maps.copy_weights_qwen_3,
-    ),
-    _Family(
-        architecture="Qwen3MoeForCausalLM",
-        model_type="qwen3_moe",
-        fits=partial(_qwen3, mlp="LLaMAMoE"),
-        fields=_qwen3_moe_fields,
-        weights=litgpt_maps.copy_weights_qwen_3,
-    ),
-    _Family(
-        architecture="MixtralForCausalLM",
-        model_type="mixtral",
-        fits=_mixtral,
-        fields=_mixtral_fields,
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="StableLmForCausalLM",
-        model_type="stablelm",
-        fits=_stablelm,
-        fields=_stablelm_fields,
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="OlmoForCausalLM",
-        model_type="olmo",
-        fits=_olmo,
-        fields=partial(_llama_fields, clip_qkv=None),
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="Olmo2ForCausalLM",
-        model_type="olmo2",
-        fits=_olmo2,
-        fields=_llama_fields,
-        weights=litgpt_maps.copy_weights_olmo2,
-    ),
-    _Family(
-        architecture="GemmaForCausalLM",
-        model_type="gemma",
-        fits=partial(_gemma, version=1),
-        fields=_gemma_fields,
-        weights=litgpt_maps.copy_weights_llama,
-    ),
-    _Family(
-        architecture="Gemma2ForCausalLM",
-        model_type="gemma2",
-        fits=partial(_gemma, version=2),
-        fields=_gemma2_fields,
-        weights=partial(litgpt_maps.copy_weights_gemma_2, untie_weights=False),
-    ),
-    _Family(
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        fits=partial(_gemma, version=3),
-        fields=_gemma3_fields,
-        weights=partial(litgpt_maps.copy_weights_gemma_3, untie_weights=False),
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        partial(_gemma, version=3),
+        _gemma3_fields,
+        partial(maps.copy_weights_gemma_3, untie_weights=False),
     ),
 )

@@ -140,7 +140,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         first = None  # ended because it was told to
     if first is not None and state is not JobState.SUCCEEDED:
         words.append(", ".join(str(one) for one in failed))
-        everybody = len(done) == _task_count(job)
+        everybody = len(done) == sum(group.task_count for group in job.task_groups)
         waits = grace if state is JobState.RUNNING and not everybody and not first.lost else 0.0
         state = JobState.FAILED if now >= first.at + waits else JobState.RUNNING
     end = _end(job, done) if state in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED} else None
@@ -166,11 +166,7 @@ def _note(job: Job, native: str) -> list[str]:
     if STATES.get(native) is not JobState.PENDING or not job.status.status_events:
         return []
     last = job.status.status_events[-1]
-    return [] if _sets_state(last) else [last.description]
-
-
-def _sets_state(event: StatusEvent) -> bool:
-    return event.type_ == "STATUS_CHANGED"
+    return [] if last.type_ == "STATUS_CHANGED" else [last.description]
 
 
 def _time_of(job: Job, *states: str) -> float | None:
@@ -189,7 +185,3 @@ def _end(job: Job, done: Sequence[Ended]) -> float:
 def _seconds(event: StatusEvent) -> float:
     moment: Any = event.event_time
     return float(moment.timestamp()) if moment else 0.0
-
-
-def _task_count(job: Job) -> int:
-    return int(sum(group.task_count for group in job.task_groups))

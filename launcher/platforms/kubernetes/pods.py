@@ -61,7 +61,8 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
         **_identity(settings, network),
         **_pull_secrets(settings),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
-        **_host_network(settings),
+        # Cluster names resolve on the host's network only by this policy.
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
         **_placement(job, settings, network),
         **({"priorityClassName": settings.priority} if settings.priority and not settings.queue else {}),
         **({"initContainers": [dict(one) for one in network.init_containers]} if network.init_containers else {}),
@@ -279,11 +280,6 @@ def _identity(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
     else:
         security = {"securityContext": group} if settings.claim else {}
     return {**account, "automountServiceAccountToken": False, **security}
-
-
-def _host_network(settings: GkePlatformConfig) -> dict[str, Any]:
-    """Cluster names resolve on the host's network only so."""
-    return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}
 
 
 def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -330,11 +330,14 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         reserve(directory / name)
     write_whole(directory / SUBMISSION, content)
+    # Ranks get the keys to Prefect's server only where the job asks for them.
+    kept = _PREFECTS_KEYS - {*submission.body["secrets"]}
+    inherited = {name: value for name, value in os.environ.items() if name not in kept}
     with (directory / "supervisor.log").open("ab") as log:
         # Returns at once: the supervisor leaves its parent behind.
         started = subprocess.run(
             [*PYTHON, "-m", "launcher.platforms.local.supervisor", str(directory)],
-            env={**_inherited(submission.body["secrets"]), JOB_TAG: submission.job_id},
+            env={**inherited, JOB_TAG: submission.job_id},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -347,11 +350,6 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         raise PlatformRefused(
             f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; fix this installation"
         )
-
-
-def _inherited(secrets: Collection[str]) -> dict[str, str]:
-    """Return what ranks inherit of this environment: the keys to Prefect's server only where the job asks for them."""
-    return {name: value for name, value in os.environ.items() if name not in _PREFECTS_KEYS or name in secrets}
 
 
 def _last_words(directory: Path) -> str:

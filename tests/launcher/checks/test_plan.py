@@ -11,7 +11,7 @@ import yaml
 from console_script import Cli
 
 from launcher.checks.arithmetic import arithmetic
-from launcher.checks.plan import lost_steps, plan_of, progress_of, steps_of
+from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
@@ -37,7 +37,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def would(config: RunConfig) -> dict[str, str]:
-    return {row["step"]: row["would"] for row in steps_of(config)}
+    return {row["step"]: row["would"] for row in plan_of(config).steps}
 
 
 def checkpoint(step: int) -> CheckpointManifest:
@@ -88,7 +88,7 @@ def test_a_dataset_that_is_there_is_found_and_one_that_lost_a_file_is_none(tiny:
     assert would(config)["training"] == f"train {manifest.train.tokens // (4 * 32):,} steps"
     run.root.remove(f"{run.dataset.path}/val.bin")
     with pytest.raises(DataError, match=r"val\.bin is missing"):
-        steps_of(config)
+        plan_of(config)
 
 
 def test_a_training_goes_on_where_it_stopped_until_its_model_is_collected(tiny: Tiny) -> None:

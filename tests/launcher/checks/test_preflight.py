@@ -8,7 +8,7 @@ import pytest
 from strangers import evil_scheduler
 
 from launcher.checks.access import check_access
-from launcher.checks.preflight import check_run, check_workers
+from launcher.checks.preflight import check_place, check_training, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
@@ -54,7 +54,8 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     broken = validated(RunConfig, {"root": f"{tmp_path}/file", "image": PREBUILT, **settings}, where="test")
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory=f"{tmp_path}/attempts/1")
     with socket.create_server(("", 0)) as taken:
-        found = check_run(broken, LocalPlatform(port=taken.getsockname()[1]), job, vocab_size=None)
+        place = check_place(broken, LocalPlatform(port=taken.getsockname()[1]), job)
+        found = [*place, *check_training(broken, job, vocab_size=None)]
     assert all(one.fix for one in found if one.severity != "info")
     told = {(one.severity, one.code) for one in found}
     errors = {("error", code) for code in ("root.not-a-folder", "model.vocabulary", "local.port")}
