@@ -418,18 +418,16 @@ class TrainConfig(Settings):
 
     model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
-    # These change what is computed at once, written or measured, not what the model becomes beyond rounding: a run may
-    # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
-    NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"}
-        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
-        | {"tensorboard", "wandb"}
-        | {"micro_batch", "strategy", "compile", "activation_checkpointing", "evaluate_every", "evaluation_windows"}
-    )
     # Keys had these until 0.1.0. Runs of such keys are found until the release after it (launcher.runs.run).
     IN_OLD_KEYS: ClassVar[frozenset[str]] = frozenset(
         {"micro_batch", "strategy", "compile", "activation_checkpointing", "evaluate_every", "evaluation_windows"}
     )
+    # These change what is computed at once, written or measured, not what the model becomes beyond rounding: a run may
+    # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
+    NOT_IN_KEY: ClassVar[frozenset[str]] = IN_OLD_KEYS | {
+        *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
+        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb"),
+    }
 
     global_batch: Count = Field(512, gt=0)
     """Sequences per optimizer step, summed over every process of the job."""
@@ -569,9 +567,8 @@ class TrainConfig(Settings):
         Args:
             in_old_keys: whether to return those that were in the keys of earlier versions.
         """
-        return self.model_dump(
-            mode="json", exclude=set(self.NOT_IN_KEY - (self.IN_OLD_KEYS if in_old_keys else frozenset()))
-        )
+        left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
+        return self.model_dump(mode="json", exclude=set(left_out))
 
 
 # --- what the nodes are told ------------------------------------------------------------------------------------------

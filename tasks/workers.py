@@ -90,7 +90,8 @@ class Fanout:
         with ExitStack() as entered:
             # One client for the tasks of all threads; else each makes one, which takes longer than a small shard.
             entered.enter_context(SyncClientContext.get_or_create())
-            entered.enter_context(_safe_path())
+            if self._kind == "processes":
+                entered.enter_context(_safe_path())
             entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
             self._entered = entered.pop_all()
         return self

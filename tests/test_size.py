@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 41_956,
+    "source": 41_954,
     "launcher": 20_517,
-    "launcher/platforms/kubernetes": 4_748,
-    "litgpt_demo": 16_863,
+    "launcher/platforms/kubernetes": 4_747,
+    "litgpt_demo": 16_860,
     "bench": 1_459,
-    "tests": 23_618,
+    "tests": 23_613,
     "test data": 3_490,
 }
 

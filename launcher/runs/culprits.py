@@ -118,6 +118,7 @@ def culprit(status: JobStatus, reports: Iterable[Report], *, nodes: int | None) 
     cause = min(suspects, key=lambda one: one.order)
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
+    # The platform knows the machine better, and knows it of a node that left no report.
     return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host)
 
 

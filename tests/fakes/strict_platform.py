@@ -36,6 +36,8 @@ class StrictPlatform:
     def __init__(self, *, spare: int | None = 0) -> None:
         self.spare = spare
         """Machines that a job can avoid; None is any number."""
+        self.followed: dict[JobId, JobState] = {}
+        """How jobs end once somebody reads their logs."""
         self._lives: dict[JobId, _Life] = {}
         self._silent, self._error = False, LauncherError()
 
@@ -81,6 +83,8 @@ class StrictPlatform:
         return JobStatus(state=life.state, native=life.native, exit_codes=life.exit_codes, hosts=life.hosts)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        if job_id in self.followed:
+            self.end(job_id, self.followed.pop(job_id))
         lines = life.lines if (life := self._life(job_id)) else []
         owner, _, number = position.rpartition("@")
         if position and owner != job_id:

@@ -20,7 +20,7 @@ from strict_platform import StrictPlatform
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import JobCancelled
-from launcher.events import Event, JobChanged, Listener, StepDone
+from launcher.events import Event, StepDone
 from launcher.images.sbom import SBOM
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
@@ -98,15 +98,11 @@ def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_i
     claim = replace(claim_at(run), flow_runs=["its-id"])
     job_id = begin(claim)
     own.unlink()
-
-    def ends(event: Event) -> None:
-        if isinstance(event, JobChanged) and event.phase == "started":
-            platform.end(job_id, JobState.CANCELLED)
-
+    platform.followed[job_id] = JobState.CANCELLED
     monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))
     monkeypatch.setattr(StrictPlatform, "poll_seconds", 0.01)
     monkeypatch.setattr("flows.train_litgpt.flow_runs", lambda: ["its-id"])
-    with Listener(ends), pytest.raises(JobCancelled, match=f"{run.name}-.* was cancelled"):
+    with pytest.raises(JobCancelled, match=f"{run.name}-.* was cancelled"):
         asyncio.run(train_litgpt(**dict(config)))
     assert [record.attempt for record in claim.attempts.records()] == [1]
     assert Index.of(config.root).runs() == [run.name]

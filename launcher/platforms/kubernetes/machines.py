@@ -36,9 +36,8 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or none
     what = f"only {fit} of {settings.nodes} machines are there ({listed})"
     pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
-    room: Amounts = {
-        name: wanted[name] for name in ("cpu", "memory") if name in wanted
-    }  # GPUs show when their driver is there
+    # Not GPUs: a machine shows them only when their driver is there.
+    room: Amounts = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(too_small(node, room) for node in pool):
         fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
         yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)

@@ -331,8 +331,8 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         reserve(directory / name)
     write_whole(directory / SUBMISSION, content)
     # Ranks get the keys to Prefect's server only where the job asks for them.
-    kept = _PREFECTS_KEYS - {*submission.body["secrets"]}
-    inherited = {name: value for name, value in os.environ.items() if name not in kept}
+    withheld = _PREFECTS_KEYS - {*submission.body["secrets"]}
+    inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     with (directory / "supervisor.log").open("ab") as log:
         # Returns at once: the supervisor leaves its parent behind.
         started = subprocess.run(
