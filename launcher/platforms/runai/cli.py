@@ -192,16 +192,12 @@ _NO_PROGRAM = (
 
 
 def phases_in(text: str) -> dict[str, str]:
-    """Name to phase, of every workload that v2's JSON holds, however it is nested.
-
-    Raises:
-        PlatformUnreachable: it is no JSON; an old program prints other things before it is ready.
-    """
+    """Name to phase, of every workload that v2's JSON holds, however it is nested."""
     if not text.strip():
         return {}
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
         raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
     found: dict[str, str] = {}

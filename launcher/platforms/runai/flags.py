@@ -127,11 +127,7 @@ def rows(work: Workload, dialect: Dialect) -> list[Row]:
 
 
 def submit_words(work: Workload, dialect: Dialect, *, program: str, project: str) -> list[str]:
-    """The whole command line.
-
-    Raises:
-        ConfigProblem: the program lacks flags that the settings ask for; names all of them.
-    """
+    """The whole command line."""
     words: list[str] = []
     missing: list[str] = []
     for setting, value, *flags in rows(work, dialect):

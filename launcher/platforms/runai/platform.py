@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable
@@ -18,7 +18,7 @@ from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
-from launcher.platforms.runai.render import Workload, WorkloadReference, workload
+from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.evidence import node_reports
@@ -29,7 +29,6 @@ from litgpt_demo.storage import Storage, is_remote, open_storage
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
 """The file in the attempt's directory with what Run:ai forgets when the workload is deleted."""
-
 
 # REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
 # pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
@@ -49,25 +48,9 @@ STATES = {word: state for state, words in _WORDS.items() for word in words}
 """Run:ai's words for where a workload is, in ours. One that is not here is UNKNOWN, which stops nothing."""
 
 
-class Api(Protocol):
-    """A way to reach Run:ai."""
-
-    name: str
-    unknown: tuple[str, ...]
-    """The values that are filled in when a workload is submitted (launcher.job.Submission)."""
-
-    @property
-    def excludes(self) -> bool:
-        """Return whether it takes machines that a workload must avoid."""
-
-    def render(self, work: Workload) -> Mapping[str, Any]: ...
-    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
-    def check_access(self) -> None: ...
-    def submit(self, sent: Mapping[str, Any]) -> None:
-        """Ask once for the workload. PlatformRefused says that none was made, PlatformUnreachable that nobody knows."""
-
-    def phase(self, name: str) -> str | None: ...
-    def delete(self, name: str) -> None: ...
+Api: TypeAlias = Cli | Rest
+"""A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
+that nobody knows."""
 
 
 class RunaiPlatform:
@@ -175,10 +158,6 @@ class RunaiPlatform:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
 
         A name is taken once only, so that a workload that is made and not listed yet is not made twice.
-
-        Raises:
-            PlatformRefused: the answer is no, and nothing of that name is listed.
-            PlatformUnreachable: nobody knows, after several looks.
         """
         unheard: PlatformUnreachable | None = None
         give_up = time.monotonic() + self._give_up

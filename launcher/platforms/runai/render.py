@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, combined
@@ -28,7 +28,9 @@ class Workload:
     """One PyTorch training as Run:ai has it."""
 
     name: str
-    nodes: int
+    workers: int
+    """Run:ai counts the master apart: pods are one more. That it takes 0 workers, for one pod, is INFERRED: Kubeflow's
+    PyTorchJob does."""
     image: str
     words: tuple[str, ...]
     """The command of each pod; no word holds a character that a shell interprets."""
@@ -38,19 +40,11 @@ class Workload:
     annotations: Mapping[str, str]
     resources: Mapping[str, int]
     settings: RunaiPlatformConfig
-    exclude_nodes: tuple[str, ...] = ()
+    exclude_nodes: tuple[str, ...]
     """Machines to avoid, by their kubernetes.io/hostname."""
-    node: Mapping[str, object] = field(default_factory=dict)
+    node: Mapping[str, object]
     """The command and its environment unpacked, for people."""
-    environment: tuple[Entry, ...] = ()
-
-    @property
-    def workers(self) -> int:
-        """Run:ai counts the master apart: pods are workers + 1.
-
-        That it takes 0 workers, for one pod, is INFERRED: Kubeflow's PyTorchJob does.
-        """
-        return self.nodes - 1
+    environment: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +63,7 @@ class WorkloadReference:
 
     @classmethod
     def of(cls, job_id: JobId) -> WorkloadReference:
-        """The reference that an id was made of.
-
-        Raises:
-            ConfigProblem: it is none of ours.
-        """
+        """The reference that an id was made of."""
         url = urlsplit(job_id)
         query = parse_qs(url.query)
         if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
@@ -84,11 +74,7 @@ class WorkloadReference:
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
-    """Return the job as Run:ai's workload.
-
-    Raises:
-        ConfigProblem: its name does not fit, or variables clash.
-    """
+    """Return the job as Run:ai's workload."""
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
     if longest > LONGEST:
@@ -133,7 +119,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     packed_command = ("python", *arguments[:3], FLAG, pack(arguments[3:], hidden))
     return Workload(
         name=job.attempt_name,
-        nodes=job.nodes,
+        workers=job.nodes - 1,
         image=job.image or UNBUILT,
         words=("sleep", "infinity") if settings.interactive else packed_command,
         variables=shown,

@@ -53,11 +53,7 @@ class Credentials:
 
 
 def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
-    """The two halves that the environment has under a name, or in files that it names; None where one is missing.
-
-    Raises:
-        LoginProblem: a named file cannot be read.
-    """
+    """The two halves that the environment has under a name, or in files that it names; None where one is missing."""
     halves = []
     for variable in (f"{name}_CLIENT_ID", f"{name}_CLIENT_SECRET"):
         try:
@@ -76,11 +72,7 @@ def uses_rest(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> bool
 
 
 def require_known(recorded: RunaiPlatformConfig, given: RunaiPlatformConfig | None, environ: Mapping[str, str]) -> None:
-    """Refuse to send credentials to a control plane that neither the user's config nor the environment names.
-
-    Raises:
-        ConfigProblem: only the record of a job does, which nodes can write.
-    """
+    """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
     if not uses_rest(recorded, environ):
         return
     name, there = recorded.credentials, origin_of(recorded.url or "")
@@ -176,11 +168,7 @@ class Rest:
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        """Ids of the project and of its cluster.
-
-        Raises:
-            ConfigProblem: there is no such project or cluster, or more than one.
-        """
+        """Ids of the project and of its cluster."""
         wanted, where, cluster = self._settings.project, self._settings.cluster, None
         if where is not None:
             found = self._ask("GET", CLUSTERS)
@@ -256,11 +244,7 @@ class Rest:
             ) from None
 
     def _log_in(self) -> None:
-        """A token for the application, by whichever of the two grants this version knows.
-
-        Raises:
-            LoginProblem: no credentials, or they are refused.
-        """
+        """A token for the application, by whichever of the two grants this version knows."""
         name = self._settings.credentials
         known = self._credentials()
         if known is None:
@@ -289,12 +273,7 @@ class Rest:
         )
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        """One request, again where nobody answers: what looks or deletes is safe to repeat.
-
-        Raises:
-            PlatformRefused: it is to be sent elsewhere, which a secret is not.
-            PlatformUnreachable: nobody answers for some seconds.
-        """
+        """One request, again where nobody answers: what looks or deletes is safe to repeat."""
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:

@@ -118,11 +118,7 @@ class RunaiPlatformConfig(ClusterSettings):
         return RunaiPlatform(self)
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
-        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there.
-
-        Raises:
-            ConfigProblem: it is not.
-        """
+        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there."""
         from launcher.platforms.runai.rest import require_known
 
         require_known(self, given if isinstance(given, RunaiPlatformConfig) else None, os.environ)
