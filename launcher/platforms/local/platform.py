@@ -134,9 +134,16 @@ class LocalPlatform:
             raise PlatformRefused(" -> ".join(problem))
         try:
             make_private(directory)
-            with _taken(directory) as lock:
-                if lock is not None and not (directory / SUPERVISOR).exists():
+            lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                while not _locked(lock, fcntl.LOCK_EX):
+                    if _live(directory):  # the lock is somebody else's: then the job lives
+                        return submission.job_id
+                    time.sleep(0.01)  # only somebody who asked, see _live
+                if not (directory / SUPERVISOR).exists():
                     _start(submission, directory, lock)
+            finally:
+                os.close(lock)
         except OSError as error:
             raise PlatformRefused(f"{directory} cannot hold a job: {error}; choose another root for the run") from error
         return submission.job_id
@@ -226,11 +233,7 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON file's content, {} where there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The JSON file's content, {} where there is none."""
     with contextlib.suppress(FileNotFoundError):
         fix = f"see that nothing of the job runs, then remove {path.parent}"
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
@@ -247,40 +250,21 @@ def _live(directory: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _locked(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)
-    return False
 
 
-@contextlib.contextmanager
-def _taken(directory: Path) -> Iterator[int | None]:
-    """The job's lock, or None if it is somebody else's: then the job lives."""
-    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _locked(lock: int, how: int) -> bool:
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if _live(directory):
-                    yield None
-                    return
-                time.sleep(0.01)  # only somebody who asked, see _live
-            else:
-                yield lock
-                return
-    finally:
-        os.close(lock)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _start(submission: Submission, directory: Path, lock: int) -> None:
-    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it.
-
-    Raises:
-        PlatformRefused: it did not start; the submission is taken back.
-    """
+    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it."""
     content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         reserve(directory / name)
