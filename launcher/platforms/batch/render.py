@@ -33,11 +33,7 @@ STOPS = (
 
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
-    """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes.
-
-    Raises:
-        ConfigProblem: Batch would not take the name, or variables clash.
-    """
+    """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
     # The form of a job id in google.cloud.batch_v1.
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", job.attempt_name):
         raise ConfigProblem(
