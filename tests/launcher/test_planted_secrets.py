@@ -25,7 +25,7 @@ from launcher.config import ScriptConfig
 from launcher.google import google_errors
 from launcher.images.docker import run_engine
 from launcher.images.oci import resolve
-from launcher.platforms.batch.clients import BATCH
+from launcher.platforms.batch.platform import BATCH
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import SCOPE, connect

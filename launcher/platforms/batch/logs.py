@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 # Entries come late and not in order; each look goes back so far and leaves out what it has seen.
 OVERLAP = timedelta(seconds=60)
-_ENTRIES = 1000  # that an answer of Cloud Logging holds
 
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
@@ -50,23 +48,13 @@ def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: dat
     entries = client.list_log_entries(
         request={
             "resource_names": [f"projects/{project}"],
-            "filter": filter_of(project, uid, since),
+            # The agent's own log is another one: batch_agent_logs.
+            "filter": f'logName="projects/{project}/logs/batch_task_logs" AND labels.job_uid="{uid}" '
+            f'AND timestamp>="{since.astimezone(UTC).isoformat()}"',
             "order_by": "timestamp asc",
-            "page_size": _ENTRIES,
+            "page_size": 1000,  # entries that an answer of Cloud Logging holds
         }
     )
-    return _page(entries, there)
-
-
-def filter_of(project: str, uid: str, since: datetime) -> str:
-    """The filter in Cloud Logging's query language. The agent's own log is another one: batch_agent_logs."""
-    return (
-        f'logName="projects/{project}/logs/batch_task_logs" AND labels.job_uid="{uid}" '
-        f'AND timestamp>="{since.astimezone(UTC).isoformat()}"'
-    )
-
-
-def _page(entries: Iterable[Any], there: Position) -> LogPage:
     known, size, more = set(there.seen), 0, False
     lines: list[LogLine] = []
     times: list[tuple[datetime, str]] = []
@@ -75,25 +63,18 @@ def _page(entries: Iterable[Any], there: Position) -> LogPage:
             break
         times.append((entry.timestamp, entry.insert_id))
         task = _TASK.search(entry.labels.get("task_id", ""))
-        if entry.insert_id not in known and task is not None:
-            text = _text(entry)
-            size += len(text)
-            lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
+        if entry.insert_id in known or task is None:
+            continue
+        text, payload = str(entry.text_payload), entry.json_payload
+        if not text and payload:  # a line that is JSON arrives as its fields
+            text = str(payload["message"]) if set(payload) == {"message"} else json.dumps(_plain(payload))
+        size += len(text)
+        lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
     if not times:
         return LogPage((), str(there))
     newest = max(moment for moment, _ in times)
     seen = [name for moment, name in times if moment >= newest - OVERLAP]
     return LogPage(tuple(lines), str(Position(there.uid, newest.isoformat(), seen)), more)
-
-
-def _text(entry: Any) -> str:
-    """A line that is JSON arrives as its fields."""
-    if entry.text_payload:
-        return str(entry.text_payload)
-    payload = entry.json_payload
-    if not payload:
-        return ""
-    return str(payload["message"]) if set(payload) == {"message"} else json.dumps(_plain(payload))
 
 
 def _plain(value: Any) -> Any:

@@ -6,20 +6,34 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+from launcher import google
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.google import google_errors
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.batch import lint, logs, states
 from launcher.platforms.batch import render as rendering
-from launcher.platforms.batch.clients import BATCH_ROLES, Clients, errors_as_ours
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.cloud import batch_v1
+    from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
+
+# Roles of the submitter: https://cloud.google.com/batch/docs/get-started
+BATCH = google.Service(
+    extra="batch", settings="platform's", refused=PlatformRefused, away=PlatformUnreachable,
+    emulator="BATCH_EMULATOR_HOST",
+    roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
+    "roles/iam.serviceAccountUser on the VMs' service account",
+)  # fmt: skip
+LOGGING = replace(BATCH, emulator="LOGGING_EMULATOR_HOST")
 
 _LIMIT = 30.0
 """Seconds that one call may take."""
@@ -49,14 +63,23 @@ class BatchPlatform:
     ) -> None:
         self._settings = settings
         self._grace, self._settle, self._patience, self._clock = grace, settle, patience, clock
-        self._clients = Clients()
+
+    @cached_property
+    def _batch(self) -> batch_v1.BatchServiceClient:
+        with google_errors(BATCH, "signing in"):
+            from google.cloud.batch_v1 import BatchServiceClient
+
+            return BatchServiceClient(transport=BATCH.transport(BatchServiceClient))
+
+    @cached_property
+    def _logging(self) -> LoggingServiceV2Client:
+        with google_errors(BATCH, "signing in"):
+            from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
+
+            return LoggingServiceV2Client(transport=LOGGING.transport(LoggingServiceV2Client))
 
     def render(self, job: Job) -> Submission:
-        """The Batch job that would be created.
-
-        Raises:
-            ConfigProblem: Batch would not take its name, or variables clash.
-        """
+        """The Batch job that would be created."""
         return rendering.render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
@@ -75,37 +98,26 @@ class BatchPlatform:
         )
 
     def check_access(self) -> str:
-        """Prove that Batch answers for the project, and lets us see its jobs.
-
-        Raises:
-            LoginProblem: no credentials, or they lack the roles.
-            PlatformRefused: there is no such project or location.
-            PlatformUnreachable: no answer.
-        """
+        """Prove that Batch answers for the project, and lets us see its jobs."""
         where = self._settings.parent
-        with errors_as_ours(f"asking for the jobs of {where}"):
+        with google_errors(BATCH, f"asking for the jobs of {where}"):
             from google.api_core import exceptions
             from google.cloud import batch_v1
 
             try:
-                self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
+                self._batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH_ROLES}") from None
+                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH.roles}") from None
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job; one that is there, in whatever state, is left as it is.
-
-        Raises:
-            PlatformRefused: the image is not known yet, or Batch said no.
-            PlatformUnreachable: no answer; submitting again is safe.
-        """
+        """Create the job; one that is there, in whatever state, is left as it is."""
         image = rendering.container_of(submission.body)["imageUri"]
         if image == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
-        with errors_as_ours(f"submitting {submission.job_id}"):
+        with google_errors(BATCH, f"submitting {submission.job_id}"):
             from google.api_core import exceptions, retry
             from google.cloud import batch_v1
 
@@ -121,7 +133,7 @@ class BatchPlatform:
                 timeout=_LIMIT,
             )
             try:
-                self._clients.batch.create_job(request, retry=again, timeout=_LIMIT)
+                self._batch.create_job(request, retry=again, timeout=_LIMIT)
             except exceptions.AlreadyExists:
                 return submission.job_id  # somebody was quicker: adopted
         return submission.job_id
@@ -131,11 +143,7 @@ class BatchPlatform:
         return job_id == rendering.job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state that Batch reports. A job has failed when one of its tasks has; the others then linger.
-
-        Raises:
-            PlatformUnreachable: no answer.
-        """
+        """Return the state that Batch reports. A job has failed when one of its tasks has; the others then linger."""
         job = self._job(job_id)
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
@@ -144,43 +152,38 @@ class BatchPlatform:
         return states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """The lines of all tasks that Cloud Logging has after `position`.
-
-        Raises:
-            PlatformUnreachable: no answer.
-        """
+        """The lines of all tasks that Cloud Logging has after `position`."""
         job = self._job(job_id)
         if job is None:
             return LogPage((), position)
-        with errors_as_ours(f"reading the log of {job_id}"):
-            return logs.read(
-                self._clients.logging,
-                project=job_id.split("/")[1],
-                uid=job.uid,
-                created=job.create_time,
-                position=position,
-            )
+        with google_errors(BATCH, f"reading the log of {job_id}"):
+            project, created = job_id.split("/")[1], job.create_time
+            return logs.read(self._logging, project=project, uid=job.uid, created=created, position=position)
 
     def cancel(self, job_id: JobId) -> None:
-        """Let Batch stop the job, and return when it and all of its tasks have ended.
-
-        Raises:
-            PlatformUnreachable: no answer, or it does not end.
-        """
+        """Let Batch stop the job, and return when it and all of its tasks have ended."""
         give_up = self._clock() + self._patience
         asked = False
         while (job := self._job(job_id)) is not None:
-            state = states.STATES.get(job.status.state.name, JobState.UNKNOWN)
-            if state.final and not (left := self._running(job)):
+            native = job.status.state.name
+            ended = states.STATES.get(native, JobState.UNKNOWN).final
+            left = self._running(job) if ended else []
+            if ended and not left:
                 return
-            if not asked and not state.final and job.status.state.name != "CANCELLATION_IN_PROGRESS":
-                self._ask_to_cancel(job_id)
+            if not (asked or ended or native == "CANCELLATION_IN_PROGRESS"):
                 asked = True
+                with google_errors(BATCH, f"cancelling {job_id}"):
+                    from google.api_core import exceptions
+                    from google.cloud import batch_v1
+
+                    request = batch_v1.CancelJobRequest(name=job_id, request_id=str(uuid.uuid4()))
+                    # It has ended, or is gone, in the meantime: the next look tells.
+                    with suppress(exceptions.NotFound, exceptions.FailedPrecondition):
+                        self._batch.cancel_job(request, timeout=_LIMIT)
             if self._clock() > give_up:
-                there = "".join(f", task {node}" for node in (left if state.final else ()))
+                there = "".join(f", task {node}" for node in left)
                 raise PlatformUnreachable(
-                    f"{job_id} is {job.status.state.name}{there} {self._patience:.0f} s after it was cancelled; "
-                    "cancel it again"
+                    f"{job_id} is {native}{there} {self._patience:.0f} s after it was cancelled; cancel it again"
                 )
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
@@ -192,33 +195,22 @@ class BatchPlatform:
         ended = states.STATES.get(state, JobState.UNKNOWN).final
         return tasks if ended else (f"job {job_id} ({state})", *tasks)
 
-    def _ask_to_cancel(self, job_id: JobId) -> None:
-        with errors_as_ours(f"cancelling {job_id}"):
-            from google.api_core import exceptions
-            from google.cloud import batch_v1
-
-            request = batch_v1.CancelJobRequest(name=job_id, request_id=str(uuid.uuid4()))
-            try:
-                self._clients.batch.cancel_job(request, timeout=_LIMIT)
-            except (exceptions.NotFound, exceptions.FailedPrecondition):
-                return  # ended, or gone, in the meantime; the next look tells
-
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
         """None where there is none."""
-        with errors_as_ours(f"asking for {job_id}"):
+        with google_errors(BATCH, f"asking for {job_id}"):
             from google.api_core import exceptions
 
             try:
-                return self._clients.batch.get_job(name=job_id, timeout=_LIMIT)
+                return self._batch.get_job(name=job_id, timeout=_LIMIT)
             except exceptions.NotFound:
                 return None
 
     def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        with errors_as_ours(f"asking for the tasks of {job_id}"):
+        with google_errors(BATCH, f"asking for the tasks of {job_id}"):
             from google.api_core import exceptions
 
             try:
-                return list(self._clients.batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
+                return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
             except exceptions.NotFound:  # deleted since we asked for the job
                 return []
 

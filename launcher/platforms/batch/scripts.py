@@ -71,31 +71,11 @@ def node_variables(attempt: str, *, nodes: int, port: int) -> str:
     Google's samples only, and go together (INFERRED: the main node is the one with index 0); where they are missing,
     the hosts file decides both who is first and who is who, so that node 0 is where the others look for it.
     """
-    return f"""{_HEAD}\
-mkdir -p {HOME}
-chmod 0777 {HOME}  # containers do not run as root
-host=$(hostname)
-life="${{BATCH_TASK_RETRY_ATTEMPT:-0}}"
-{_alone(port) if nodes == 1 else _among(nodes, port)}
-{{
-  echo "LITGPT_NODE_RANK=$rank"
-  echo "LITGPT_MASTER=$master"
-  echo "LITGPT_HOST=$host"
-  echo "LITGPT_RESTART=$life"
-  echo "LITGPT_ATTEMPT={attempt}-$life"
-}} > {VARIABLES}
-cat {VARIABLES}
-"""
-
-
-def _alone(port: int) -> str:
-    return f"""\
+    place = f"""\
 rank=0
 master=127.0.0.1:{port}"""
-
-
-def _among(nodes: int, port: int) -> str:
-    return f"""\
+    if nodes > 1:
+        place = f"""\
 hosts="${{BATCH_HOSTS_FILE:-{HOSTS}}}"
 tries=0
 until [ "$(grep -c . "$hosts" 2> /dev/null)" = {nodes} ]; do
@@ -120,3 +100,18 @@ else
 fi
 [ "$rank" = "$BATCH_TASK_INDEX" ] || echo "warning [batch.rank] task $BATCH_TASK_INDEX is node $rank"
 master=$main:{port}"""
+    return f"""{_HEAD}\
+mkdir -p {HOME}
+chmod 0777 {HOME}  # containers do not run as root
+host=$(hostname)
+life="${{BATCH_TASK_RETRY_ATTEMPT:-0}}"
+{place}
+{{
+  echo "LITGPT_NODE_RANK=$rank"
+  echo "LITGPT_MASTER=$master"
+  echo "LITGPT_HOST=$host"
+  echo "LITGPT_RESTART=$life"
+  echo "LITGPT_ATTEMPT={attempt}-$life"
+}} > {VARIABLES}
+cat {VARIABLES}
+"""

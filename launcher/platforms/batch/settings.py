@@ -14,19 +14,12 @@ from litgpt_demo.config import Count, Kind, PositiveCount
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
 
-# https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
-PROJECT = r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$"
-REGION = r"^[a-z]+(-[a-z]+)+[0-9]+$"
-ZONE = r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$"
-RESERVATION = r"^projects/[^/]+/zones/[^/]+/reservations/[^/]+$"
-TAG = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 LONGEST = 14 * 86_400
 """Seconds that a job may run. Batch takes more, and stops it there all the same
 (https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1)."""
 LONGEST_FLEX_START = 7 * 86_400
 """Seconds that Dynamic Workload Scheduler gives machines for
 (https://docs.cloud.google.com/compute/docs/instances/about-flex-start-vms)."""
-SIZE = r"^[0-9]+(Mi|Gi|Ti|M|G|T)$"
 
 
 class BatchPlatformConfig(ClusterSettings):
@@ -37,11 +30,12 @@ class BatchPlatformConfig(ClusterSettings):
     kind: Literal["batch"] = Kind("batch")
 
     # Where.
-    project: str = Field(pattern=PROJECT)
+    # https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
+    project: str = Field(pattern=r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$")
     """Google Cloud project that runs and pays for the job."""
-    location: str = Field(pattern=REGION)
+    location: str = Field(pattern=r"^[a-z]+(-[a-z]+)+[0-9]+$")
     """Region of the job and its VMs."""
-    zones: tuple[Annotated[str, Field(pattern=ZONE)], ...] = ()
+    zones: tuple[Annotated[str, Field(pattern=r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$")], ...] = ()
     """Only these zones of the region; empty is any."""
 
     # Which machines, and how many.
@@ -55,7 +49,7 @@ class BatchPlatformConfig(ClusterSettings):
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: bool = False
     """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
-    reservation: str | None = Field(None, pattern=RESERVATION)
+    reservation: str | None = Field(None, pattern=r"^projects/[^/]+/zones/[^/]+/reservations/[^/]+$")
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
     max_seconds: PositiveCount | None = Field(None, le=LONGEST, json_schema_extra=without_default)
     """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
@@ -85,11 +79,11 @@ class BatchPlatformConfig(ClusterSettings):
     """VMs have external addresses; without, the subnetwork needs Private Google Access."""
     gvnic: bool = False
     """Use Google's virtual NIC, which the boot image must support; newer machine types do anyway."""
-    tags: tuple[Annotated[str, Field(pattern=TAG)], ...] = ()
+    tags: tuple[Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")], ...] = ()
     """Network tags of the VMs, for firewall rules."""
 
     # The containers.
-    shm: str | None = Field(None, pattern=SIZE)
+    shm: str | None = Field(None, pattern=r"^[0-9]+(Mi|Gi|Ti|M|G|T)$")
     """Size of /dev/shm (`64Gi`), of which Docker would give 64 MB; empty is a quarter of the memory, 64 GiB at most."""
     nfs: str | None = Field(None, pattern=r"^[^:\s]+:/\S*$")
     """NFS export (`10.0.0.2:/data`) that all nodes mount, where the root is a folder."""
@@ -143,40 +137,27 @@ class BatchPlatformConfig(ClusterSettings):
     def _are_names_of_secrets(cls, given: dict[str, str] | str | None) -> dict[str, str] | str | None:
         for text in given.values() if isinstance(given, dict) else [given]:
             if text is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", text):
-                raise ValueError(  # which does not repeat what may be the secret itself
-                    "is no name of a secret; write projects/PROJECT/secrets/NAME/versions/latest, and put the value "
-                    "there"
-                )
+                # It does not repeat what may be the secret itself.
+                fix = "write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
+                raise ValueError(f"is no name of a secret; {fix}")
         return given
 
+    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
+
     @model_validator(mode="after")
-    def _zones_are_of_the_region(self) -> Self:
+    def _fits_together(self) -> Self:
         # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
         if other := [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]:
             raise ValueError(
                 f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}; name zones of "
                 f"{self.location}, or leave platform.zones out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_whole_login(self) -> Self:
         if (self.registry_username is None) != (self.registry_password is None):
             raise ValueError(
                 f"platform.registry_username={self.registry_username} and "
                 f"platform.registry_password={self.registry_password}: a login takes both; give the other one too"
             )
-        return self
-
-    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
-
-    @model_validator(mode="after")
-    def _gpus_fit(self) -> Self:
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_buy(self) -> Self:
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
         if len(chosen := [name for name, wanted in ways.items() if wanted]) > 1:
             raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")

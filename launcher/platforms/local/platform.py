@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import psutil
 
-from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
+from launcher.environment import Entry, as_rows, combined
+from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
@@ -33,10 +35,6 @@ from litgpt_demo.storage.reserving import reserve, write_whole
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
 """Variables that let their reader start programs by Prefect's server; a worker has them, and so may a user's shell."""
-
-
-# Nothing queues here, and no image is pulled.
-_AT_ONCE: Final = 0.0
 
 
 class LocalPlatform:
@@ -62,15 +60,27 @@ class LocalPlatform:
         self._working_directory = Path.cwd()
 
     def render(self, job: Job) -> Submission:
-        """The nodes' command lines and what is added to their environment.
-
-        Raises:
-            ConfigProblem: the job's environment sets what this platform sets otherwise.
-        """
+        """The nodes' command lines and what is added to their environment."""
         directory = os.path.normpath(
             self._state / job.attempt_name if is_remote(job.directory) else self._working_directory / job.directory
         )
-        env = _merged(self._environment(job, directory), job.env)
+        # All nodes are here: gloo must not look for an address that the host name may not have, and neither it nor
+        # NCCL is to listen where other machines can reach it.
+        mine = {
+            JOB_TAG: directory,
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            **({} if "NCCL_SOCKET_IFNAME" in job.env else {"NCCL_SOCKET_IFNAME": _LOOPBACK}),
+            "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
+            "PYTHONUNBUFFERED": "1",
+        }
+        own = [Entry(name=name, value=value, origin="platform", why="for ranks here") for name, value in mine.items()]
+        entries = combined(own, profile=(), scripted=(), overrides={}, job=job.env)
+        master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
+        nodes = []
+        for number in range(job.nodes):
+            words = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
+            env = {entry.name: entry.value for entry in entries}
+            nodes.append({"node": number, "argv": [*PYTHON, *words], "env": env})
         body = {
             "directory": directory,
             "working_directory": str(self._working_directory),
@@ -79,48 +89,19 @@ class LocalPlatform:
             "grace": self._grace,
             "labels": dict(job.labels),
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
-            "nodes": [
-                {"node": number, "argv": self._argv(job, number, directory=directory), "env": dict(env)}
-                for number in range(job.nodes)
-            ],
+            "nodes": nodes,
         }
-        told = tuple(
-            {
-                "variable": name,
-                "value": value,
-                "from": "job" if name in job.env else "platform",
-                "why": "for ranks here",
-            }
-            for name, value in env.items()
-        )
-        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=told)
-
-    def _environment(self, job: Job, directory: str) -> dict[str, str]:
-        return {
-            JOB_TAG: directory,
-            # All nodes are here: gloo must not look for an address that the host name may not have, and neither it
-            # nor NCCL is to listen where other machines can reach it.
-            "GLOO_SOCKET_IFNAME": _LOOPBACK,
-            "NCCL_SOCKET_IFNAME": job.env.get("NCCL_SOCKET_IFNAME", _LOOPBACK),
-            "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
-            "PYTHONUNBUFFERED": "1",
-        }
-
-    def _argv(self, job: Job, number: int, *, directory: str) -> list[str]:
-        master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
-        arguments = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
-        return [*PYTHON, *arguments]
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=tuple(as_rows(entries)))
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
         body, directory = submission.body, Path(submission.job_id)
-        if body["port"] is not None and not _live(directory) and not port_is_free(body["port"]):
-            yield Finding("error", "local.port", *_port_problem(body["port"]))
+        if problem := _port_problem(body["port"], directory):
+            yield Finding("error", "local.port", *problem)
         there = next(folder for folder in (directory, *directory.parents) if folder.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            yield Finding(
-                "error", "local.directory", f"{there} cannot be written to", "choose another root for the run"
-            )
+            what = f"{there} cannot be written to"
+            yield Finding("error", "local.directory", what, "choose another root for the run")
         python = body["nodes"][0]["argv"][0]
         if shutil.which(python) is None:
             yield Finding("error", "local.python", f"{python} is no program", "submit from the environment that has us")
@@ -140,27 +121,29 @@ class LocalPlatform:
         return "this machine runs the nodes"
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job under a supervisor of its own; one that lives or has lived is left as it is.
-
-        Raises:
-            PlatformRefused: a secret is missing, the port is taken, the directory cannot be written, the supervisor
-                does not start.
-        """
+        """Start the job under a supervisor of its own; one that lives or has lived is left as it is."""
         directory = Path(submission.job_id)
-        if _begun(directory):
+        # A submitter that died may only have written the job down: then it may be started.
+        if _live(directory) or (directory / SUPERVISOR).exists():
             return submission.job_id
         if missing := _missing(submission):
             raise PlatformRefused(
                 f"the job needs {', '.join(missing)} in the environment it is submitted from; export it"
             )
-        port = submission.body["port"]
-        if port is not None and not port_is_free(port) and not _live(directory):
-            raise PlatformRefused(" -> ".join(_port_problem(port)))
+        if problem := _port_problem(submission.body["port"], directory):
+            raise PlatformRefused(" -> ".join(problem))
         try:
             make_private(directory)
-            with _taken(directory) as lock:
-                if lock is not None and not (directory / SUPERVISOR).exists():
+            lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                while not _locked(lock, fcntl.LOCK_EX):
+                    if _live(directory):  # the lock is somebody else's: then the job lives
+                        return submission.job_id
+                    time.sleep(0.01)  # only somebody who asked, see _live
+                if not (directory / SUPERVISOR).exists():
                     _start(submission, directory, lock)
+            finally:
+                os.close(lock)
         except OSError as error:
             raise PlatformRefused(f"{directory} cannot hold a job: {error}; choose another root for the run") from error
         return submission.job_id
@@ -177,25 +160,18 @@ class LocalPlatform:
         with explaining(job_id):  # the job may be another user's
             if not (directory / SUBMISSION).exists():
                 return JobStatus(state=JobState.ABSENT, native="absent")
+        status = partial(JobStatus, scheduled=0.0, pulled=0.0)  # nothing queues here, and no image is pulled
         # In this order: the result is there before the lock is free.
         if _live(directory):
-            started = _read(directory / SUPERVISOR).get("started")
-            return JobStatus(
-                state=JobState.RUNNING, native="running", scheduled=_AT_ONCE, pulled=_AT_ONCE, started=started
+            return status(
+                state=JobState.RUNNING, native="running", started=_read(directory / SUPERVISOR).get("started")
             )
         told = _read(directory / RESULT)
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
         codes = {int(node): code for node, code in told["exit_codes"].items()}
-        return JobStatus(
-            state=JobState(told["state"]),
-            native=told["native"],
-            exit_codes=codes,
-            scheduled=_AT_ONCE,
-            pulled=_AT_ONCE,
-            started=told["started"],
-            ended=told["ended"],
-        )
+        state, native = JobState(told["state"]), told["native"]
+        return status(state=state, native=native, exit_codes=codes, started=told["started"], ended=told["ended"])
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`, node by node."""
@@ -205,19 +181,18 @@ class LocalPlatform:
         return page_of(open_storage(job_id), nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no.
-
-        Raises:
-            PlatformUnreachable: a process would not go.
-        """
+        """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no."""
         directory = Path(job_id)
         deadline = time.monotonic() + self._grace + 10
         told: set[int] = set()
         while _live(directory) and time.monotonic() < deadline:
-            if (supervisor := _supervisor(directory)) is not None and supervisor.pid not in told:
-                told.add(supervisor.pid)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    supervisor.terminate()
+            # The pid that the supervisor wrote may be another process's by now, so its mark has to be there too.
+            pid = _read(directory / SUPERVISOR).get("pid")
+            for supervisor in tagged(JOB_TAG, _mark(directory)):
+                if supervisor.pid == pid and pid not in told:
+                    told.add(supervisor.pid)
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        supervisor.terminate()
             time.sleep(0.05)
         if left := kill_tagged(JOB_TAG, _mark(directory), grace=5):
             pids = ", ".join(str(process.pid) for process in left)
@@ -238,39 +213,27 @@ def _missing(submission: Submission) -> list[str]:
     return [name for name in submission.body["secrets"] if not os.environ.get(name)]
 
 
-def _merged(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
-    clash = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name])
-    if clash:
-        told = ", ".join(f"{name}={theirs[name]} (here {mine[name]})" for name in clash)
-        raise ConfigProblem(f"the job's environment sets {told}, which the local platform sets itself; leave it out")
-    return {**mine, **theirs}
-
-
-def _port_problem(port: int) -> tuple[str, str]:
-    return f"port {port} is in use by {_listener(port)}", "end it, or leave platform.port out, which takes a free one"
-
-
-def _listener(port: int) -> str:
-    """Return the process that listens there, as far as this user may know."""
+def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
+    """Return who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
+    if port is None or port_is_free(port) or _live(directory):
+        return None
+    who = "a process of somebody else"
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
             if here and connection.pid is not None:
                 process = psutil.Process(connection.pid)
                 job = process.environ().get(JOB_TAG)
-                return f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
-    return "a process of somebody else"
+                who = f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
+                break
+    return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
 # --- a job's directory ------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON file's content, {} where there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The JSON file's content, {} where there is none."""
     with contextlib.suppress(FileNotFoundError):
         fix = f"see that nothing of the job runs, then remove {path.parent}"
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
@@ -287,45 +250,21 @@ def _live(directory: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _locked(lock, fcntl.LOCK_SH)
     finally:
         os.close(lock)
-    return False
 
 
-def _begun(directory: Path) -> bool:
-    """Return True if the job was taken over. A dying submitter may only have written it down: it may be started."""
-    return _live(directory) or (directory / SUPERVISOR).exists()
-
-
-@contextlib.contextmanager
-def _taken(directory: Path) -> Iterator[int | None]:
-    """The job's lock, or None if it is somebody else's: then the job lives."""
-    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+def _locked(lock: int, how: int) -> bool:
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if _live(directory):
-                    yield None
-                    return
-                time.sleep(0.01)  # only somebody who asked, see _live
-            else:
-                yield lock
-                return
-    finally:
-        os.close(lock)
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _start(submission: Submission, directory: Path, lock: int) -> None:
-    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it.
-
-    Raises:
-        PlatformRefused: it did not start; the submission is taken back.
-    """
+    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it."""
     content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         reserve(directory / name)
@@ -364,9 +303,3 @@ def _last_words(directory: Path) -> str:
 def _mark(directory: Path) -> str:
     """Return the mark of the job's processes: its id when it was submitted, before its root was moved."""
     return str(_read(directory / SUBMISSION).get("job_id", directory))
-
-
-def _supervisor(directory: Path) -> psutil.Process | None:
-    """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
-    pid = _read(directory / SUPERVISOR).get("pid")
-    return next((process for process in tagged(JOB_TAG, _mark(directory)) if process.pid == pid), None)

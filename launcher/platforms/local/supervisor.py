@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,15 +40,6 @@ LOCK, SUBMISSION, SUPERVISOR, RESULT = "lock", "submission.json", "supervisor.js
 # Seconds that the other nodes get when one has failed: first to end by themselves, then after SIGTERM.
 PEER_GRACE = 5.0
 
-_POLL = 0.1
-
-
-@dataclass
-class _Asked:
-    """When SIGTERM came, on the monotonic clock."""
-
-    at: float | None = None
-
 
 def main(argv: Sequence[str]) -> int:
     """Take the job in `argv[0]` over and return at once; what remains is an orphan that supervises it."""
@@ -67,10 +57,10 @@ def supervise(directory: Path) -> None:
 
     `result.json` is written last, when none of the job's processes is left.
     """
-    asked = _Asked()
+    asked: list[float] = []  # when SIGTERM came, on the monotonic clock
 
     def ask(_number: int, _frame: FrameType | None) -> None:
-        asked.at = time.monotonic() if asked.at is None else asked.at
+        asked.append(time.monotonic())
 
     signal.signal(signal.SIGTERM, ask)
     # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
@@ -78,11 +68,34 @@ def supervise(directory: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     path = directory / SUBMISSION
     submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
-    started = time.time()
+    body, started = submission["body"], time.time()
+    nodes: dict[int, subprocess.Popen[bytes]] = {}
+    trouble = ""
     with reserved_ports() as port:
         os.environ[MASTER] = f"127.0.0.1:{port}"
         write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started, "port": port})
-        _run(submission, directory, started, asked)
+        try:
+            for node in body["nodes"]:
+                # Each agent in a session of its own, its output appended to its log.
+                with (directory / f"node-{node['node']}.log").open("ab") as log:
+                    nodes[node["node"]] = subprocess.Popen(
+                        node["argv"],
+                        env={**os.environ, **node["env"]},
+                        cwd=body["working_directory"],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            _watch(nodes, asked, grace=body["grace"])
+        except OSError as error:
+            trouble = f"a node could not be started: {error}"
+        finally:
+            well = not trouble and all(process.poll() == 0 for process in nodes.values())
+            kill_tagged(JOB_TAG, submission["job_id"], grace=2 if well else 0)
+        codes = {number: process.wait() for number, process in nodes.items()}
+        outcome = result(codes, cancelled=bool(asked), trouble=trouble)
+        write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
 
 
 @contextmanager
@@ -106,73 +119,27 @@ def reserved_ports() -> Iterator[int]:
             return
 
 
-def _run(submission: Mapping[str, Any], directory: Path, started: float, asked: _Asked) -> None:
-    body = submission["body"]
-    nodes: dict[int, subprocess.Popen[bytes]] = {}
-    trouble = ""
-    try:
-        for node in body["nodes"]:
-            nodes[node["node"]] = _start(node, body["working_directory"], directory)
-        _watch(nodes, asked, grace=body["grace"])
-    except OSError as error:
-        trouble = f"a node could not be started: {error}"
-    finally:
-        well = not trouble and all(process.poll() == 0 for process in nodes.values())
-        kill_tagged(JOB_TAG, submission["job_id"], grace=2 if well else 0)
-    codes = {number: process.wait() for number, process in nodes.items()}
-    outcome = result(codes, cancelled=asked.at is not None, trouble=trouble)
-    write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
+def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], asked: Sequence[float], *, grace: float) -> None:
+    """Return when every node has ended, by itself or because it was made to.
 
-
-def _start(node: Mapping[str, Any], working_directory: str, directory: Path) -> subprocess.Popen[bytes]:
-    """Start one node's agent in a session of its own, its output appended to its log."""
-    with (directory / f"node-{node['node']}.log").open("ab") as log:
-        return subprocess.Popen(
-            node["argv"],
-            env={**os.environ, **node["env"]},
-            cwd=working_directory,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], asked: _Asked, *, grace: float) -> None:
-    """Return when every node has ended, by itself or because it was made to."""
-    failed: float | None = None
-    told = False
+    Args:
+        asked: filled with the time when the job is cancelled.
+        grace: seconds that ranks have after SIGTERM on a cancel; two more let the node report them.
+    """
+    failed, told = math.inf, False
     while running := [node for node in nodes.values() if node.poll() is None]:
         now = time.monotonic()
-        if failed is None and any(node.poll() for node in nodes.values()):
-            failed = now
-        terminate_at, kill_at = deadlines(asked=asked.at, failed=failed, grace=grace)
-        if now >= terminate_at and not told:
+        if any(node.poll() for node in nodes.values()):
+            failed = min(failed, now)
+        cancelled = asked[0] if asked else math.inf
+        if now >= min(cancelled, failed + PEER_GRACE) and not told:
             told = True
             for node in running:
                 node.terminate()
-        if now >= kill_at:
+        if now >= min(cancelled + grace + 2, failed + 2 * PEER_GRACE):
             for node in running:
                 os.killpg(node.pid, signal.SIGKILL)
-        time.sleep(_POLL)
-
-
-def deadlines(*, asked: float | None, failed: float | None, grace: float) -> tuple[float, float]:
-    """When the nodes that still run get SIGTERM, and when SIGKILL.
-
-    Args:
-        asked: when the job was cancelled.
-        failed: when a node ended badly.
-        grace: seconds that ranks have after SIGTERM on a cancel; two more let the node report them.
-    """
-    terminate, kill = [math.inf], [math.inf]
-    if failed is not None:
-        terminate.append(failed + PEER_GRACE)
-        kill.append(failed + 2 * PEER_GRACE)
-    if asked is not None:
-        terminate.append(asked)
-        kill.append(asked + grace + 2)
-    return min(terminate), min(kill)
+        time.sleep(0.1)
 
 
 def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "") -> dict[str, Any]:

@@ -22,8 +22,7 @@ from litgpt_demo.secrets import redacted
 # Seconds for one command; v2's submit waits up to a minute for the workload to be created.
 PATIENCE = 120.0
 
-_PAGE = 500
-"""Workloads per page of v2's list, which otherwise ends after 50."""
+_PAGE = 500  # workloads of v2's list, which otherwise ends after 50
 
 # The words of a clear refusal: the command was understood, and nothing was made. Every other failure is no answer,
 # whatever it says: a connection that is cut once the request has been carried out leaves no more than `Post "…": EOF`
@@ -48,8 +47,7 @@ _ALREADY_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
 _GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORECASE)
 
 # What v2's JSON may call a workload's name and phase; the shape is not documented, so it is looked for.
-_NAMES = ("name", "workloadName", "Name")
-_PHASES = ("phase", "status", "actualPhase", "Phase", "Status")
+_KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Phase", "Status")
 
 
 class Cli:
@@ -62,11 +60,7 @@ class Cli:
 
     @cached_property
     def dialect(self) -> Dialect:
-        """The features of the program.
-
-        Raises:
-            ConfigProblem: there is no such program, or it can submit no PyTorch training.
-        """
+        """The features of the program."""
         wanted = self._settings.cli_version
         if shutil.which(self._settings.cli) is None:
             if wanted != "auto":  # to look at what would be sent, from a machine without the program
@@ -91,11 +85,7 @@ class Cli:
         return EXCLUDE in self.dialect.flags
 
     def render(self, work: Workload) -> Mapping[str, Any]:
-        """The command line.
-
-        Raises:
-            ConfigProblem: there is no program, or it lacks a flag.
-        """
+        """The command line."""
         words = submit_words(work, self.dialect, program=self._settings.cli, project=self._settings.project)
         return {"argv": words}
 
@@ -106,7 +96,10 @@ class Cli:
             return
         try:
             self._workloads()
-            self._rehearse(sent)
+            if "--dry-run" in self.dialect.flags:  # it starts nothing
+                words = list(sent["argv"][1:])
+                words.insert(words.index("--"), "--dry-run")
+                self._run(*words, unless=_ALREADY_THERE)
         except LoginProblem as error:
             yield Finding("error", "runai.login", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
@@ -118,25 +111,9 @@ class Cli:
         """List the project's workloads."""
         self._workloads()
 
-    def _rehearse(self, sent: Mapping[str, Any]) -> None:
-        """The command line with `--dry-run`, which starts nothing.
-
-        Raises:
-            PlatformRefused: it would not be taken.
-        """
-        if "--dry-run" not in self.dialect.flags:
-            return
-        argv = list(sent["argv"])
-        done = self._run(*argv[1 : argv.index("--")], "--dry-run", *argv[argv.index("--") :], check=False)
-        if done.returncode != 0 and not _answer_matches(_ALREADY_THERE, done):
-            raise self._error(done)
-
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Run the command line; a workload of that name that is there already is left as it is."""
-        argv = list(sent["argv"])
-        done = self._run(*argv[1:], check=False)
-        if done.returncode != 0 and not _answer_matches(_ALREADY_THERE, done):
-            raise self._error(done)
+        self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
         """The workload's state in Run:ai's word, None where there is none of that name."""
@@ -145,15 +122,16 @@ class Cli:
     def delete(self, name: str) -> None:
         """Ask for it to be gone; already gone is success."""
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
-        done = self._run(*command, name, "--project", self._settings.project, check=False)
-        if done.returncode != 0 and not _answer_matches(_GONE, done):
-            raise self._error(done)
+        self._run(*command, name, "--project", self._settings.project, unless=_GONE)
 
     def _workloads(self) -> dict[str, str]:
         """Name to state of all of the project's."""
         project = ("--project", self._settings.project)
         if self.dialect.generation == "v1":
-            return table_of(self._run("list", "jobs", *project).stdout)
+            # A table, whose first two columns count, below the line that names them.
+            rows = [line.split() for line in self._run("list", "jobs", *project).stdout.splitlines()]
+            head = next((number for number, row in enumerate(rows) if row[:2] == ["NAME", "STATUS"]), len(rows))
+            return {row[0]: row[1] for row in rows[head + 1 :] if len(row) > 1}
         found: dict[str, str] = {}
         while True:
             page = ("--json", "--limit", str(_PAGE), "--offset", str(len(found)))
@@ -164,8 +142,13 @@ class Cli:
             if len(fresh) < _PAGE:
                 return found
 
-    def _run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, *words: str, unless: re.Pattern[str] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """One command of the program.
+
+        Args:
+            unless: words of a failure that is none.
 
         Raises:
             ConfigProblem: there is no such program.
@@ -174,6 +157,7 @@ class Cli:
             PlatformRefused: the answer is no.
         """
         argv = [self._settings.cli, *words]
+        what = f"`{' '.join(argv[:4])}`"
         try:
             done = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -182,29 +166,23 @@ class Cli:
             raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)) from error
         except subprocess.TimeoutExpired as error:
             raise PlatformUnreachable(
-                f"`{' '.join(argv[:4])}` has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"
+                f"{what} has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"
             ) from error
-        if done.returncode != 0:  # its error, which a traceback may show with all that it says
-            done.stdout, done.stderr = redacted(done.stdout), redacted(done.stderr)
-        if check and done.returncode != 0:
-            raise self._error(done)
-        return done
-
-    def _error(self, done: subprocess.CompletedProcess[str]) -> Exception:
-        """Return the error that a failed command means."""
-        words = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
-        told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words or 'without a word'}"
-        if _LOGIN.search(words):
-            return LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
-        if _answer_matches(_REFUSED, done):
-            return PlatformRefused(told)
-        return PlatformUnreachable(told)
-
-
-def _answer_matches(pattern: re.Pattern[str], done: subprocess.CompletedProcess[str]) -> bool:
-    """Return whether what a failed command printed is an answer, and has these words."""
-    words = done.stderr + done.stdout
-    return not _UNANSWERED.search(words) and pattern.search(words) is not None
+        if done.returncode == 0:
+            return done
+        # Its error, which a traceback may show with all that it says.
+        done.stdout, done.stderr = redacted(done.stdout), redacted(done.stderr)
+        printed = done.stderr + done.stdout
+        answered = not _UNANSWERED.search(printed)
+        if not check or (unless is not None and answered and unless.search(printed)):
+            return done
+        last = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
+        told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
+        if _LOGIN.search(last):
+            raise LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
+        if answered and _REFUSED.search(printed):
+            raise PlatformRefused(told)
+        raise PlatformUnreachable(told)
 
 
 _NO_PROGRAM = (
@@ -213,24 +191,13 @@ _NO_PROGRAM = (
 )
 
 
-def table_of(text: str) -> dict[str, str]:
-    """Name to status, of v1's table: the first two columns, below the line that names them."""
-    rows = [line.split() for line in text.splitlines()]
-    head = next((number for number, row in enumerate(rows) if row[:2] == ["NAME", "STATUS"]), None)
-    return {} if head is None else {row[0]: row[1] for row in rows[head + 1 :] if len(row) > 1}
-
-
 def phases_in(text: str) -> dict[str, str]:
-    """Name to phase, of every workload that v2's JSON holds, however it is nested.
-
-    Raises:
-        PlatformUnreachable: it is no JSON; an old program prints other things before it is ready.
-    """
+    """Name to phase, of every workload that v2's JSON holds, however it is nested."""
     if not text.strip():
         return {}
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
         raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
     found: dict[str, str] = {}
@@ -238,8 +205,7 @@ def phases_in(text: str) -> dict[str, str]:
     while todo:
         one = todo.pop()
         if isinstance(one, Mapping):
-            name = next((one[key] for key in _NAMES if isinstance(one.get(key), str)), None)
-            phase = next((one[key] for key in _PHASES if isinstance(one.get(key), str)), None)
+            name, phase = (next((one[key] for key in keys if isinstance(one.get(key), str)), None) for keys in _KEYS)
             if name is not None and phase is not None:
                 found.setdefault(name, phase)
             else:

@@ -1,8 +1,7 @@
 """Run:ai's command line, as documented for two generations, and a workload in its words.
 
-Which flags a release has differs; what is known here is only where to begin. A flag that may be missing, or is spelt in
-more than one way, is an `Option` with alternatives, of which the first that the program at hand knows is taken. Values
-hold no commas where the program would take them apart (v1: "separate values with a comma or add the flag twice").
+Which flags a release has differs; what is known here is only where to begin. Values hold no commas where the program
+would take them apart (v1: "separate values with a comma or add the flag twice").
 
 v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch/
 v2: https://docs.nvidia.com/run-ai/self-hosted/reference/cli/runai/training/runai-training-pytorch-submit
@@ -10,7 +9,7 @@ v2: https://docs.nvidia.com/run-ai/self-hosted/reference/cli/runai/training/runa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -23,11 +22,7 @@ Generation = Literal["v1", "v2"]
 SUBMIT = MappingProxyType(
     {
         # The newest first; early v2 had one command for all frameworks, later ones an alias.
-        "v2": (
-            ("training", "pytorch", "submit"),
-            ("pytorch", "submit"),
-            ("distributed", "submit"),
-        ),
+        "v2": (("training", "pytorch", "submit"), ("pytorch", "submit"), ("distributed", "submit")),
         "v1": (("submit-dist", "pytorch"),),
     }
 )
@@ -46,9 +41,12 @@ _V2 = (
 
 EXCLUDE = "--exclude-node"
 """A machine to avoid, as the newest releases of v2 have it; that it is named by its host name is INFERRED."""
+_HOST = "--env-pod-field-ref"
 
-Spelling: TypeAlias = tuple[str, ...]
-"""A flag and its value, or a flag alone."""
+Row: TypeAlias = tuple[str, str | Iterable[str] | bool | None, str | None, str | None]
+"""The user's setting; its value, or several for a flag that is repeated, or whether a flag stands alone; the flags of
+v1 and of v2, None in the one that says it by another row. What is said in no flag names what has it instead."""
+_REST = "the REST API"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,144 +68,90 @@ DOCUMENTED = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Option:
-    """Something to say, in one of several spellings."""
+def rows(work: Workload, dialect: Dialect) -> list[Row]:
+    """All that there is to say of a workload, in the order of the command line."""
+    settings = work.settings
+    # The page has one spelling, its snippet another; before 2.10 there was neither.
+    spellings = {"--pvc-exists": "claimname={},path={}", "--pvc-exist": "claimname={},path={}", "--pvc": "{}:{}"}
+    pvc = next((flag for flag in spellings if flag in dialect.flags), " or ".join(spellings))
+    v1_claims = [spellings.get(pvc, "").format(claim.name, claim.path) for claim in settings.claims]
+    v2_claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+    topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
+    gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
+    early = dialect.submit[0] == "distributed"
 
-    setting: str
-    """The user's setting that asks for it."""
-    spellings: tuple[Spelling, ...]
-    optional: bool = False
-    """Left out where the program has none of them."""
+    def pairs(given: Mapping[str, object]) -> list[str]:
+        return [f"{name}={value}" for name, value in given.items()]
 
-    @property
-    def names(self) -> str:
-        """The flags, for people."""
-        return " or ".join(spelling[0] for spelling in self.spellings)
-
-
-def said(setting: str, *words: str, optional: bool = False) -> Option:
-    """An option with one spelling."""
-    return Option(setting, (words,), optional)
+    return [
+        ("PyTorch", early and "PyTorch", None, "--framework"),
+        ("image", work.image, "--image", "--image"),
+        # Pinned by digest: what is there is right.
+        ("image", "IfNotPresent", "--image-pull-policy", "--image-pull-policy"),
+        ("platform.nodes", str(work.workers), "--workers", "--workers"),
+        # A gang cannot heal pod by pod: a new attempt is ours to make.
+        ("restarts", "0", "--backoff-limit", "--backoff-limit"),
+        ("labels", pairs(work.labels), "--label", "--label"),
+        # The programs take a value apart at its commas.
+        ("platform.network", any("," in value for value in work.annotations.values()), _REST, _REST),
+        ("platform.network", pairs(work.annotations), "--annotation", "--annotation"),
+        ("platform.network", pairs(work.resources), "--extended-resource", "--extended-resource"),
+        # The long form names an asset in the newest releases; the short one always sets a variable.
+        ("env", pairs(work.variables), "-e", "-e"),
+        ("platform.secrets", bool(settings.secrets), _REST, _REST),
+        ("platform.node_type", settings.node_type, "--node-type", "--node-type"),
+        ("platform.topology", settings.topology, topology, topology),
+        ("platform.large_shm", settings.large_shm, "--large-shm", "--large-shm"),
+        ("platform.run_as_user", settings.run_as_user, "--run-as-user", "--run-as-user"),
+        ("platform.uid", str(settings.uid or ""), "--run-as-uid", "--run-as-uid"),
+        ("platform.gid", str(settings.gid or ""), "--run-as-gid", "--run-as-gid"),
+        ("platform.gpus", gpus, "--gpu", None),
+        ("platform.gpus", settings.gpus > 0 and ("1" if is_part else gpus), None, "--gpu-devices-request"),
+        ("platform.gpus", is_part and "portion", None, "--gpu-request-type"),
+        ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
+        ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
+        ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
+        ("platform.claims", v1_claims, pvc, None),
+        ("platform.claims", v2_claims, None, "--existing-pvc"),
+        # One string, in order; that commas separate them is INFERRED.
+        ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
+        ("platform.node_pools", settings.node_pools, None, "--node-pools"),
+        ("platform.priority", settings.priority, "--priority", "--priority"),
+        ("platform.preemptible", settings.preemptible, "--preemptible", None),
+        ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
+        # `avoidable` has said where it cannot.
+        ("the machines to avoid", work.exclude_nodes if EXCLUDE in dialect.flags else (), None, EXCLUDE),
+        # Which machine a pod is on, for verdicts.
+        ("LITGPT_HOST", _HOST in dialect.flags and "LITGPT_HOST=spec.nodeName", None, _HOST),
+    ]
 
 
 def submit_words(work: Workload, dialect: Dialect, *, program: str, project: str) -> list[str]:
-    """The whole command line.
-
-    Raises:
-        ConfigProblem: the program lacks flags that the settings ask for; names all of them.
-    """
-    options = _v1(work) if dialect.generation == "v1" else _v2(work, dialect)
+    """The whole command line."""
     words: list[str] = []
-    missing: list[Option] = []
-    for option in options:
-        spelling = next((words for words in option.spellings if words[0] in dialect.flags or words[0] == "-e"), None)
-        if spelling is not None:
-            words += spelling
-        elif not option.optional:
-            missing.append(option)
+    missing: list[str] = []
+    for setting, value, *flags in rows(work, dialect):
+        flag = flags[dialect.generation == "v2"]
+        if flag is None or not value:
+            continue
+        if flag not in dialect.flags and flag != "-e":
+            missing.append(f"{setting} needs {flag}")
+        elif value is True:
+            words.append(flag)
+        else:
+            words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
     if missing:
-        told = "; ".join(f"{one.setting} needs {one.names}" for one in missing)
         raise ConfigProblem(
-            f"`{program} {' '.join(dialect.submit)}` has not got every flag: {told}. Leave the setting out, install a "
-            "newer runai, or submit by REST (platform.url)"
+            f"`{program} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the setting "
+            "out, install a newer runai, or submit by REST (platform.url)"
         )
     name = ["--name", work.name] if dialect.generation == "v1" else [work.name]
-    return [
-        program, *dialect.submit, *name, "--project", project, *words, "--command", "--", *work.words,
-    ]  # fmt: skip
+    return [program, *dialect.submit, *name, "--project", project, *words, "--command", "--", *work.words]
 
 
-def _v1(work: Workload) -> Iterator[Option]:
-    settings = work.settings
-    yield from _common(work)
-    yield said("platform.gpus", "--gpu", f"{settings.gpus:g}")
-    if settings.cpus is not None:
-        yield said("platform.cpus", "--cpu", f"{settings.cpus:g}")
-    if settings.memory is not None:
-        yield said("platform.memory", "--memory", settings.memory)
-    for claim in settings.claims:
-        exists = f"claimname={claim.name},path={claim.path}"
-        # The page has one spelling, its snippet another; before 2.10 there was neither.
-        spellings = ("--pvc-exists", exists), ("--pvc-exist", exists), ("--pvc", f"{claim.name}:{claim.path}")
-        yield Option("platform.claims", spellings)
-    if settings.node_pools:
-        # One string, in order; that commas separate them is INFERRED.
-        yield said("platform.node_pools", "--node-pools", ",".join(settings.node_pools))
-    if settings.priority is not None:
-        yield said("platform.priority", "--priority", settings.priority)
-    if settings.preemptible:
-        yield said("platform.preemptible", "--preemptible")
-
-
-def _v2(work: Workload, dialect: Dialect) -> Iterator[Option]:
-    settings = work.settings
-    if dialect.submit[0] == "distributed":
-        yield said("PyTorch", "--framework", "PyTorch")
-    yield from _common(work)
-    if settings.gpus >= 1:
-        yield said("platform.gpus", "--gpu-devices-request", f"{settings.gpus:g}")
-    elif settings.gpus:
-        yield said("platform.gpus", "--gpu-devices-request", "1")
-        yield said("platform.gpus", "--gpu-request-type", "portion")
-        yield said("platform.gpus", "--gpu-portion-request", f"{settings.gpus:g}")
-    if settings.cpus is not None:
-        yield said("platform.cpus", "--cpu-core-request", f"{settings.cpus:g}")
-    if settings.memory is not None:
-        yield said("platform.memory", "--cpu-memory-request", settings.memory)
-    for claim in settings.claims:
-        yield said("platform.claims", "--existing-pvc", f"claimname={claim.name},path={claim.path}")
-    for pool in settings.node_pools:
-        yield said("platform.node_pools", "--node-pools", pool)
-    if settings.priority is not None:
-        yield said("platform.priority", "--priority", settings.priority)
-    if settings.preemptible is not None:
-        yield said("platform.preemptible", "--preemptibility", preemptibility(settings.preemptible))
-    for machine in work.exclude_nodes:
-        yield said("the machines to avoid", EXCLUDE, machine, optional=True)  # `avoidable` has said where it cannot
-    # Which machine a pod is on, for verdicts.
-    yield said("LITGPT_HOST", "--env-pod-field-ref", "LITGPT_HOST=spec.nodeName", optional=True)
-
-
-def _common(work: Workload) -> Iterator[Option]:
-    """The name that both generations share."""
-    settings = work.settings
-    yield said("image", "--image", work.image)
-    # Pinned by digest: what is there is right.
-    yield said("image", "--image-pull-policy", "IfNotPresent")
-    yield said("platform.nodes", "--workers", str(work.workers))
-    # A gang cannot heal pod by pod: a new attempt is ours to make.
-    yield said("restarts", "--backoff-limit", "0")
-    for name, value in work.labels.items():
-        yield said("labels", "--label", f"{name}={value}")
-    for name, value in work.annotations.items():
-        # The programs take a value apart at its commas.
-        yield said("platform.network", "the REST API" if "," in value else "--annotation", f"{name}={value}")
-    for name, count in work.resources.items():
-        yield said("platform.network", "--extended-resource", f"{name}={count}")
-    for name, value in work.variables.items():
-        # The long form names an asset in the newest releases; the short one always sets a variable.
-        yield said("env", "-e", f"{name}={value}")
-    if settings.secrets:
-        yield said("platform.secrets", "the REST API")
-    if settings.node_type is not None:
-        yield said("platform.node_type", "--node-type", settings.node_type)
-    if settings.topology is not None:
-        how = "required" if settings.topology_required else "preferred"
-        yield said("platform.topology", f"--{how}-pod-topology-key", settings.topology)
-    if settings.large_shm:
-        yield said("platform.large_shm", "--large-shm")
-    if settings.run_as_user:
-        yield said("platform.run_as_user", "--run-as-user")
-    if settings.uid is not None:
-        yield said("platform.uid", "--run-as-uid", str(settings.uid))
-    if settings.gid is not None:
-        yield said("platform.gid", "--run-as-gid", str(settings.gid))
-
-
-def preemptibility(preemptible: bool) -> str:
+def preemptibility(preemptible: bool | None) -> str | None:
     """The name in REST and CLI v2."""
-    return "preemptible" if preemptible else "non-preemptible"
+    return None if preemptible is None else "preemptible" if preemptible else "non-preemptible"
 
 
 def flags_in(help_text: str) -> frozenset[str]:

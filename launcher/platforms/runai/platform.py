@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable
@@ -18,10 +18,9 @@ from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
-from launcher.platforms.runai.render import Workload, WorkloadReference, workload
+from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.platforms.runai.states import job_state
 from launcher.runs.evidence import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
@@ -31,26 +30,27 @@ SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
 """The file in the attempt's directory with what Run:ai forgets when the workload is deleted."""
 
+# REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
+# pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
+_WORDS = {
+    JobState.PENDING: (
+        "Creating", "Initializing", "Resuming", "Pending", "ContainerCreating", "ImagePullBackOff", "ErrImagePull",
+    ),
+    # Degraded: some pods fail, and the operator has not ended the others yet.
+    JobState.RUNNING: ("Running", "Updating", "Degraded", "Stopping", "Deleting", "Terminating"),
+    JobState.SUCCEEDED: ("Completed", "Succeeded"),
+    JobState.FAILED: ("Failed",),
+    # By a user: it could be resumed there; here the next run of the same command is a new attempt.
+    JobState.CANCELLED: ("Stopped",),
+    JobState.ABSENT: ("Deleted",),
+}  # fmt: skip
+STATES = {word: state for state, words in _WORDS.items() for word in words}
+"""Run:ai's words for where a workload is, in ours. One that is not here is UNKNOWN, which stops nothing."""
 
-class Api(Protocol):
-    """A way to reach Run:ai."""
 
-    name: str
-    unknown: tuple[str, ...]
-    """The values that are filled in when a workload is submitted (launcher.job.Submission)."""
-
-    @property
-    def excludes(self) -> bool:
-        """Return whether it takes machines that a workload must avoid."""
-
-    def render(self, work: Workload) -> Mapping[str, Any]: ...
-    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
-    def check_access(self) -> None: ...
-    def submit(self, sent: Mapping[str, Any]) -> None:
-        """Ask once for the workload. PlatformRefused says that none was made, PlatformUnreachable that nobody knows."""
-
-    def phase(self, name: str) -> str | None: ...
-    def delete(self, name: str) -> None: ...
+Api: TypeAlias = Cli | Rest
+"""A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
+that nobody knows."""
 
 
 class RunaiPlatform:
@@ -85,11 +85,7 @@ class RunaiPlatform:
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
-        """The command line or the request, and with it what its one packed word says.
-
-        Raises:
-            ConfigProblem: the name does not fit, variables clash, there is no `runai`, or it lacks a flag.
-        """
+        """The command line or the request, and with it what its one packed word says."""
         work = workload(job, self._settings)
         reference = WorkloadReference(
             project=self._settings.project, name=work.name, nodes=job.nodes, directory=job.directory
@@ -104,7 +100,17 @@ class RunaiPlatform:
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A root that pods do not have, an API that does not answer, a project that is not there."""
-        yield from self._check_root(WorkloadReference.of(submission.job_id).directory)
+        directory, volumes = (
+            WorkloadReference.of(submission.job_id).directory,
+            [one.path for one in self._settings.claims],
+        )
+        if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
+            what = (
+                f"the root's folder {directory} is on no volume that pods mount (platform.claims: "
+                f"{', '.join(volumes) or 'none'})"
+            )
+            fix = "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here"
+            yield Finding("error", "runai.root", what, fix)
         network = self._settings.network
         if network != DEFAULT and self._settings.gpus == 0:
             what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
@@ -126,38 +132,13 @@ class RunaiPlatform:
             "take other platform.node_pools",
         )
 
-    def _check_root(self, directory: str) -> Iterator[Finding]:
-        if is_remote(directory):
-            return
-        if any(PurePosixPath(directory).is_relative_to(claim.path) for claim in self._settings.claims):
-            return
-        there = ", ".join(claim.path for claim in self._settings.claims) or "none"
-        yield Finding(
-            "error",
-            "runai.root",
-            f"the root's folder {directory} is on no volume that pods mount (platform.claims: {there})",
-            "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
-        )
-
     def check_access(self) -> str:
-        """Prove that Run:ai answers, and lets us see the project.
-
-        Raises:
-            LoginProblem: no credentials, or refused ones.
-            ConfigProblem: there is no such project or cluster, or no program to ask with.
-            PlatformRefused: it says no for another reason.
-            PlatformUnreachable: no answer.
-        """
+        """Prove that Run:ai answers, and lets us see the project."""
         self._api.check_access()
         return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job; one of its name that is there, live or ended, is left as it is.
-
-        Raises:
-            PlatformRefused: Run:ai said no; nothing was left behind.
-            PlatformUnreachable: no answer; submitting again is safe.
-        """
+        """Start the job; one of its name that is there, live or ended, is left as it is."""
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
@@ -177,10 +158,6 @@ class RunaiPlatform:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
 
         A name is taken once only, so that a workload that is made and not listed yet is not made twice.
-
-        Raises:
-            PlatformRefused: the answer is no, and nothing of that name is listed.
-            PlatformUnreachable: nobody knows, after several looks.
         """
         unheard: PlatformUnreachable | None = None
         give_up = time.monotonic() + self._give_up
@@ -205,64 +182,48 @@ class RunaiPlatform:
             ) from unheard
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""
-        reference = WorkloadReference.of(job_id)
-        phase = self._api.phase(reference.name)
-        state = JobState.ABSENT if phase is None else job_state(phase)
-        if state.live:
-            return JobStatus(state=state, native=str(phase))
-        codes = self._exit_codes(reference, ended=state is not JobState.ABSENT)
-        if state is JobState.ABSENT:
-            state, native = self._forgotten(reference, codes)
-            return JobStatus(state=state, native=native, exit_codes=codes)
-        return JobStatus(state=state, native=str(phase), exit_codes=codes)
-
-    def _exit_codes(self, reference: WorkloadReference, *, ended: bool) -> dict[int, int]:
-        """Node number to exit code, of the nodes that have told.
+        """Return what Run:ai says; when it has forgotten the job, what the run's directory says.
 
         Run:ai calls a training ended when its master is, or the first pod that fails: the others are given a moment,
         once, for what they leave is how the end is explained.
         """
-        give_up = time.monotonic() + self._settle
-        while True:
-            codes = exit_codes(self._attempt(reference))
-            everybody = len(codes) >= reference.nodes
-            if everybody or not ended or reference.job_id in self._settled or time.monotonic() > give_up:
-                break
-            time.sleep(0.2)
-        if ended:
-            self._settled.add(reference.job_id)
-        return codes
-
-    def _forgotten(self, reference: WorkloadReference, codes: Mapping[int, int]) -> tuple[JobState, str]:
-        """A workload that was deleted: by us, or after its end. One that never was left nothing."""
-        if self._attempt(reference).exists(CANCELLED):
-            return JobState.CANCELLED, "deleted"
+        reference = WorkloadReference.of(job_id)
+        phase = self._api.phase(reference.name)
+        state = JobState.ABSENT if phase is None else STATES.get(phase, JobState.UNKNOWN)
+        if state.live:
+            return JobStatus(state=state, native=str(phase))
+        attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
+        codes = exit_codes(attempt)
+        if state is not JobState.ABSENT:
+            while len(codes) < reference.nodes and job_id not in self._settled and time.monotonic() <= give_up:
+                time.sleep(0.2)
+                codes = exit_codes(attempt)
+            self._settled.add(job_id)
+            return JobStatus(state=state, native=str(phase), exit_codes=codes)
+        # It was deleted: by us, or after its end. One that never was left nothing.
+        if attempt.exists(CANCELLED):
+            return JobStatus(state=JobState.CANCELLED, native="deleted", exit_codes=codes)
         if len(codes) < reference.nodes:
-            return JobState.ABSENT, "absent"
-        good = not any(codes.values())
-        return (JobState.SUCCEEDED if good else JobState.FAILED), "deleted after its end"
+            return JobStatus(state=JobState.ABSENT, native="absent", exit_codes=codes)
+        state = JobState.FAILED if any(codes.values()) else JobState.SUCCEEDED
+        return JobStatus(state=state, native="deleted after its end", exit_codes=codes)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return what the nodes' logs in the run's directory have gained since `position`, node by node."""
         reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
-        ended = phase is None or not job_state(phase).live
-        return page_of(self._attempt(reference), reference.nodes, position, ended=ended)
+        ended = phase is None or not STATES.get(phase, JobState.UNKNOWN).live
+        return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Delete the workload and return when it is in no list any more.
-
-        Raises:
-            PlatformUnreachable: no answer, or it does not go; cancelling again is safe.
-        """
+        """Delete the workload and return when it is in no list any more."""
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
         if phase is None:
             return
-        if job_state(phase).live:
-            self._attempt(reference).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
+        if STATES.get(phase, JobState.UNKNOWN).live:
+            open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline, pause = time.monotonic() + self._leave, 0.2
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
@@ -278,10 +239,6 @@ class RunaiPlatform:
         name = WorkloadReference.of(job_id).name
         phase = self._api.phase(name)
         return () if phase is None else (f"workload {name} ({phase})",)
-
-    def _attempt(self, reference: WorkloadReference) -> Storage:
-        """Return the folder of the attempt's logs and reports."""
-        return open_storage(reference.directory)
 
 
 def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
-from launcher.networks.profile import Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.node.network import NETWORK
@@ -23,37 +22,29 @@ SCRATCH = "/tmp/litgpt"
 LOG_EVERY = 10
 """Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
 
-_LONGEST_POD = "-worker-999"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One PyTorch training as Run:ai has it."""
 
     name: str
-    nodes: int
+    workers: int
+    """Run:ai counts the master apart: pods are one more. That it takes 0 workers, for one pod, is INFERRED: Kubeflow's
+    PyTorchJob does."""
     image: str
     words: tuple[str, ...]
-    """Return the command of each pod, in words that no shell changes."""
+    """The command of each pod; no word holds a character that a shell interprets."""
     variables: Mapping[str, str]
     """Variables of the pod, plain words too; the others are packed into the command."""
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     resources: Mapping[str, int]
     settings: RunaiPlatformConfig
-    exclude_nodes: tuple[str, ...] = ()
+    exclude_nodes: tuple[str, ...]
     """Machines to avoid, by their kubernetes.io/hostname."""
-    node: Mapping[str, object] = field(default_factory=dict)
+    node: Mapping[str, object]
     """The command and its environment unpacked, for people."""
-    environment: tuple[Entry, ...] = ()
-
-    @property
-    def workers(self) -> int:
-        """Run:ai counts the master apart: pods are workers + 1.
-
-        That it takes 0 workers, for one pod, is INFERRED: Kubeflow's PyTorchJob does.
-        """
-        return self.nodes - 1
+    environment: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +58,12 @@ class WorkloadReference:
 
     @property
     def job_id(self) -> JobId:
-        """The repository as a URL."""
+        """The job id: runai://project/name?nodes=…&kept=…"""
         return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
 
     @classmethod
     def of(cls, job_id: JobId) -> WorkloadReference:
-        """The reference that an id was made of.
-
-        Raises:
-            ConfigProblem: it is none of ours.
-        """
+        """The reference that an id was made of."""
         url = urlsplit(job_id)
         query = parse_qs(url.query)
         if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
@@ -87,60 +74,20 @@ class WorkloadReference:
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
-    """Return the job as Run:ai's workload.
-
-    Raises:
-        ConfigProblem: its name does not fit, or variables clash.
-    """
-    _require_fit(job.attempt_name)
+    """Return the job as Run:ai's workload."""
+    # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
+    longest = len(job.attempt_name) + len("-worker-999")
+    if longest > LONGEST:
+        raise ConfigProblem(
+            f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes {LONGEST}; "
+            f"make the run's `name` {longest - LONGEST} characters shorter"
+        )
+    if not RFC_1035.fullmatch(job.attempt_name):
+        raise ConfigProblem(
+            f"{job.attempt_name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin "
+            "with a letter"
+        )
     network = settings.fabric
-    entries = combined(
-        _own(job, settings, network),
-        profile=network.environment,
-        scripted=(),
-        overrides=settings.overrides,
-        job=job.env,
-    )
-    variables = {entry.name: entry.value for entry in entries}
-    shown = {name: value for name, value in variables.items() if plain(value)}
-    command = tuple(node_command(job, settings))
-    hidden = {name: value for name, value in variables.items() if name not in shown}
-    packed_command = ("python", "-m", "litgpt_demo", "node", FLAG, pack(command[4:], hidden))
-    return Workload(
-        name=job.attempt_name,
-        nodes=job.nodes,
-        image=job.image or UNBUILT,
-        words=("sleep", "infinity") if settings.interactive else packed_command,
-        variables=shown,
-        labels=job.all_labels,
-        annotations=network.annotations,
-        resources=network.resources,
-        settings=settings,
-        exclude_nodes=job.exclude_nodes,
-        node={
-            "image": job.image or UNBUILT,
-            "command": list(command),
-            "environment": variables,
-            **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
-        },
-        environment=tuple(entries),
-    )
-
-
-def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
-    """One command line for all pods. The number of nodes is said, never read: Run:ai's WORLD_SIZE has two meanings."""
-    arguments = job.node_command(
-        node_rank=TOLD,
-        master=TOLD,
-        directory=f"{SCRATCH}/{job.attempt_name}",
-        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
-        grace=settings.grace,
-    )
-    return ["python", *arguments]
-
-
-def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[Entry]:
-    """Yield the variables for launching."""
     node = network.node.model_copy(
         update={
             "gpus": settings.node_gpus,
@@ -153,23 +100,39 @@ def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[
     )
     told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
     text = json.dumps(told, separators=(",", ":"))
-    yield Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network")
-    yield Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed")
-
-
-def _require_fit(name: str) -> None:
-    """Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
-
-    Raises:
-        ConfigProblem: by how much they are too long.
-    """
-    longest = len(name) + len(_LONGEST_POD)
-    if longest > LONGEST:
-        raise ConfigProblem(
-            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST}; make "
-            f"the run's `name` {longest - LONGEST} characters shorter"
-        )
-    if not RFC_1035.fullmatch(name):
-        raise ConfigProblem(
-            f"{name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin with a letter"
-        )
+    own = [
+        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
+        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+    ]
+    entries = combined(own, profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env)
+    variables = {entry.name: entry.value for entry in entries}
+    shown = {name: value for name, value in variables.items() if plain(value)}
+    hidden = {name: value for name, value in variables.items() if name not in shown}
+    # One command line for all pods. The number of nodes is said, never read: Run:ai's WORLD_SIZE has two meanings.
+    arguments = job.node_command(
+        node_rank=TOLD,
+        master=TOLD,
+        directory=f"{SCRATCH}/{job.attempt_name}",
+        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
+        grace=settings.grace,
+    )
+    packed_command = ("python", *arguments[:3], FLAG, pack(arguments[3:], hidden))
+    return Workload(
+        name=job.attempt_name,
+        workers=job.nodes - 1,
+        image=job.image or UNBUILT,
+        words=("sleep", "infinity") if settings.interactive else packed_command,
+        variables=shown,
+        labels=job.all_labels,
+        annotations=network.annotations,
+        resources=network.resources,
+        settings=settings,
+        exclude_nodes=job.exclude_nodes,
+        node={
+            "image": job.image or UNBUILT,
+            "command": ["python", *arguments],
+            "environment": variables,
+            **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
+        },
+        environment=tuple(entries),
+    )

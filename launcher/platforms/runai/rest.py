@@ -53,24 +53,15 @@ class Credentials:
 
 
 def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
-    """The two halves that the environment has under a name, or in files that it names; None where one is missing.
-
-    Raises:
-        LoginProblem: a named file cannot be read.
-    """
-    client_id, secret = (_credential(f"{name}_{half}", environ) for half in ("CLIENT_ID", "CLIENT_SECRET"))
-    return Credentials(client_id, secret) if client_id and secret else None
-
-
-def _credential(variable: str, environ: Mapping[str, str]) -> str:
-    if value := environ.get(variable):
-        return value
-    if not (path := environ.get(f"{variable}_FILE")):
-        return ""
-    try:
-        return Path(path).read_text().strip()
-    except OSError as error:
-        raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
+    """The two halves that the environment has under a name, or in files that it names; None where one is missing."""
+    halves = []
+    for variable in (f"{name}_CLIENT_ID", f"{name}_CLIENT_SECRET"):
+        try:
+            path = environ.get(f"{variable}_FILE")
+            halves.append(environ.get(variable) or (Path(path).read_text().strip() if path else ""))
+        except OSError as error:
+            raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
+    return Credentials(*halves) if all(halves) else None
 
 
 def uses_rest(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> bool:
@@ -81,11 +72,7 @@ def uses_rest(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> bool
 
 
 def require_known(recorded: RunaiPlatformConfig, given: RunaiPlatformConfig | None, environ: Mapping[str, str]) -> None:
-    """Refuse to send credentials to a control plane that neither the user's config nor the environment names.
-
-    Raises:
-        ConfigProblem: only the record of a job does, which nodes can write.
-    """
+    """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
     if not uses_rest(recorded, environ):
         return
     name, there = recorded.credentials, origin_of(recorded.url or "")
@@ -139,7 +126,7 @@ class Rest:
     def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
         """Check that the credentials work, and that project and cluster are there."""
         try:
-            self._place()
+            self.check_access()
         except LoginProblem as error:
             yield finding_of(error, "runai.login")
         except ConfigProblem as error:
@@ -150,56 +137,51 @@ class Rest:
 
     def check_access(self) -> None:
         """Log in, and find project and cluster."""
-        self._place()
+        _ = self._ids
 
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Post the training, once; one of that name that is there already is left as it is."""
-        project, cluster = self._place()
+        project, cluster = self._ids
         training = {**sent["json"], "projectId": project, "clusterId": cluster}
-        answer = self._ask("POST", TRAININGS, tries=1, json=training)
-        if answer.status_code != httpx.codes.CONFLICT:
-            self._document(answer)
+        self._ask("POST", TRAININGS, tries=1, unless=httpx.codes.CONFLICT, json=training)
 
     def phase(self, name: str) -> str | None:
         """The training's phase in Run:ai's word, None where there is none of that name."""
         found = self._find(name)
-        if found is None:
-            return None
-        return str(found.get("phase") or found.get("actualPhase") or "Unknown")
+        return None if found is None else str(found.get("phase") or found.get("actualPhase") or "Unknown")
 
     def delete(self, name: str) -> None:
         """Ask for it to be gone; already gone is success."""
-        found = self._find(name)
-        if found is None:
-            return
-        answer = self._ask("DELETE", f"{TRAININGS}/{found['id']}")
-        if answer.status_code != httpx.codes.NOT_FOUND:
-            self._require(answer)
+        if (found := self._find(name)) is not None:
+            self._ask("DELETE", f"{TRAININGS}/{found['id']}", unless=httpx.codes.NOT_FOUND)
 
     # --- looking things up ---
 
     def _find(self, name: str) -> Mapping[str, Any] | None:
         """The workload of this name in the project; filters match more than they say, so all is compared here."""
-        project, _ = self._place()
+        project, _ = self._ids
         filters = [f"name=={name}", f"projectId=={project}"]
-        found = self._get(WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
+        found = self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
         alike: list[Mapping[str, Any]] = found.get("workloads") or []
         mine = [one for one in alike if one.get("name") == name and str(one.get("projectId")) == project]
         return next((one for one in mine if one.get("phase") != "Deleted"), None)
 
-    def _place(self) -> tuple[str, str]:
-        """Ids of the project and of its cluster.
-
-        Raises:
-            ConfigProblem: there is no such project or cluster, or more than one.
-        """
-        return self._ids
-
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        wanted, where = self._settings.project, self._settings.cluster
-        cluster = self._cluster_id(where) if where is not None else None
-        found = self._get(PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
+        """Ids of the project and of its cluster."""
+        wanted, where, cluster = self._settings.project, self._settings.cluster, None
+        if where is not None:
+            found = self._ask("GET", CLUSTERS)
+            clusters = found if isinstance(found, list) else found.get("clusters") or []
+            ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
+            match = [one for one, name in ids.items() if where in {one, name}]
+            if len(match) != 1:
+                there = ", ".join(sorted(ids.values())) or "none"
+                raise ConfigProblem(
+                    f"platform.cluster={where} is no cluster of {self._settings.url}; there are: {there}"
+                )
+            cluster = match[0]
+        found = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
         projects = [one for one in found.get("projects") or [] if one.get("name") == wanted]
         here = [one for one in projects if cluster is None or one.get("clusterId") == cluster]
         if len(here) == 1:
@@ -215,76 +197,54 @@ class Rest:
             + (f", not on platform.cluster={where}" if where else "; say which one in platform.cluster")
         )
 
-    def _cluster_id(self, wanted: str) -> str:
-        found = self._get(CLUSTERS)
-        clusters = found if isinstance(found, list) else found.get("clusters") or []
-        ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
-        match = [one for one, name in ids.items() if wanted in {one, name}]
-        if len(match) != 1:
-            there = ", ".join(sorted(ids.values())) or "none"
-            raise ConfigProblem(f"platform.cluster={wanted} is no cluster of {self._settings.url}; there are: {there}")
-        return match[0]
-
     # --- requests: secrets are in no variable here, since a traceback may show those ---
 
-    def _get(self, path: str, **content: Any) -> Any:
-        """The document at a path.
-
-        Raises:
-            PlatformRefused: with the server's words.
-            PlatformUnreachable: nobody answers, or somebody else does.
-        """
-        return self._document(self._ask("GET", path, **content))
-
-    def _document(self, answer: httpx.Response) -> Any:
-        """The document that a good answer holds; what answers without one is not the control plane.
-
-        Raises:
-            PlatformRefused: with the server's words.
-            PlatformUnreachable: there is none.
-        """
-        try:
-            return self._require(answer).json()
-        except ValueError:
-            what = f"{answer.request.method} {self._settings.url}{answer.request.url.path}"
-            raise PlatformUnreachable(
-                f"{what} is answered without JSON; see that platform.url is the control plane's"
-            ) from None
-
-    def _ask(self, method: str, path: str, *, tries: int = _TRIES, **content: Any) -> httpx.Response:
-        """One request with a valid token. A token that the server has ended before its time is renewed once.
+    def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
+        """One request with a valid token, and the document of its answer; a token that the server has ended before its
+        time is renewed once.
 
         Args:
             tries: how often it is sent where nobody answers.
+            unless: the status of a refusal that is none, after which there is no document.
 
         Raises:
             LoginProblem: the application is not let in.
-            PlatformUnreachable: nobody answers.
+            PlatformRefused: with the server's words.
+            PlatformUnreachable: nobody answers, or somebody else does.
         """
-        answer = self._send(self._with_token(method, path, **content), tries=tries)
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
+        for _ in range(2):
+            if time.monotonic() > self._until - _EARLY:
+                self._log_in()
+            request = self._client.build_request(
+                method, path, headers={"Authorization": f"Bearer {self._token.get_secret_value()}"}, **content
+            )
+            answer = self._send(request, tries=tries)
+            if answer.status_code != httpx.codes.UNAUTHORIZED:
+                break
             self._until = 0.0
-            answer = self._send(self._with_token(method, path, **content), tries=tries)
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             raise LoginProblem(
                 f"{method} {path} is refused ({answer.status_code}: {self._words(answer)}); have an administrator give "
                 f"the application of platform.credentials={self._settings.credentials} a role in the project that may "
                 "create trainings (ML engineer, L1 researcher)"
             )
-        return answer
-
-    def _with_token(self, method: str, path: str, **content: Any) -> httpx.Request:
-        if time.monotonic() > self._until - _EARLY:
-            self._log_in()
-        bearer = {"Authorization": f"Bearer {self._token.get_secret_value()}"}
-        return self._client.build_request(method, path, headers=bearer, **content)
+        if answer.status_code == unless:
+            return None
+        if not answer.is_success:
+            what = f"{method} {path} is refused ({answer.status_code})"
+            raise PlatformRefused(f"{what}: {self._words(answer)}; fix what it names in the platform section")
+        if method == "DELETE":
+            return None
+        try:
+            return answer.json()
+        except ValueError:
+            what = f"{method} {self._settings.url}{path}"
+            raise PlatformUnreachable(
+                f"{what} is answered without JSON; see that platform.url is the control plane's"
+            ) from None
 
     def _log_in(self) -> None:
-        """A token for the application, by whichever of the two grants this version knows.
-
-        Raises:
-            LoginProblem: no credentials, or they are refused.
-        """
+        """A token for the application, by whichever of the two grants this version knows."""
         name = self._settings.credentials
         known = self._credentials()
         if known is None:
@@ -292,11 +252,10 @@ class Rest:
                 f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
                 "of an application made under Run:ai's Access settings, or take platform.api=cli"
             )
-        status = "no answer"
         for grant in list(self._grants):
             answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
-            status = str(answer.status_code)
-            if answer.status_code == httpx.codes.OK:
+            status = answer.status_code
+            if status == httpx.codes.OK:
                 if granted := Grant.read(answer.content):
                     self._grants = [grant]
                     self._token = granted.token
@@ -305,7 +264,7 @@ class Rest:
                 raise LoginProblem(
                     f"{self._settings.url}{TOKEN} answers without a token; see that platform.url is the control plane's"
                 )
-            if answer.status_code not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
+            if status not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
         raise LoginProblem(
@@ -314,12 +273,7 @@ class Rest:
         )
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        """One request, again where nobody answers: what looks or deletes is safe to repeat.
-
-        Raises:
-            PlatformRefused: it is to be sent elsewhere, which a secret is not.
-            PlatformUnreachable: nobody answers for some seconds.
-        """
+        """One request, again where nobody answers: what looks or deletes is safe to repeat."""
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:
@@ -340,22 +294,17 @@ class Rest:
             problem = f"{answer.status_code}: {self._words(answer)}"
         raise PlatformUnreachable(f"{what}: {problem}")
 
-    def _require(self, answer: httpx.Response) -> httpx.Response:
-        """The answer, if it is a good one.
-
-        Raises:
-            PlatformRefused: with the server's words.
-        """
-        if answer.is_success:
-            return answer
-        what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code})"
-        raise PlatformRefused(f"{what}: {self._words(answer)}; fix what it names in the platform section")
-
     def _words(self, answer: httpx.Response) -> str:
         """Return what the server says, but nothing of what it says to a request for a token, which held the secret."""
         if answer.request.url.path == TOKEN:
             return answer.reason_phrase
-        return self._without_secrets(_message(answer))[:300]
+        try:
+            told = answer.json()
+        except ValueError:
+            told = answer.text
+        if isinstance(told, Mapping):
+            told = "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or told
+        return self._without_secrets(str(told))[:300]
 
     def _without_secrets(self, text: str) -> str:
         known = None
@@ -373,118 +322,79 @@ def _app_token(known: Credentials) -> dict[str, str]:
     return {"grantType": "app_token", "AppId": known.client_id, "AppSecret": known.client_secret}
 
 
-def _message(answer: httpx.Response) -> str:
-    try:
-        told = answer.json()
-    except ValueError:
-        return answer.text
-    if not isinstance(told, Mapping):
-        return str(told)
-    return "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or str(told)
-
-
 # --- the body ---------------------------------------------------------------------------------------------------------
 
 
 def body(work: Workload) -> dict[str, Any]:
     """A distributed training as the API has it. The server splits `args` at blanks, of which our words have none."""
     settings = work.settings
+    variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in work.variables.items()]
+    # Which machine a pod is on, for verdicts.
+    variables.append({"name": "LITGPT_HOST", "podFieldRef": {"path": "spec.nodeName"}})
+    for name, entry in settings.secrets.items():
+        secret, _, key = entry.partition("/")
+        variables.append({"name": name, "secret": {"name": secret, "key": key}})
+
+    gpus: dict[str, Any] = {"gpuDevicesRequest": int(settings.gpus)} if settings.gpus else {}
+    if 0 < settings.gpus < 1:
+        gpus = {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
+    extended = [{"resource": name, "quantity": str(count)} for name, count in work.resources.items()]
+    claims = [
+        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
+        for claim in settings.claims
+    ]
+    # Without a uid pods are the image's user, which is 1000 in ours. Whether that is root is not demanded: Kubernetes
+    # refuses images whose user has a name for it.
+    user: dict[str, Any] = {}
+    if settings.uid is not None:
+        ids = _given(runAsUid=settings.uid, runAsGid=settings.gid)
+        user = {"uidGidSource": "custom", **ids, "runAsNonRoot": True}
+    elif settings.run_as_user:
+        user = {"uidGidSource": "fromIdpToken"}
+    # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it of a
+    # workspace; that a training of several pods takes it for all of them is INFERRED.
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(work.exclude_nodes)}
+    topology = {"type": "Required" if settings.topology_required else "Preferred", "key": settings.topology}
+    spec = {
+        "distributedFramework": "PyTorch",
+        "numWorkers": work.workers,
+        "image": work.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": work.words[0],
+        "args": " ".join(work.words[1:]),
+        "environmentVariables": variables,
+        "labels": [{"name": name, "value": value} for name, value in work.labels.items()],
+        "annotations": [{"name": name, "value": value} for name, value in work.annotations.items()],
+        "compute": {
+            "largeShmRequest": settings.large_shm,
+            **gpus,
+            **_given(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
+        },
+        **_given(storage=claims and {"pvc": claims}),
+        "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
+        **_given(
+            nodeAffinityRequired=work.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
+            nodePools=list(settings.node_pools),
+            nodeType=settings.node_type,
+            podAffinity=settings.topology and topology,
+            priorityClass=settings.priority,
+            preemptibility=preemptibility(settings.preemptible),
+        ),
+        # A gang cannot heal pod by pod: a new attempt is ours to make.
+        "backoffLimit": 0,
+        "restartPolicy": "Never",
+        "cleanPodPolicy": "Running",
+        "terminationGracePeriodSeconds": settings.grace + 20,
+    }
     return {
         "name": work.name,
         "projectId": PROJECT_ID.format(settings.project),
         "clusterId": CLUSTER_ID,
         "masterSpecSameAsWorker": True,
-        "spec": {
-            "distributedFramework": "PyTorch",
-            "numWorkers": work.workers,
-            "image": work.image,
-            "imagePullPolicy": "IfNotPresent",
-            "command": work.words[0],
-            "args": " ".join(work.words[1:]),
-            "environmentVariables": list(_variables(work)),
-            "labels": [{"name": name, "value": value} for name, value in work.labels.items()],
-            "annotations": [{"name": name, "value": value} for name, value in work.annotations.items()],
-            "compute": _compute(work),
-            **_storage(work),
-            **_security(settings),
-            **_placement(work),
-            # A gang cannot heal pod by pod: a new attempt is ours to make.
-            "backoffLimit": 0,
-            "restartPolicy": "Never",
-            "cleanPodPolicy": "Running",
-            "terminationGracePeriodSeconds": settings.grace + 20,
-        },
+        "spec": spec,
     }
 
 
-def _variables(work: Workload) -> Iterator[dict[str, Any]]:
-    yield from ({"name": name, "value": value} for name, value in work.variables.items())
-    # Which machine a pod is on, for verdicts.
-    yield {"name": "LITGPT_HOST", "podFieldRef": {"path": "spec.nodeName"}}
-    for name, entry in work.settings.secrets.items():
-        secret, _, key = entry.partition("/")
-        yield {"name": name, "secret": {"name": secret, "key": key}}
-
-
-def _compute(work: Workload) -> dict[str, Any]:
-    settings = work.settings
-    asked: dict[str, Any] = {"largeShmRequest": settings.large_shm}
-    if settings.gpus >= 1:
-        asked["gpuDevicesRequest"] = int(settings.gpus)
-    elif settings.gpus:
-        asked |= {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
-    if settings.cpus is not None:
-        asked["cpuCoreRequest"] = settings.cpus
-    if settings.memory is not None:
-        asked["cpuMemoryRequest"] = settings.memory
-    if work.resources:
-        asked["extendedResources"] = [
-            {"resource": name, "quantity": str(count)} for name, count in work.resources.items()
-        ]
-    return asked
-
-
-def _storage(work: Workload) -> dict[str, Any]:
-    claims = [
-        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
-        for claim in work.settings.claims
-    ]
-    return {"storage": {"pvc": claims}} if claims else {}
-
-
-def _security(settings: RunaiPlatformConfig) -> dict[str, Any]:
-    """Return what pods may do. Without a uid they are the image's user, which is 1000 in ours.
-
-    Whether that is root is not demanded: Kubernetes refuses images whose user has a name for it.
-    """
-    ids = {"runAsUid": settings.uid, "runAsGid": settings.gid}
-    given: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
-    if given:
-        given = {"uidGidSource": "custom", **given, "runAsNonRoot": True}
-    elif settings.run_as_user:
-        given = {"uidGidSource": "fromIdpToken"}
-    return {"security": {**given, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"}}
-
-
-def _placement(work: Workload) -> dict[str, Any]:
-    settings = work.settings
-    placed: dict[str, Any] = {}
-    if work.exclude_nodes:
-        # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it
-        # of a workspace; that a training of several pods takes it for all of them is INFERRED.
-        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(work.exclude_nodes)}
-        placed["nodeAffinityRequired"] = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
-    if settings.node_pools:
-        placed["nodePools"] = list(settings.node_pools)
-    if settings.node_type is not None:
-        placed["nodeType"] = settings.node_type
-    if settings.topology is not None:
-        placed["podAffinity"] = {
-            "type": "Required" if settings.topology_required else "Preferred",
-            "key": settings.topology,
-        }
-    if settings.priority is not None:
-        placed["priorityClass"] = settings.priority
-    if settings.preemptible is not None:
-        placed["preemptibility"] = preemptibility(settings.preemptible)
-    return placed
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that ask for something: what is left out is Run:ai's own default."""
+    return {name: value for name, value in fields.items() if value}

@@ -18,9 +18,7 @@ from litgpt_demo.secrets import is_protected
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
 
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-PROGRAM = r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*"
 # Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
 
@@ -68,7 +66,7 @@ class RunaiPlatformConfig(ClusterSettings):
     """GPUs per pod; all of a machine's, or two pods may share one. Below 1 is a part of a GPU, for one pod only."""
     cpus: float | None = Field(None, gt=0, json_schema_extra=without_default)
     """CPU cores that each pod requests."""
-    memory: str | None = Field(None, pattern=QUANTITY)
+    memory: str | None = Field(None, pattern=r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$")
     """Memory that each pod requests (`200G`)."""
     node_pools: tuple[str, ...] = ()
     """Node pools to try, the first first."""
@@ -120,11 +118,7 @@ class RunaiPlatformConfig(ClusterSettings):
         return RunaiPlatform(self)
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
-        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there.
-
-        Raises:
-            ConfigProblem: it is not.
-        """
+        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there."""
         from launcher.platforms.runai.rest import require_known
 
         require_known(self, given if isinstance(given, RunaiPlatformConfig) else None, os.environ)
@@ -139,7 +133,7 @@ class RunaiPlatformConfig(ClusterSettings):
     @classmethod
     def _is_run_ais(cls, given: str) -> str:
         """Refuse another program: plan and render run this one, and a config may be somebody else's."""
-        if not re.fullmatch(PROGRAM, given):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", given):
             raise ValueError(
                 f"platform.cli={given!r} is no name of a runai program on PATH; add its folder to PATH, and give its "
                 "name, which has `runai` in it"
@@ -158,7 +152,7 @@ class RunaiPlatformConfig(ClusterSettings):
         return {**given, "processes": max(1, gpus)}
 
     @model_validator(mode="after")
-    def _gpus_fit(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.gpus % 1 and self.gpus > 1:
             raise ValueError(f"platform.gpus={self.gpus}; give whole GPUs, or a part of one below 1")
         if self.gpus % 1 and self.nodes > 1:
@@ -171,11 +165,7 @@ class RunaiPlatformConfig(ClusterSettings):
                 f"platform.processes={self.processes}, but a pod has {self.gpus:g} GPUs, and ranks cannot share one; "
                 "leave platform.processes out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.network != DEFAULT and self.gpus < 1 and self.gpus:
+        if self.network != DEFAULT and self.gpus % 1:
             raise ValueError(
                 f"platform.network={self.network} is for whole GPUs; raise platform.gpus, or take {DEFAULT}"
             )

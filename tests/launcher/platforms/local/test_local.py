@@ -72,8 +72,8 @@ def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_an
     commands = [" ".join(node["argv"]) for node in submission.body["nodes"]]
     assert all(f"--nodes 3 --node-rank {number} " in command for number, command in enumerate(commands))
     assert len({command.partition("--master ")[2].split()[0] for command in commands}) == 1
-    with pytest.raises(ConfigProblem, match="GLOO_SOCKET_IFNAME=eth0"):
-        platform.render(replace(asked, env={"GLOO_SOCKET_IFNAME": "eth0"}))
+    with pytest.raises(ConfigProblem, match=r"(?s)'my-key' cannot be an environment variable.*GLOO_SOCKET_IFNAME=eth0"):
+        platform.render(replace(asked, env={"GLOO_SOCKET_IFNAME": "eth0", "my-key": "1"}))
 
 
 def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothing(
