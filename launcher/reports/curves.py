@@ -43,6 +43,8 @@ class Progress:
     eta_seconds: float | None
     """Until the last step, with the evaluations and checkpoints on the way; None before two steps of this attempt."""
     percent: float
+    start: Row
+    """What the newest attempt said of itself when it started; empty where a log was joined too late to hold it."""
 
     @property
     def outcome(self) -> list[str]:
@@ -63,7 +65,8 @@ def summary(rows: Sequence[Row]) -> Progress:
 
     After a restart that is the step it resumed from, not the farthest step that was ever reached.
     """
-    start, attempt = _newest_attempt(rows)
+    begun = next((number for number in reversed(range(len(rows))) if rows[number].get("kind") == "start"), None)
+    start, attempt = ({}, rows) if begun is None else (rows[begun], rows[begun:])
     step = int(attempt[-1].get("step", 0)) if attempt else 0
     steps = int(start["steps"]) if "steps" in start else None
     tokens = _as_of(rows, step, "step", "tokens")
@@ -83,15 +86,8 @@ def summary(rows: Sequence[Row]) -> Progress:
         memory=None if memory is None else int(memory),
         eta_seconds=_remaining_seconds(attempt, steps - step) if steps is not None else None,
         percent=min(100.0, 100 * step / steps) if steps else 0.0,
+        start=start,
     )
-
-
-def _newest_attempt(rows: Sequence[Row]) -> tuple[Row, Sequence[Row]]:
-    """The last `start` row, and all rows from it on; all there are where a log was joined too late to hold one."""
-    for number in reversed(range(len(rows))):
-        if rows[number].get("kind") == "start":
-            return rows[number], rows[number:]
-    return {}, rows
 
 
 def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None:

@@ -82,6 +82,11 @@ class Ledger:
         """Return the share of the wall time that was training which counts."""
         return self.seconds.get(Part.TRAINING, 0.0) / self.wall if self.wall else None
 
+    @property
+    def _spent(self) -> list[tuple[Part, float]]:
+        """The parts that took time, in their order."""
+        return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
+
     def usd(self, part: Part) -> float | None:
         """Return what a part cost at list price; None where no price is known."""
         return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
@@ -94,17 +99,18 @@ class Ledger:
                 "share": f"{seconds / self.wall:.6f}",
                 "text": f"{part}: {duration_text(seconds)}",
             }
-            for part in Part
-            if (seconds := self.seconds.get(part, 0.0)) > 0
+            for part, seconds in self._spent
         ]
 
     @property
     def note(self) -> str:
         """Return what the figures mean."""
-        known = "Wall time over all attempts; training is what counts, lost work what was trained again"
-        if self.price is None:
+        known, price = (
+            "Wall time over all attempts; training is what counts, lost work what was trained again",
+            self.price,
+        )
+        if price is None:
             return f"{known}."
-        price = self.price
         return (
             f"{known}. Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
             f"list price on demand in {price.region} of {price.date}."
@@ -112,9 +118,7 @@ class Ledger:
 
     def rows(self) -> list[dict[str, str]]:
         """Return the table, the sum last; parts that took no time are left out."""
-        parts: list[tuple[str, float, float | None]] = [
-            (part.value, seconds, self.usd(part)) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0
-        ]
+        parts = [(part.value, seconds, self.usd(part)) for part, seconds in self._spent]
         costs = [usd for _, _, usd in parts if usd is not None]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / self.wall)}
@@ -170,81 +174,56 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
         later = [life for life in lives if life.attempt > attempt.record.attempt]
         _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
         if following is not None:
-            book.until(following.record.created, _between(attempt, following))
+            # Who cancels a run, or starts it by a new command, made the time between the two.
+            cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
+            same = attempt.record.flow_run == following.record.flow_run
+            book.until(following.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
     return Ledger(seconds=dict(book.seconds), held=dict(book.held), price=price)
-
-
-def _between(attempt: AttemptTimes, following: AttemptTimes) -> Part:
-    """Return what the time between two attempts was: who cancels a run, or starts it by a new command, made it."""
-    cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
-    same = attempt.record.flow_run == following.record.flow_run
-    return Part.RESTART if same and not cancelled else Part.STOPPED
 
 
 def _book_attempt(
     book: _Book, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
 ) -> None:
     """Book the time from an attempt's record to its end, as far as both are known."""
-    end, first = attempt.end, attempt.record.attempt == 1
-    beginning = Part.START if first else Part.RESTART
-    scheduled, pulled = (None, None) if end is None else (end.scheduled, end.pulled)
+    end, reports = attempt.end, attempt.reports
+    scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
+    reported = max((float(report["ended"]) for report in reports if report["ended"] is not None), default=None)
+    beginning = Part.START if attempt.record.attempt == 1 else Part.RESTART
     book.until(scheduled, Part.QUEUE)
     book.nodes = attempt.nodes if scheduled is not None else 0
     book.until(pulled, Part.PULL)
-    over = _over(attempt)
     for life, following in pairwise([*lives, later]):
         assert life is not None
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
         book.nodes = attempt.nodes
-        book.until(life.at(life.trains), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
-        stop = _stopped(attempt, life, over if life is lives[-1] else None)
+        book.until(life.at(life.rows[0]), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
+        # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
+        own = [report for report in reports if report.get("started") == life.started]
+        fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
+        inside = [moment for moment in (*fell, *(float(report["ended"]) for report in own)) if moment >= life.last]
+        over = reported if ended is None else ended
+        stop = min(inside) if inside else over if life is lives[-1] else None
         _book_training(book, life, stop, resumed=None if following is None else following.step)
-        if stop is None and life is not lives[-1]:  # lost or restarting: no report tells them apart
-            book.until(lives[lives.index(life) + 1].started, Part.UNKNOWN)
+        if stop is None and following is not None and life is not lives[-1]:
+            book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
         beginning = Part.RESTART
-    if not lives:
-        _book_without_training(book, attempt, beginning, known=pulled is not None)
+    begun = [report for report in reports if report.get("started") is not None]
+    if not lives and begun:  # no row of metrics tells of it, and a node's report does
+        first = min(begun, key=lambda report: float(report["started"]))
+        book.until(first["started"], beginning if pulled is not None else Part.UNKNOWN)
+        book.nodes = attempt.nodes
+        before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
+        # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
+        never_began = first["exit_code"] != 0 and not first["ranks"]
+        book.until(first["ended"], beginning if never_began else Part.UNKNOWN, before)
+    elif not lives:
+        book.until(ended, Part.UNKNOWN)
     ending = Part.START if last else Part.RESTART
-    book.until(_latest(report["ended"] for report in attempt.reports), ending)
-    book.until(None if end is None else end.ended, ending)
-    if end is not None and end.ended is None:  # somebody looked later, and nothing says how much later
+    book.until(reported, ending)
+    book.until(ended, ending)
+    if end is not None and ended is None:  # somebody looked later, and nothing says how much later
         book.until(end.seen, Part.UNKNOWN)
     book.nodes = 0
-
-
-def _book_without_training(book: _Book, attempt: AttemptTimes, beginning: Part, *, known: bool) -> None:
-    """Book an attempt of which no row of metrics tells: its nodes' reports do, where they got as far."""
-    started = [report for report in attempt.reports if report.get("started") is not None]
-    if not started:
-        book.until(None if attempt.end is None else attempt.end.ended, Part.UNKNOWN)
-        return
-    first = min(started, key=lambda report: float(report["started"]))
-    book.until(first["started"], beginning if known else Part.UNKNOWN)
-    book.nodes = attempt.nodes
-    before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
-    # Whether its ranks trained cannot be told: a script writes no rows, and a training's may be lost with its machine.
-    never_began = first["exit_code"] != 0 and not first["ranks"]
-    book.until(first["ended"], beginning if never_began else Part.UNKNOWN, before)
-
-
-def _over(attempt: AttemptTimes) -> float | None:
-    """Return the best known end of the attempt's processes."""
-    told = None if attempt.end is None else attempt.end.ended
-    return told if told is not None else _latest(report["ended"] for report in attempt.reports)
-
-
-def _stopped(attempt: AttemptTimes, life: _Life, over: float | None) -> float | None:
-    """Return when the life ended: when its first rank fell, or the node of its first rank reported, or it was over."""
-    mine = [report for report in attempt.reports if report.get("started") == life.started]
-    fell = [float(rank["time"]) for report in mine for rank in report["ranks"] if rank["time"] is not None]
-    moments = [*fell, *(float(report["ended"]) for report in mine)]
-    inside = [moment for moment in moments if moment >= life.at(life.last)]
-    return min(inside) if inside else over
-
-
-def _latest(moments: Any) -> float | None:
-    known = [float(moment) for moment in moments if moment is not None]
-    return max(known, default=None)
 
 
 # --- the training -----------------------------------------------------------------------------------------------------
@@ -252,7 +231,7 @@ def _latest(moments: Any) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Life:
-    """One life of a training, as its rows of metrics tell: seconds since its node began."""
+    """One life of a training, as its rows of metrics tell."""
 
     attempt: int
     started: float
@@ -262,63 +241,16 @@ class _Life:
     gate: float
     stage: float
     rows: Sequence[Row]
+    """Each with the seconds since its node began."""
 
-    def at(self, elapsed: float) -> float:
-        """Return the moment so many seconds after its node began."""
-        return self.started + elapsed
-
-    @property
-    def trains(self) -> float:
-        """Return when the first step began."""
-        return float(self.rows[0]["elapsed"])
+    def at(self, row: Row) -> float:
+        """Return the moment of a row."""
+        return self.started + float(row["elapsed"])
 
     @property
     def last(self) -> float:
-        """Return the last sign of it."""
-        return float(self.rows[-1]["elapsed"])
-
-    @property
-    def left(self) -> bool:
-        """Return whether it came to the end of its work, or left it on purpose."""
-        return any(row["kind"] in {"end", "leave"} for row in self.rows)
-
-    @property
-    def worked(self) -> float:
-        """Return when its last step or evaluation was told of: what comes after is the wait for the last save."""
-        return max(float(row["elapsed"]) for row in self.rows if row["kind"] not in {"checkpoint", "end"})
-
-    def reached(self, step: int) -> float:
-        """Return when the state of `step` was there: when a checkpoint of it was taken, or it was told of."""
-        taken = [
-            float(row["taken"]) + float(row.get("seconds", 0.0))
-            for row in self.rows
-            if row["kind"] == "checkpoint" and row["step"] == step and "taken" in row
-        ]
-        told = [float(row["elapsed"]) for row in self.rows if row["kind"] != "checkpoint" and row["step"] <= step]
-        return min(taken) if taken else max(told, default=self.trains)
-
-    @property
-    def compiling(self) -> float | None:
-        """Return how much longer its first step took than a usual one; None where there is no other."""
-        steps = [row for row in self.rows if row["kind"] == "step" and "step_seconds" in row]
-        if not steps or "first_step_seconds" not in steps[0]:
-            return 0.0
-        first, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
-        if (more := int(steps[0]["step"]) - self.step - 1) > 0:  # the first row is of several steps
-            usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - first) / more)
-        return max(0.0, first - median(usual)) if usual else None
-
-    def pauses(self, until: float) -> dict[Part, float]:
-        """Return the seconds before `until` in which the training stood still, by what for."""
-        parts = {"evaluation": (Part.EVALUATION, "elapsed"), "checkpoint": (Part.CHECKPOINT, "taken")}
-        found = dict.fromkeys((Part.EVALUATION, Part.CHECKPOINT), 0.0)
-        for row in self.rows:
-            part, moment = parts.get(row["kind"], (None, ""))
-            # The last save begins at the very end, and what comes after is its stall.
-            when = float(row.get(moment, until))
-            if part is not None and (when < until or (part is Part.EVALUATION and when == until)):
-                found[part] += float(row.get("seconds", 0.0))
-        return found
+        """Return the moment of the last sign of it."""
+        return self.at(self.rows[-1])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
@@ -349,14 +281,39 @@ def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: 
     Args:
         resumed: the step that the next life resumed from; None without one.
     """
-    kept = life.last if resumed is None or life.left else min(life.last, life.reached(resumed))
-    if stopped is not None and resumed is None and not life.left:
-        kept = max(kept, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
-    kept, part, compiling = life.worked if life.left else kept, Part.TRAINING, life.compiling
-    if compiling is None:  # a single step: how long a usual one takes is not known
-        part, compiling = Part.UNKNOWN, 0.0
-    book.until(life.at(kept), part, {Part.COMPILE: compiling, **life.pauses(kept)})
-    if life.left:
-        book.until(life.at(life.last), Part.CHECKPOINT)
+    rows, first, last = life.rows, float(life.rows[0]["elapsed"]), float(life.rows[-1]["elapsed"])
+    kept = last
+    if left := any(row["kind"] in {"end", "leave"} for row in rows):
+        # It came to the end of its work, or left it on purpose: behind its last step or evaluation is the last save.
+        kept = max(float(row["elapsed"]) for row in rows if row["kind"] not in {"checkpoint", "end"})
+    elif resumed is not None:
+        # Until the state that the next one resumed from was there: a checkpoint of it was taken, or a row tells of it.
+        saved = [row for row in rows if row["kind"] == "checkpoint" and row["step"] == resumed and "taken" in row]
+        told = [float(row["elapsed"]) for row in rows if row["kind"] != "checkpoint" and row["step"] <= resumed]
+        taken = [float(row["taken"]) + float(row.get("seconds", 0.0)) for row in saved]
+        kept = min(last, *(taken or [max(told, default=first)]))
+    elif stopped is not None:
+        kept = max(last, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
+    # How much longer its first step took than a usual one.
+    part, within = Part.TRAINING, {Part.COMPILE: 0.0, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
+    steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
+    if steps and "first_step_seconds" in steps[0]:
+        compiled, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
+        if (more := int(steps[0]["step"]) - life.step - 1) > 0:  # the first row is of several steps
+            usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - compiled) / more)
+        if usual:
+            within[Part.COMPILE] = max(0.0, compiled - median(usual))
+        else:  # a single step: how long a usual one takes is not known
+            part = Part.UNKNOWN
+    for row in rows:  # the training stood still
+        seconds = float(row.get("seconds", 0.0))
+        if row["kind"] == "evaluation" and float(row["elapsed"]) <= kept:
+            within[Part.EVALUATION] += seconds
+        # The last save begins at the very end, and what comes after is its stall.
+        if row["kind"] == "checkpoint" and float(row.get("taken", kept)) < kept:
+            within[Part.CHECKPOINT] += seconds
+    book.until(life.started + kept, part, within)
+    if left:
+        book.until(life.last, Part.CHECKPOINT)
     elif resumed is not None:
         book.until(stopped, Part.LOST)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import yaml
@@ -56,13 +57,22 @@ class RunReport:
     ledger: Ledger | None = None
     """The parts of the wall time of all attempts."""
 
+    @cached_property
+    def progress(self) -> Progress:
+        return summary(self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """The model's; 0 where they are not known yet."""
+        return self.final.parameters if self.final else int(self.progress.start.get("parameters") or 0)
+
 
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
 def outcome(report: RunReport) -> str:
     """Return the state of the run, in one line."""
-    progress = summary(report.rows)
+    progress = report.progress
     if report.final is not None:
         if not report.final.complete:
             return f"A model of step {report.final.step:,} was collected on the way, and agrees with its checkpoint"
@@ -74,64 +84,70 @@ def outcome(report: RunReport) -> str:
     return "No training step is done yet"
 
 
-def key_figures(report: RunReport) -> Pairs:
-    """The few figures that everybody asks for first; what is not known is left out."""
-    progress, loss = summary(report.rows), _validation_loss(report)
-    pace = list(curve(report.rows, "step", "tokens_per_second").values())
-    figures = [
+def figures(report: RunReport) -> tuple[Pairs, Pairs]:
+    """Return the few figures that everybody asks for first, and the rest of them; what is not known is left out."""
+    progress, start, final, dataset = report.progress, report.progress.start, report.final, report.dataset
+    pace, used = (list(curve(report.rows, "step", name).values()) for name in ("tokens_per_second", "mfu"))
+    loss = final.validation_loss if final else progress.validation_loss
+    nats = math.nan if loss is None else loss
+    bits = NOTHING
+    if math.isfinite(nats) and dataset is not None and dataset.text_bytes:
+        # Per byte of text instead of per token, so that different tokenizers can be compared. Tokens per byte are those
+        # of the whole dataset: the manifest does not count the validation split's bytes.
+        tokens = dataset.train.tokens + dataset.validation.tokens
+        bits = f"{nats / math.log(2) * tokens / dataset.text_bytes:.3f}"
+    device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
+    loaded_back, in_transformers = NOTHING, NOTHING
+    if final is not None:
+        loaded_back, proof = _differing(final.logits_difference), final.huggingface
+        in_transformers = "; ".join(final.findings)
+        if proof is not None:
+            in_transformers = f"{proof.architecture}, {_differing(proof.logits_difference)}"
+    first = [
         ("Validation loss", loss_text(loss)),
-        ("Perplexity", _perplexity_text(loss)),
+        # Above e^20 it says nothing more than "untrained", in ever more digits.
+        ("Perplexity", f"{math.exp(nats):,.2f}" if -math.inf < nats < 20 else NOTHING),
         ("Tokens seen", count_text(progress.tokens) if progress.tokens else NOTHING),
         ("Throughput", rate_text(median(pace)) if pace else NOTHING),
         ("Training time", duration_text(report.seconds)),
-        ("Parameters", count_text(parameters) if (parameters := _parameters(report)) else NOTHING),
+        ("Parameters", count_text(report.parameters) if report.parameters else NOTHING),
     ]
-    return [(name, value) for name, value in figures if value != NOTHING]
-
-
-def further_figures(report: RunReport) -> Pairs:
-    """The rest of them."""
-    progress, final, start = summary(report.rows), report.final, _start(report.rows)
-    used = list(curve(report.rows, "step", "mfu").values())
-    figures = [
+    further = [
         ("Steps", _of_steps(progress)),
         ("Training loss", loss_text(progress.loss)),
-        ("Bits per byte of text", _bits_per_byte(report)),
+        ("Bits per byte of text", bits),
         ("Attempts", str(report.attempts)),
         ("Machines avoided", ", ".join(report.avoided) or NOTHING),
         ("Cost", str(final.cost) if final and final.cost else NOTHING),
-        ("Processes", _processes(start)),
+        (
+            "Processes",
+            " on ".join(filter(None, (f"{start['world_size']:,}", device))) if "world_size" in start else NOTHING,
+        ),
         ("Precision", str(start.get("precision", NOTHING))),
         ("MFU", share_text(median(used)) if used else NOTHING),
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
-        ("Loaded back", _differing(final.logits_difference) if final else NOTHING),
-        ("In transformers", _in_transformers(final)),
+        ("Loaded back", loaded_back),
+        ("In transformers", in_transformers),
     ]
-    return [(name, value) for name, value in figures if value != NOTHING]
+    known = ([(name, value) for name, value in pairs if value != NOTHING] for pairs in (first, further))
+    return next(known), next(known)
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
     """Return the table of the dataset."""
-    tokens, documents = dataset.train.tokens + dataset.validation.tokens, dataset.train.documents
+    parts = {"Training": dataset.train, "Validation": dataset.validation}
+    tokens = sum(split.tokens for split in parts.values())
     return [
         ("Name", dataset.name),
         ("Text", bytes_text(dataset.text_bytes)),
-        ("Training", f"{count_text(dataset.train.tokens)} tokens in {count_text(documents)} documents"),
-        (
-            "Validation",
-            f"{count_text(dataset.validation.tokens)} tokens in {count_text(dataset.validation.documents)} documents",
+        *(
+            (name, f"{count_text(split.tokens)} tokens in {count_text(split.documents)} documents")
+            for name, split in parts.items()
         ),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens else NOTHING),
         ("Key", dataset.key),
     ]
-
-
-def versions(identity: SoftwareIdentity) -> Pairs:
-    """Return the table of the code."""
-    commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
-    named = [("Image", identity.image), ("Commit", commit)]
-    return [(name, value) for name, value in named if value] + sorted(identity.packages.items())
 
 
 def places(report: RunReport) -> Pairs:
@@ -158,64 +174,12 @@ def usage_of(report: RunReport) -> str:
     return "" if final is None else usage(report.address, huggingface=final.huggingface is not None)
 
 
-def _start(rows: Sequence[Row]) -> Row:
-    starts = [row for row in rows if row.get("kind") == "start"]
-    return starts[-1] if starts else {}
-
-
-def _validation_loss(report: RunReport) -> float | None:
-    """The collected model's, else the newest evaluation's."""
-    if report.final is not None:
-        return report.final.validation_loss
-    return summary(report.rows).validation_loss
-
-
-def _in_transformers(final: FinalManifest | None) -> str:
-    if final is None:
-        return NOTHING
-    proof = final.huggingface
-    if proof is None:
-        return "; ".join(final.findings)
-    return f"{proof.architecture}, {_differing(proof.logits_difference)}"
-
-
 def _differing(logits: float) -> str:
     return f"logits differ by {logits:.1e} at most" if logits else "the same logits"
 
 
-def _parameters(report: RunReport) -> int | None:
-    if report.final is not None:
-        return report.final.parameters
-    parameters = _start(report.rows).get("parameters")
-    return int(parameters) if parameters is not None else None
-
-
-def _processes(start: Row) -> str:
-    if "world_size" not in start:
-        return NOTHING
-    device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
-    return f"{start['world_size']:,} on {device}" if device else f"{start['world_size']:,}"
-
-
 def _of_steps(progress: Progress) -> str:
     return f"{progress.step:,} of {progress.steps:,}" if progress.steps else f"{progress.step:,}"
-
-
-def _perplexity_text(loss: float | None) -> str:
-    # Above e^20 it says nothing more than "untrained", in ever more digits.
-    return f"{math.exp(loss):,.2f}" if loss is not None and math.isfinite(loss) and loss < 20 else NOTHING
-
-
-def _bits_per_byte(report: RunReport) -> str:
-    """Validation loss per byte of text instead of per token, so that different tokenizers can be compared.
-
-    Tokens per byte are those of the whole dataset: the manifest does not count the validation split's bytes.
-    """
-    loss, dataset = _validation_loss(report), report.dataset
-    if loss is None or not math.isfinite(loss) or dataset is None or not dataset.text_bytes:
-        return NOTHING
-    tokens = dataset.train.tokens + dataset.validation.tokens
-    return f"{loss / math.log(2) * tokens / dataset.text_bytes:.3f}"
 
 
 # --- Prefect's artifacts ----------------------------------------------------------------------------------------------
@@ -223,30 +187,30 @@ def _bits_per_byte(report: RunReport) -> str:
 
 def table(report: RunReport) -> list[dict[str, str]]:
     """Rows of a table artifact."""
-    figures = [("Outcome", outcome(report)), *key_figures(report), *further_figures(report)]
-    return [{"figure": printable(name), "value": printable(value)} for name, value in figures]
+    first, further = figures(report)
+    rows = [("Outcome", outcome(report)), *first, *further]
+    return [{"figure": printable(name), "value": printable(value)} for name, value in rows]
 
 
 def markdown(report: RunReport) -> str:
     """The report as a markdown artifact."""
-    rows, final = report.rows, report.final
+    first, further = figures(report)
+    # In thousands where they are many: mermaid writes every tick out in full.
+    pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
+    if max(pace.values(), default=0.0) >= 10_000:
+        pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
-        _markdown_table(("Figure", "Value"), [*key_figures(report), *further_figures(report)]),
-        _loss_lines(rows),
-        _throughput_lines(rows),
+        _markdown_table(("Figure", "Value"), [*first, *further]),
+        _loss_lines(report.rows),
+        mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True),
     ]
-    if final is not None:
-        parts += [
-            "### What it writes",
-            _fenced(f"{final.prompt}{final.sample}"),
-            "### Use it",
-            _fenced(usage_of(report), "python"),
-        ]
+    if (final := report.final) is not None:
+        parts += ["### What it writes", _fenced(f"{final.prompt}{final.sample}")]
+        parts += ["### Use it", _fenced(usage_of(report), "python")]
     if report.ledger is not None and (spent := report.ledger.rows()):
-        rows_of_it = [tuple(row.values()) for row in spent]
-        parts += ["### Where the time went", _markdown_table(tuple(spent[0]), rows_of_it)]
+        parts += ["### Where the time went", _markdown_table(tuple(spent[0]), [tuple(row.values()) for row in spent])]
     if report.dataset is not None:
         parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
     parts += ["### Where everything is", _markdown_table(("What", "Address"), places(report))]
@@ -256,14 +220,6 @@ def markdown(report: RunReport) -> str:
 def _loss_lines(rows: Sequence[Row]) -> str:
     losses = {"training": curve(rows, "step", "loss"), "validation": curve(rows, "evaluation", "validation_loss")}
     return mermaid.lines("Loss", losses, y_label="nats per token")
-
-
-def _throughput_lines(rows: Sequence[Row]) -> str:
-    """Return the points in thousands where they are many: mermaid writes every tick out in full."""
-    pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
-    if max(pace.values(), default=0.0) >= 10_000:
-        pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
-    return mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True)
 
 
 def live_markdown(rows: Sequence[Row]) -> str:
@@ -324,68 +280,58 @@ def verdict_markdown(verdict: Verdict) -> str:
 
 def html(report: RunReport) -> str:
     """Return one page that needs nothing but itself: no script, no font, no image to load."""
-    dataset, identity = report.dataset, report.identity
+    dataset, software, (first, further) = report.dataset, None, figures(report)
+    if (identity := report.identity) is not None:
+        commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
+        named = [("Image", identity.image), ("Commit", commit)]
+        software = [(name, value) for name, value in named if value] + sorted(identity.packages.items())
+    model, tokens = report.config.get("model"), report.progress.tokens
+    name = model.get("name") if isinstance(model, dict) else None
+    known = [
+        str(name or "A GPT"),
+        f"{count_text(report.parameters)} parameters" if report.parameters else "",
+        f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
+    ]
     return page(
         "report.html",
         title=report.name,
         outcome=outcome(report),
-        lead=_lead(report),
-        tiles=key_figures(report),
+        lead=", ".join(filter(None, known)) + ".",
+        tiles=first,
         curves=_curves(report.rows),
         final=report.final,
-        figures=further_figures(report),
+        figures=further,
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
         dataset=dataset_facts(dataset) if dataset else None,
         lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
         usage=usage_of(report),
         places=places(report),
-        software=versions(identity) if identity else None,
+        software=software,
         # As YAML: what a run can be started with again.
         config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
     )
 
 
-def _lead(report: RunReport) -> str:
-    """The run in a sentence, as far as it is known."""
-    model = report.config.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
-    tokens = summary(report.rows).tokens
-    corpus = f" of {report.dataset.name}" if report.dataset else ""
-    parts = [
-        str(name or "A GPT"),
-        f"{count_text(parameters)} parameters" if (parameters := _parameters(report)) else "",
-        f"trained on {count_text(tokens)} tokens{corpus}" if tokens else "",
-    ]
-    return ", ".join(part for part in parts if part) + "."
-
-
 def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
     """The charts of a training by name; none where there is no curve to draw yet."""
-    if len(downsample(curve(rows, "step", "loss"))) < 2:
-        return {}
+    loss, validation = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
+    if len(downsample(loss)) < 2:
+        return {}
+    losses = _with_average(loss, "blue", label="training")
+    if validation:
+        losses.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
+    restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
+    title, paces = "Loss, nats per token", _with_average(pace, "green")
+    title += "; dotted where an attempt resumed" if restarts else ""
+    rates = [Line(points=rate, color="violet")]
     charts = (
-        _loss_chart(rows, "wide"),
-        _loss_chart(rows, "narrow"),
-        Chart(name="rate", title="Learning rate", lines=[Line(points=rate, color="violet")], y_text=_short),
-        Chart(
-            name="pace",
-            title="Throughput, tokens per second",
-            lines=_with_average(pace, "green"),
-            y_text=_short,
-            from_zero=True,
-        ),
+        Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts),
+        Chart(name="narrow", title=title, lines=losses, y_text=_short, restarts=restarts),
+        Chart(name="rate", title="Learning rate", lines=rates, y_text=_short),
+        Chart(name="pace", title="Throughput, tokens per second", lines=paces, y_text=_short, from_zero=True),
     )
     return {chart.name: chart for chart in charts}
-
-
-def _loss_chart(rows: Sequence[Row], name: str) -> Chart:
-    lines = _with_average(curve(rows, "step", "loss"), "blue", label="training")
-    if validation := curve(rows, "evaluation", "validation_loss"):
-        lines.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
-    restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
-    title = "Loss, nats per token" + ("; dotted where an attempt resumed" if restarts else "")
-    return Chart(name=name, title=title, lines=lines, y_text=_short, restarts=restarts)
 
 
 def _with_average(points: Mapping[int, float], color: str, *, label: str = "") -> list[Line]:
