@@ -168,7 +168,7 @@ def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
 
 
 def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> Iterator[DocumentPiece]:
-    source, form, separator = part.source, layout.format_of(part.source), layout.separator_of(part.source)
+    source, form, separator = part.source, layout.format_of(part.source.name), layout.separator_of(part.source)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
             yield from parquet_texts(plain, source, layout.column, part.start, part.end, most=most)
@@ -208,4 +208,4 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
 
 
 def _has_footer(part: Part, layout: Layout) -> bool:
-    return layout.format_of(part.source) == "parquet" and compression_of(part.source.name) is None
+    return layout.format_of(part.source.name) == "parquet" and compression_of(part.source.name) is None
