@@ -16,8 +16,7 @@ from pydantic import JsonValue
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.layout import Layout, goes_by_json
-from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.data.corpus.source import Source, matches
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
