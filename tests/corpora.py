@@ -87,14 +87,20 @@ def files(*paths: str | Path, **fields: object) -> FileCorpus:
     return FileCorpus.model_validate({"kind": "files", "paths": [str(path) for path in paths], **fields})
 
 
+def of_each(address: str | Path, *ends: str) -> list[str]:
+    """Patterns that select each format of a folder, since a folder of several is refused."""
+    there = ends or {path.suffix for path in Path(address).rglob("*.*") if path.is_file()}
+    return [f"{address}/**/*{end}" for end in sorted(there)]
+
+
 def read(corpus: Corpus, scratch: Path) -> list[str]:
     return list(documents(corpus, sources(corpus), scratch=scratch))
 
 
-def settings_for(folder: Path, **fields: Any) -> DataConfig:
+def settings_for(folder: Path, paths: Sequence[str] = (), **fields: Any) -> DataConfig:
     return DataConfig.model_validate(
         {
-            "corpus": {"kind": "files", "paths": [str(folder)], "separator": SEPARATOR},
+            "corpus": {"kind": "files", "paths": paths or [str(folder)], "separator": SEPARATOR},
             "tokenizer": {"kind": "train", "vocab_size": 300},
             "validation_fraction": 0.1,
         }

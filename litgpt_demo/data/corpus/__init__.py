@@ -13,10 +13,9 @@ dataset's key would then name a text that it does not hold.
 
 from litgpt_demo.data.corpus.fetching import forget
 from litgpt_demo.data.corpus.listing import corpus_identity, sources
-from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, documents, documents_by_footer, read_shard
 from litgpt_demo.data.corpus.shards import Part, Shard, plan_shards
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.data.corpus.source import Source, matches
 
 __all__ = [
     "BATCH_BYTES",

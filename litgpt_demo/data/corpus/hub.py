@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from litgpt_demo.config import HubCorpus
-from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.data.corpus.source import Source, matches
 from litgpt_demo.errors import NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected, redacted
 

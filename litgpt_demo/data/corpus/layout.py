@@ -35,26 +35,23 @@ class Layout:
             case OpenWebTextCorpus():
                 return cls(column=corpus.as_hub().column)
 
-    def format_of(self, source: Source) -> Format:
+    def format_of(self, name: str) -> Format:
         """Return the format that the user gave, else the one of the name; a compression may follow the format."""
-        if self.format != "auto":
-            return self.format
-        return _FORMATS.get(_ending(source), "text")
+        return _FORMATS.get(_ending(name), "text") if self.format == "auto" else self.format
 
     def separator_of(self, source: Source) -> bytes | None:
         """The bytes between two documents of a file in which any document can be found by them; else None."""
-        if self.format_of(source) == "jsonl":
-            return b"\n"
-        if self.format_of(source) == "text" and self.separator is not None:
+        form = self.format_of(source.name)
+        if form == "text" and self.separator is not None:
             return self.separator.encode()
-        return None
+        return b"\n" if form == "jsonl" else None
 
 
 def goes_by_json(corpus: Corpus, source: Source) -> bool:
     """Return whether the file is taken for JSON lines because its name ends in .json."""
-    return Layout.of(corpus).format == "auto" and _ending(source) == ".json"
+    return Layout.of(corpus).format == "auto" and _ending(source.name) == ".json"
 
 
-def _ending(source: Source) -> str:
-    path = PurePosixPath(source.name.lower())
-    return (path.with_suffix("") if compression_of(source.name) else path).suffix
+def _ending(name: str) -> str:
+    path = PurePosixPath(name.lower())
+    return (path.with_suffix("") if compression_of(name) else path).suffix

@@ -9,15 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.hub import hub_sources
-from litgpt_demo.data.corpus.layout import goes_by_json
-from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.data.corpus.layout import Layout, goes_by_json
+from litgpt_demo.data.corpus.source import Source, matches
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
@@ -39,9 +38,10 @@ def sources(corpus: Corpus) -> list[Source]:
         case StdlibCorpus():
             return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
         case FileCorpus():
-            found = _file_sources(corpus.paths)
+            found = _file_sources(corpus)
         case HubCorpus():
             found = hub_sources(corpus)
+            _require_one_format(corpus, corpus.files, [source.name for source in found])
         case OpenWebTextCorpus():
             found = hub_sources(corpus.as_hub())
     # Two folders may hold files of one name: then the content decides, never the folder.
@@ -88,26 +88,41 @@ def _stdlib_sources() -> Iterator[Source]:
     for folder, folders, files in os.walk(library):
         folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
-            if path.is_file() and _is_utf8(path.read_bytes()):
-                name = path.relative_to(library).as_posix()
-                yield _Place(address=str(path), name=name, stored=storage.stat(name)).source()
+            with suppress(UnicodeDecodeError):
+                if path.is_file():
+                    path.read_bytes().decode()
+                    name = path.relative_to(library).as_posix()
+                    yield _Place(address=str(path), name=name, stored=storage.stat(name)).source()
 
 
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _file_sources(paths: Sequence[str]) -> list[Source]:
-    """The files that `paths` select, each once; a file that two paths name differently takes the smaller name."""
+def _file_sources(corpus: FileCorpus) -> list[Source]:
+    """The files that the paths select, each once; a file that two paths name differently takes the smaller name."""
     places: dict[str, _Place] = {}
-    for place in (place for path in paths for place in _places(path)):
-        places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
+    for path in corpus.paths:
+        found = _places(path)
+        _require_one_format(corpus, path, [place.name for place in found])
+        for place in found:
+            places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(_Place.source, places.values()))
+
+
+def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
+    """A card, a licence or an index beside the data would be trained on, and nobody would see it.
+
+    Raises:
+        UserError: the names say several formats.
+    """
+    layout, formats = Layout.of(corpus), dict[str, list[str]]()
+    for name in sorted(names):
+        formats.setdefault(layout.format_of(name), []).append(name)
+    if len(formats) > 1:
+        first, *_ = found = sorted(formats.items())
+        told = [f"{len(some):,} {form} ({', '.join(some[:3])}{', …' * (len(some) > 3)})" for form, some in found]
+        raise UserError(
+            f"data.corpus: {path} has files of several formats: {', '.join(told)}; name those to read by a pattern for "
+            f"each format, such as **/*{PurePosixPath(first[1][0]).suffix}, or set data.corpus.format if all are of one"
+        )
 
 
 def _places(path: str) -> list[_Place]:

@@ -168,7 +168,7 @@ def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
 
 
 def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> Iterator[DocumentPiece]:
-    source, form, separator = part.source, layout.format_of(part.source), layout.separator_of(part.source)
+    source, form, separator = part.source, layout.format_of(part.source.name), layout.separator_of(part.source)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
             yield from parquet_texts(plain, source, layout.column, part.start, part.end, most=most)
@@ -193,8 +193,8 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
     Raises:
         As `read_shard`.
     """
-    layout = Layout.of(corpus)
-    if shard.limit is not None or not all(_has_footer(part, layout) for part in shard.parts):
+    layout, names = Layout.of(corpus), {part.source.name for part in shard.parts}
+    if shard.limit is not None or any(layout.format_of(name) != "parquet" or compression_of(name) for name in names):
         return None
     documents = size = 0
     for part in shard.parts:
@@ -205,7 +205,3 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
         documents += sum(group.rows for group in groups)
         size += sum(group.bytes for group in groups)
     return documents, size
-
-
-def _has_footer(part: Part, layout: Layout) -> bool:
-    return layout.format_of(part.source) == "parquet" and compression_of(part.source.name) is None

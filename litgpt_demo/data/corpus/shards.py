@@ -79,7 +79,7 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
 def _cuts(source: Source, layout: Layout, target: int) -> list[tuple[int, int]]:
     """A place where a local file can be cut: its row group or byte, and the number of stored bytes before it."""
     path = Path(source.address)
-    if layout.format_of(source) == "parquet":
+    if layout.format_of(source.name) == "parquet":
         return _cuts_between(row_group_bytes(path, source, layout.column), target)
     separator = layout.separator_of(source)
     return [] if separator is None else [(cut, cut) for cut in _cuts_behind(separator, path, source.size, target)]

@@ -30,6 +30,7 @@ from corpora import (
     expected,
     found,
     large_vocabulary,
+    of_each,
     prepared,
     reason_to_drop,
     settings_for,
@@ -122,7 +123,7 @@ def planned_case(
 ) -> tuple[PlannedDataset, dict[str, Any]]:
     """A preparation, and what has to come of it."""
     source = write(folder / "corpus", {f"{n:02d}{form}": FORMATS[form](texts) for n, (form, texts) in enumerate(files)})
-    corpus = {"kind": "files", "paths": [str(source)], "separator": SEPARATOR, "max_bytes": max_bytes}
+    corpus = {"kind": "files", "paths": of_each(source), "separator": SEPARATOR, "max_bytes": max_bytes}
     policy = "skip" if any(None in texts for _, texts in files) else "fail"
     planned = plan_dataset(settings_for(source, corpus=corpus, tokenizer=tokenizer, on_bad_document=policy, **fields))
     return planned, expected(files, load_tokenizer(tokenizer), planned.data)
@@ -265,9 +266,10 @@ def test_a_corpus_that_makes_no_dataset_is_refused(
 def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, tokenizer: TokenizerFile) -> None:
     lines = b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n'
     source, storage = write(corpus_in(tmp_path / "corpus"), {"c.jsonl": lines}), open_storage(str(tmp_path / "root"))
+    paths = of_each(source)
     with pytest.raises(DataError, match=r"c\.jsonl, line 2 has 7 as 'text'"):
-        prepare(plan_dataset(settings_for(source, tokenizer=tokenizer)), storage)
-    manifest = prepare(plan_dataset(settings_for(source, tokenizer=tokenizer, on_bad_document="skip")), storage)
+        prepare(plan_dataset(settings_for(source, paths, tokenizer=tokenizer)), storage)
+    manifest = prepare(plan_dataset(settings_for(source, paths, tokenizer=tokenizer, on_bad_document="skip")), storage)
     assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
     assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
     assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from bucket_faults import FOREVER, Fault, FaultyBucket
-from corpora import as_jsonl, as_parquet, contents, corpus_in, cut_into, large_vocabulary, settings_for, write
+from corpora import as_jsonl, as_parquet, contents, corpus_in, cut_into, large_vocabulary, of_each, settings_for, write
 
 from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import PlannedDataset, finished_dataset, plan_dataset, stage
@@ -47,7 +47,7 @@ def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_byt
     tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
     filters = Filters(drop_duplicates=True, min_characters=40)
     source, root = write(tmp_path / "corpus", corpus), tmp_path / "root"
-    planned = plan_dataset(settings_for(source, tokenizer=tokenizer, filters=filters))
+    planned = plan_dataset(settings_for(source, of_each(source), tokenizer=tokenizer, filters=filters))
     before = dict[str, tuple[int, int]]()
     for last_file, count in (("[0-9]*.json", 9), ("[0-9]*.json", 50), ("manifest.json", 1)):
         asked = [last_file, str(count), "--root", str(root), "--data", planned.data.model_dump_json()]

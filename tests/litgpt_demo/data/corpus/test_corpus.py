@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, read, write
+from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, of_each, read, write
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,7 +57,8 @@ def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the
     marked = BOM_UTF8 + text.encode()
     write(tmp_path, {"a.txt": marked, "b.md": b"", "c": b"no suffix", "d.txt.gz": gzip.compress(marked)})
     write(tmp_path, {"e.jsonl": BOM_UTF8 + as_jsonl(["three", "four"]), "f.jsonl.gz": gzip.compress(BOM_UTF8)})
-    assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix", text, "three", "four"]
+    found = read(files(f"{tmp_path}/[a-d]*", f"{tmp_path}/*.jsonl*"), tmp_path / "scratch")
+    assert found == [text, "no suffix", text, "three", "four"]
 
 
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
@@ -125,10 +126,10 @@ MIXED = {
 def test_order_depends_on_names_not_on_the_folder_or_the_order_of_the_paths(tmp_path: Path) -> None:
     first = write(tmp_path / "first", MIXED)
     second = write(tmp_path / "elsewhere/second", dict(reversed(MIXED.items())))
-    there = [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", str(second)]
-    for paths in ([first], there, reversed(there)):
+    there = [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
+    for paths in (of_each(first), there, reversed(there)):
         assert read(files(*paths), tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
-    assert identity(files(second, second / "b")) == identity(files(second / "b", second))
+    assert identity(files(second / "a", second / "b")) == identity(files(second / "b", second / "a"))
     # Files of one name in two folders are both taken, in an order of their own.
     write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
     found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
@@ -142,7 +143,8 @@ def put(root: str, contents: dict[str, bytes]) -> None:
 
 
 def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does_not(root: str, tmp_path: Path) -> None:
-    here, there = files(write(tmp_path / "here", MIXED)), files(f"{root}/deep/corpus")
+    here = files(*of_each(write(tmp_path / "here", MIXED)))
+    there = files(*of_each(f"{root}/deep/corpus", ".txt", ".gz", ".parquet"))
     put(f"{root}/deep/corpus", MIXED)
     before = identity(here)
     assert identity(there) == before != identity(files(*here.paths, max_bytes=10))
@@ -172,6 +174,21 @@ def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_
     (folder / "a").symlink_to(folder / "a")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
+
+
+def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: str, tmp_path: Path, hub: Hub) -> None:
+    cards = {"README.md": b"# A card", "LICENSE": b"Take it.", "dataset_infos.json": b'{"default": {}}'}
+    there = {"data/a.parquet": as_parquet(["one"]), "data/b.parquet": as_parquet(["two"]), ".gitattributes": b"* lfs"}
+    put(f"{root}/cloned", cards | there)
+    found = r"1 jsonl \(dataset_infos\.json\), 2 parquet \(data/a\.parquet, data/b\.parquet\), 2 text \(LICENSE, README"
+    for path in (f"{root}/cloned", f"{root}/cloned/**"):
+        with pytest.raises(UserError, match=rf"cloned.* several formats: {found}\.md\); name those to read"):
+            sources(files(path))
+    with pytest.raises(UserError, match=r"several formats: 1 jsonl \(extra/notes\.jsonl\), 2 parquet .*, 1 text"):
+        sources(repository(files="**/*"))
+    for one, other in (("data", "*.md"), ("data/*", "README.md"), ("**/*.parquet", "*.md")):
+        corpus = files(f"{root}/cloned/{one}", f"{root}/cloned/{other}")
+        assert read(corpus, tmp_path / "scratch") == ["# A card", "one", "two"]
 
 
 @pytest.mark.parametrize("gone", [False, True])

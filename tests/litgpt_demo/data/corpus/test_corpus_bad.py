@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, read, write
+from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, of_each, read, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def skipping(
     folder: Path, target: int | None = None, *, separator: str = SEPARATOR, most: int = 1 << 30
 ) -> tuple[list[str], list[tuple[int, BadDocument]]]:
     """The documents of a folder with the bad ones as empty texts, and the bad ones by their number in the corpus."""
-    corpus = files(folder, separator=separator)
+    corpus = files(*of_each(folder), separator=separator)
     texts: list[str] = []
     bad: list[tuple[int, BadDocument]] = []
     for shard in plan_shards(corpus, sources(corpus), target):
