@@ -229,14 +229,9 @@ def fault_of(ending: Ending) -> Fault | None:
         return Fault.PREEMPTED
     if cause is not None:
         return cause.fault
-    if ending.agent is not None:
-        return _fault_of_agent(ending.agent)
+    if ending.agent is not None:  # torchrun's own exception; meeting its peers is most of what it can fail at
+        fault = fault_of_exception(ending.agent)
+        return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
     if ending.exit_code == EXIT_CODES[Fault.DISK_FULL]:  # there was no room for torchrun's findings
         return Fault.DISK_FULL
     return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN
-
-
-def _fault_of_agent(error: str) -> Fault:
-    """The class of torchrun's own exception; meeting its peers is most of what it can fail at."""
-    fault = fault_of_exception(error)
-    return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in error.lower() else fault

@@ -115,7 +115,8 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
 
 def check_libcuda(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
     """Check that the driver's library can be loaded, if the node is to have GPUs."""
-    if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or _driver(environ, root)):
+    on_path = gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
+    if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or on_path):
         yield Finding(
             "error",
             "gpu.libcuda",
@@ -123,10 +124,6 @@ def check_libcuda(network: NodeNetwork, environ: Mapping[str, str], root: Path) 
             fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
             fault=Fault.NODE,
         )
-
-
-def _driver(environ: Mapping[str, str], root: Path) -> str | None:
-    return gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
 
 
 def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Never
@@ -158,14 +158,11 @@ def out_of_memory_kills(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path
 
 def _counters(root: Path, groups: Path) -> Iterable[Path]:
     """Yield the files that may hold the count: cgroup v2's memory.events, v1's memory.oom_control."""
-    told = dict(_groups(groups))
+    told: dict[str, str] = {}
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        # Controllers and path of each hierarchy: `4:memory:/docker/1f…`, `0::/` in version 2.
+        _, controllers, path = line.split(":", 2)
+        told |= dict.fromkeys(controllers.split(","), path)
     for folder, name in ((root, "memory.events"), (root / "memory", "memory.oom_control")):
         group = told.get("memory" if folder.name == "memory" else "", "/").strip("/")
         yield from (folder / group / name, folder / name)
-
-
-def _groups(groups: Path) -> Iterator[tuple[str, str]]:
-    """Yield the controllers and the path of each hierarchy: `4:memory:/docker/1f…`, `0::/` in version 2."""
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        yield from ((name, path) for name in controllers.split(","))

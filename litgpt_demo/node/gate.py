@@ -38,21 +38,15 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
     fault = fault_of(ending)
     if fault is not None or not path.exists():
         cause = decisive(ending.failures)
-        raise _error_of(fault)(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
+        clear = {Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted}
+        kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
+        raise kind(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
     if problem := verdict(result, node.meet.node_rank, name=network.name):
         if not network.allow_sockets:
             raise problem
         print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)
     return path
-
-
-def _error_of(fault: Fault | None) -> type[TrainLitgptError]:
-    """Return the class of a failed measurement: anything unclear between nodes is the network's."""
-    kinds: dict[Fault, type[TrainLitgptError]] = {
-        Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted,
-    }  # fmt: skip
-    return NetworkError if fault is None else kinds.get(fault, NetworkError)
 
 
 def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:

@@ -124,7 +124,10 @@ def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezv
     Raises:
         UserError: see `parse`.
     """
-    master = _master(flags.master, environ)
+    if flags.master == pytorchjob.TOLD:
+        master = pytorchjob.master(environ)
+    else:
+        master = told_master(environ) if flags.master == AUTO else _value("--master", flags.master, environ)
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port; give HOST:PORT, for example 10.0.0.5:29500")
@@ -140,12 +143,6 @@ def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezv
         port=_number("--master's port", port, environ),
         run_id=_value("--run-id", flags.run_id, environ),
     )
-
-
-def _master(given: str, environ: Mapping[str, str]) -> str:
-    if given == pytorchjob.TOLD:
-        return pytorchjob.master(environ)
-    return told_master(environ) if given == AUTO else _value("--master", given, environ)
 
 
 def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 from time import monotonic
 from typing import Any
@@ -54,69 +53,50 @@ class Save:
         Raises:
             TrainLitgptError: on all ranks, what went wrong on one; nothing is left that looks like a checkpoint.
         """
-        began = monotonic()
+        began, run, step, train = monotonic(), self.training.run, self.step, self.training.spec.train
+        folder, first = self.training.scratch / f"step-{step}", self.ranks.number == 0
+
+        def write() -> Written:
+            try:
+                self.shards.copy(self.state, self.moment)
+            finally:
+                self.copied.set()
+            return self.shards.write(folder)
+
+        def index(written: list[Written]) -> None:
+            checkpoints.clear(run, step)  # before anything is published: a save that was cut short may have left files
+            self.shards.write_index(folder, written)
+
+        def commit(records: list[list[FileRecord]]) -> CheckpointManifest:
+            manifest = checkpoints.manifest_of(
+                self.training.spec,
+                step=step,
+                validation_loss=self.validation_loss,
+                seconds=self.seconds,
+                files=[record for each in records for record in each],
+            )
+            checkpoints.commit(run, manifest)
+            return manifest
+
         try:
-            manifest = self._committed()
+            self.shards.agree(self.state)
+            self.ranks.together(write, index)
+            mine = sorted(folder.iterdir())
+            names = [path.name for path in mine]
+            manifest = self.ranks.together(lambda: checkpoints.publish(mine, run, step), commit)
+            self.ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)
         except Exception:
-            self._undo()
+            if first:  # nobody works on it any more
+                with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, no belief
+                    checkpoints.clear(run, step)
             raise
         finally:
             self.copied.set()
-            shutil.rmtree(self._folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
-        unremoved = self._prune()
-        return Committed(seconds=monotonic() - began, size=manifest.size, unremoved=unremoved)
-
-    def _committed(self) -> CheckpointManifest:
-        run, step = self.training.run, self.step
-        self.shards.agree(self.state)
-        self.ranks.together(self._write, self._index)
-        mine = sorted(self._folder.iterdir())
-        names = [path.name for path in mine]
-        manifest = self.ranks.together(lambda: checkpoints.publish(mine, run, step), self._commit)
-        self.ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)
-        return manifest
-
-    @property
-    def _folder(self) -> Path:
-        return self.training.scratch / f"step-{self.step}"
-
-    def _write(self) -> Written:
-        try:
-            self.shards.copy(self.state, self.moment)
-        finally:
-            self.copied.set()
-        return self.shards.write(self._folder)
-
-    def _index(self, written: list[Written]) -> None:
-        """Clear the place on rank 0 before anything is published: a save that was cut short may have left files."""
-        checkpoints.clear(self.training.run, self.step)
-        self.shards.write_index(self._folder, written)
-
-    def _commit(self, records: list[list[FileRecord]]) -> CheckpointManifest:
-        files = [record for each in records for record in each]
-        manifest = checkpoints.manifest_of(
-            self.training.spec,
-            step=self.step,
-            validation_loss=self.validation_loss,
-            seconds=self.seconds,
-            files=files,
-        )
-        checkpoints.commit(self.training.run, manifest)
-        return manifest
-
-    def _undo(self) -> None:
-        """Clean up on rank 0, when nobody works on it any more."""
-        if self.ranks.number == 0:
-            with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, not believed
-                checkpoints.clear(self.training.run, self.step)
-
-    def _prune(self) -> TrainLitgptError | None:
-        train = self.training.spec.train
-        if self.ranks.number == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
+        unremoved = None
+        if first:
             try:
-                checkpoints.retire(
-                    self.training.run, last=train.keep_last, best=train.keep_best, every=train.keep_every
-                )
+                checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
             except TrainLitgptError as error:  # the checkpoint is there all the same
-                return error
-        return None
+                unremoved = error
+        return Committed(seconds=monotonic() - began, size=manifest.size, unremoved=unremoved)

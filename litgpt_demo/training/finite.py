@@ -30,12 +30,16 @@ class FiniteWatch:
         Raises:
             UserError: the run is to stop at the first such step, or this is the last of too many.
         """
-        if (why := self._not_finite(result)) is None:
+        values = {"loss": result.loss}
+        if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
+            values["gradient norm"] = result.grad_norm
+        found = next((name for name, value in values.items() if not math.isfinite(value)), None)
+        if found is None:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        spec, ranks = self._training.spec, self._training.ranks
-        windows = ranks.together(
+        why, spec = f"the {found} of step {result.done} is {values[found]}", self._training.spec
+        windows = self._training.ranks.together(
             lambda: math.isfinite(float(result.own_loss)), lambda finite: _suspects(self._training, result.done, finite)
         )
         more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
@@ -49,13 +53,6 @@ class FiniteWatch:
         if self._in_a_row == MOST_IN_A_ROW:
             raise UserError(f"{told}. It is step {MOST_IN_A_ROW} in a row without an update, so it is not the data")
         return why, windows
-
-    def _not_finite(self, result: StepResult) -> str | None:
-        values = {"loss": result.loss}
-        if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
-            values["gradient norm"] = result.grad_norm
-        found = next((name for name, value in values.items() if not math.isfinite(value)), None)
-        return None if found is None else f"the {found} of step {result.done} is {values[found]}"
 
 
 def _suspects(training: Training, done: int, finite: list[bool]) -> tuple[int, ...]:

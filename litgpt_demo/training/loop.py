@@ -130,7 +130,15 @@ class Loop:
         self._training.model.train()
         for step in range(first, spec.steps):
             self._training.heart.beat(self.done, "training", allow=allow)
-            self._step(step)
+            passed, late = train_step(self._training, step), self._training.clock.seconds >= self._most
+            self._exchange.put(
+                step + 1,
+                passed.loss,
+                passed.norm,
+                leave=self._stop_requested(),
+                time_up=late,
+                waited=passed.waited,
+            )
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever.
@@ -144,18 +152,6 @@ class Loop:
                 self._save(validation_loss)
             if self.stop_reason is not None:
                 return
-
-    def _step(self, step: int) -> None:
-        passed = train_step(self._training, step)
-        late = self._training.clock.seconds >= self._most
-        self._exchange.put(
-            step + 1,
-            passed.loss,
-            passed.norm,
-            leave=self._stop_requested(),
-            time_up=late,
-            waited=passed.waited,
-        )
 
     def _drain(self, *, everything: bool) -> StopReason | None:
         """Tell of the steps that have been heard of; returns why to leave, if one of them says so.

@@ -36,13 +36,17 @@ def open_fabric(train: TrainConfig) -> Fabric:
         shard = partial(_sharded, train=train)
         strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=patience)
     elif world_size > 1:
+        # Buffers are rotary tables, which never change: they are not sent before each pass. torch 2.11 has
+        # broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
+        new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
         # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
         # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
         strategy = DDPStrategy(
             gradient_as_bucket_view=True,
             timeout=patience,
             static_graph=train.global_batch == world_size * train.micro_batch,
-            **_leaving_buffers_alone(),
+            **buffers,
         )
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     fabric = Fabric(
@@ -52,19 +56,14 @@ def open_fabric(train: TrainConfig) -> Fabric:
     return fabric
 
 
-def _leaving_buffers_alone() -> dict[str, Any]:
-    """Return what keeps DDP from sending buffers before each pass: they are rotary tables, which never change.
-
-    torch 2.11 has broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
-    """
-    new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if new else "broadcast_buffers": False}
-
-
 def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
     """FSDP2: each block's weights come together when it runs, and the next one's while it does. Unlike FSDP1 it runs on
     CPUs, and weights keep their shapes, by which decay_groups tells matrices from vectors."""
-    data, policy = mesh["data_parallel"], _mixed_precision(train)
+    data = mesh["data_parallel"]
+    # Gathered in the precision in which autocast would multiply; gradients are summed in float32. Inputs are left as
+    # they are, for the residual stream and the rotary cosines are float32's.
+    gathered = torch.bfloat16 if train.precision == "bf16-mixed" else None
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(cast(GPT, model).transformer.h)
     for block in blocks:
         fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=train.reshard_after_forward)
@@ -74,12 +73,3 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Mo
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])
     return model
-
-
-def _mixed_precision(train: TrainConfig) -> MixedPrecisionPolicy:
-    """Weights are gathered in the precision in which autocast would multiply them; gradients are summed in float32.
-
-    Inputs are left as they are, for the residual stream and the rotary cosines are float32's.
-    """
-    gathered = torch.bfloat16 if train.precision == "bf16-mixed" else None
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -29,7 +29,11 @@ def resume(training: Training, *, tell: Tell) -> int:
     ranks = training.ranks
     for manifest in ranks.first(lambda: _candidates(training, tell)):
         if (folder := _verified(training, ranks, manifest, tell)) is not None:
-            _load(training, folder, training.run.address(checkpoints.folder_of(manifest.step)))
+            address = training.run.address(checkpoints.folder_of(manifest.step))
+            model, optimizer = training.model.module, training.optimizer.optimizer
+            precision = training.fabric.strategy.precision
+            if saved := load_shards(model, optimizer, folder, precision=precision.state_dict(), address=address):
+                precision.load_state_dict(saved)
             ranks.first(lambda: None)  # until then some rank may still read
             if training.run.local_path() is None and training.fabric.local_rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -73,11 +77,3 @@ def _verified(training: Training, ranks: Ranks, manifest: CheckpointManifest, te
 def _set_aside(training: Training, folder: str, error: DataError, tell: Tell) -> None:
     where = checkpoints.set_aside(training.run, folder, str(error))
     tell(f"{folder} does not verify and was moved to {where}: {error}")
-
-
-def _load(training: Training, folder: Path, address: str) -> None:
-    precision = training.fabric.strategy.precision
-    model, optimizer = training.model.module, training.optimizer.optimizer
-    saved = load_shards(model, optimizer, folder, precision=precision.state_dict(), address=address)
-    if saved:
-        precision.load_state_dict(saved)

@@ -78,7 +78,7 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
 
 # The disk has room for 20 bytes, for more before the last line, and none in the end.
 FULL_FOR_A_WHILE = """
-import resource
+import resource, sys
 from litgpt_demo.node.printing import drop_what_does_not_fit
 
 def room(size):
@@ -88,20 +88,50 @@ drop_what_does_not_fit()
 room(20)
 for line in ("a whole line", "one that is cut", "one that is lost"):
     print(line, flush=True)
+print("a warning of another stream", file=sys.stderr, flush=True)
 room(34)
 print("the next one", flush=True)
 print("x" * 100_000)
 raise SystemExit(40)
 """
 
+# Others take all room of the log's disk, and again what is freed.
+FULL_BUT_FOR_WARNINGS = """
+import pathlib, shutil, sys
+from litgpt_demo.node.printing import drop_what_does_not_fit
+
+def fill():
+    with (pathlib.Path(sys.argv[1]) / "ballast").open("ab") as ballast:
+        ballast.write(b"0" * shutil.disk_usage(sys.argv[1]).free)
+
+drop_what_does_not_fit()
+print("the first step", flush=True)
+for step in range(100):
+    fill()
+    print(f"{step} a row of metrics {'x' * 200}", flush=True)
+    print(f"[rank0]:warning: checkpoint of step {step} was not saved", flush=True)
+print("a warning without an end", end="")
+"""
+
 
 @pytest.mark.parametrize("flags", [(), ("-u",)])
-def test_a_line_that_finds_no_room_is_glued_to_no_other_and_ends_no_program(
+def test_a_line_is_in_the_log_whole_or_not_at_all_whatever_stream_it_comes_from(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with (tmp_path / "log").open("w") as log:
-        assert subprocess.run([sys.executable, *flags, "-c", FULL_FOR_A_WHILE], stdout=log).returncode == 40
-    assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "one tha", "the next one"]
+    with (tmp_path / "log").open("a") as log:
+        command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
+        assert subprocess.run(command, stdout=log, stderr=log).returncode == 40
+    assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "the next one"]
+
+
+def test_a_full_disk_has_room_for_warnings(small_disk: Path) -> None:
+    with (small_disk / "log").open("a") as log:
+        command = [sys.executable, "-c", FULL_BUT_FOR_WARNINGS, str(small_disk)]
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+    first, *lines = (small_disk / "log").read_text().splitlines()
+    warnings = [f"[rank0]:warning: checkpoint of step {step} was not saved" for step in range(100)]
+    assert first == "the first step"
+    assert [line for line in lines if "warning" in line] == [*warnings, "a warning without an end"]
 
 
 TELLING = [
