@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
+from unittest.mock import Mock, call
 
 import pytest
 from claims import begin, claim_on
@@ -61,6 +62,18 @@ def test_after_attempts_that_ended_comes_the_next_number(claim: Claim, platform:
     seen = [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()]
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
     assert live_job(claim) == newest, "the last attempt is the one that can live, not the first"
+
+
+def test_a_row_of_a_run_asks_for_its_last_attempt_alone(
+    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for end in (JobState.FAILED, JobState.CANCELLED):
+        platform.end(begin(claim), end)
+    newest = begin(claim)
+    monkeypatch.setattr(platform, "status", asked := Mock(wraps=platform.status))
+    (row,) = run_rows(claim.attempts.index, [RUN], open=claim.attempts.open)
+    assert row.state == "pending"
+    assert asked.mock_calls == [call(newest)]
 
 
 def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_its_number(
