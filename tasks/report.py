@@ -72,8 +72,11 @@ class LiveArtifacts(Live):
     def _log(self, progress: Progress) -> None:
         evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + LINE
         if progress.step and (evaluated or long_ago):
-            get_run_logger().info(_so_far(progress))
-            self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
+            held_out = progress.validation_loss
+            validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
+            so_far = [f"step {progress.step}/{progress.steps}", *progress.facts, *validation]
+            get_run_logger().info(", ".join(so_far))
+            self._line_at, self._line_loss = time.monotonic(), held_out
 
 
 async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
@@ -132,12 +135,6 @@ def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
     older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
     return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
-
-
-def _so_far(progress: Progress) -> str:
-    held_out = progress.validation_loss
-    validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
-    return ", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation])
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:

@@ -32,7 +32,7 @@ from launcher.events import (
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
+from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
@@ -40,7 +40,7 @@ from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
-from litgpt_demo.config import RestartSettings, TrainingSpec
+from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
@@ -70,7 +70,9 @@ async def train(
         on_row: called with each row of metrics.
     """
     spec = training_spec(run, dataset)
-    emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
+    platform = run.config.platform
+    on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
@@ -86,13 +88,6 @@ async def train(
         train = run.config.train
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
-
-
-def _described(run: Run, spec: TrainingSpec) -> str:
-    platform = run.config.platform
-    return (
-        f"{run.name}: {spec.steps} steps on {platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
-    )
 
 
 async def run_job(
@@ -120,14 +115,9 @@ async def run_job(
     budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    with lease_of(attempts, claim.orchestrator) as lease:
+    with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
         run = _Orchestration(claim, budget, lease, watch, verdicts, step)
         return await run.to_its_good_end(on_row)
-
-
-def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
-    """Return this orchestrator's side of the run's lease."""
-    return Lease(attempts.index, attempts.run, flow_run=orchestrator)
 
 
 @dataclass
@@ -473,10 +463,7 @@ class Progress:
         if known is None:
             return
         if status.restarts > known.restarts:
-            emit(
-                Note(
-                    what=f"{self._job.attempt_name} was restarted by its platform, {status.native}", severity="warning"
-                )
-            )
+            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
+            emit(Note(what=what, severity="warning"))
         if known.state is JobState.PENDING and status.state is JobState.RUNNING:
             emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))

@@ -75,16 +75,12 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
         ("dask", DaskCancelled("the scheduler has gone"), Fault.NETWORK),
     ],
 )
-def test_a_worker_that_is_lost_is_no_mistake_of_the_users(
-    kind: str, lost: Exception, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def work(fanout: Fanout) -> Any:
-        monkeypatch.setattr(fanout, "_kind", kind)
-        monkeypatch.setattr("prefect.futures.PrefectConcurrentFuture.result", Mock(side_effect=lost))
-        return [*fanout(named, range(1))]
-
+def test_a_worker_that_is_lost_is_no_mistake_of_the_users(kind: str, lost: Exception, fault: Fault) -> None:
+    fanout, call = Fanout(ONE), module._Call()
+    fanout._kind = kind
+    call.ended.put(Mock(result=Mock(side_effect=lost)))
     with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
-        carried_out(ONE, work)
+        fanout._next(call)
     assert told.value.fault is fault
 
 
