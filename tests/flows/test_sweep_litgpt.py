@@ -17,7 +17,6 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import _planned
 from launcher.config import RunConfig, SweepConfig, load
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
-from launcher.runs.run import Run
 
 pytestmark = pytest.mark.prefect
 
@@ -32,18 +31,24 @@ def trained() -> list[RunConfig]:
 
 
 @pytest.fixture
-def swept(trained: list[RunConfig], tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Swept:
-    """Runs the flow for a grid; a trial's validation loss is its learning rate."""
+def swept(
+    trained: list[RunConfig], tiny: Callable[..., RunConfig], corpus: Path, tmp_path: Path, monkeypatch: Any
+) -> Swept:
+    """Runs the flow for a grid; a trial's validation loss is its learning rate. The corpus is gone when one begins."""
+    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
 
     async def train(**groups: Any) -> Any:
+        own.unlink(missing_ok=True)
         trained.append(config := RunConfig(**groups))
+        assert (await asyncio.to_thread(_planned, config, None)).config == config
         if (rate := config.train.learning_rate) >= DIVERGES:
             raise JobFailed("user error on node 0: the loss is not finite")
         return SimpleNamespace(validation_loss=rate)
 
-    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train, **changes: Any) -> list[dict[str, Any]]:
+    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train) -> list[dict[str, Any]]:
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
-        config = SweepConfig.model_validate({**tiny(changes).model_dump(), "sweep": {"grid": grid, "max_parallel": 2}})
+        whole = tiny({"data.corpus.paths": [str(own)]}).model_dump()
+        config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2}})
         return asyncio.run(sweep_litgpt(**dict(config)))
 
     return run
@@ -73,19 +78,6 @@ def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept,
 def test_a_sweep_in_which_nothing_succeeds_says_why(swept: Swept) -> None:
     with pytest.raises(LauncherError, match=r"none of 1 trials succeeded.*user error"):
         swept({"train.learning_rate": [DIVERGES]})
-
-
-def test_a_sweep_reads_its_corpus_once_for_all_of_its_trials(swept: Swept, corpus: Path, tmp_path: Path) -> None:
-    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
-    planned: list[Run] = []
-
-    async def train(**groups: Any) -> Any:
-        own.unlink(missing_ok=True)
-        planned.append(await asyncio.to_thread(_planned, RunConfig(**groups), None))
-        return SimpleNamespace(validation_loss=1.0)
-
-    table = swept({"train.seed": [1, 2, 3]}, train, **{"data.corpus.paths": [str(own)]})
-    assert sorted(run.name for run in planned) == sorted(row["run"] for row in table)
 
 
 def test_an_error_that_is_no_failure_of_a_trial_ends_the_others_before_their_sweep(
