@@ -181,7 +181,9 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     """
     jobs = tracker.jobs
     if not jobs:
-        return [_without_a_job(tracker), f"  run again  {again}"]
+        known = "no job is running; run again, what is done is found by its key"
+        known = known if tracker.step is None else _WITHOUT_A_JOB.get(tracker.step, known)
+        return [known if tracker.flow_runs else "nothing was started", f"  run again  {again}"]
     standing, *others = map(_standing, jobs)
     commands = [f"  take up    {again}", *(f"  cancel     {command}" for command in cancel_commands(jobs))]
     return [standing, *(f"  {other}" for other in others), *commands]
@@ -193,16 +195,11 @@ def _standing(job: JobChanged) -> str:
     return f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
 
 
-def _without_a_job(tracker: Tracker) -> str:
-    if not tracker.flow_runs:
-        return "nothing was started"
-    if tracker.step is Step.DATASET:
-        return "no job was started; run again, the preparation of the dataset goes on where it was"
-    if tracker.step is Step.IMAGE:
-        return "no job was started; run again, a build of the image that goes on elsewhere is taken up"
-    if tracker.step is Step.CHECKPOINTS:
-        return "the job has ended; run again, its last checkpoint is collected"
-    return "no job is running; run again, what is done is found by its key"
+_WITHOUT_A_JOB = {
+    Step.DATASET: "no job was started; run again, the preparation of the dataset goes on where it was",
+    Step.IMAGE: "no job was started; run again, a build of the image that goes on elsewhere is taken up",
+    Step.CHECKPOINTS: "the job has ended; run again, its last checkpoint is collected",
+}
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

@@ -182,10 +182,8 @@ def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
 
 
 def _run_training(settings: RunConfig, output: bool) -> None:
-    from launcher.runs.run import plan_run
-
     final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
-    where = plan_run(settings).storage
+    where = open_storage(settings.root).within(f"runs/{final.run}")
     console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
     model = (
         {"model": LITGPT}

@@ -64,12 +64,9 @@ def _default(field: FieldInfo) -> Any:
 def _annotation(field: FieldInfo) -> Any:
     """Return the field's type with all that the field says of it, such as a pattern or a union's discriminator."""
     annotation = Annotated[field.annotation, field]  # type: ignore[name-defined]
-    return Annotated[annotation, WrapValidator(_explained)] if _is_section(field) else annotation
-
-
-def _is_section(field: FieldInfo) -> bool:
     branches = get_args(field.annotation) or (field.annotation,)
-    return all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches)
+    is_section = all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches)
+    return Annotated[annotation, WrapValidator(_explained)] if is_section else annotation
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:

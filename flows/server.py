@@ -158,7 +158,12 @@ class OwnServer:
                     if client.get(f"{self._address}/health").is_success:
                         return
                 time.sleep(0.05)
-        raise _not_started()
+        seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        raise ServerUnreachable(
+            f"Prefect's own server for this run was not up after {seconds} s. The usual cause is a busy machine, or a "
+            f"slow disk below PREFECT_HOME={get_current_settings().home}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_"
+            f"SECONDS={2 * seconds}, or start a server that stays: `make serve`"
+        )
 
     def _stop(self) -> None:
         self._process.terminate()
@@ -241,15 +246,6 @@ def _not_there(address: httpx.URL, error: Exception) -> ServerUnreachable:
     return ServerUnreachable(
         f"{given} cannot be used as Prefect's server: {_why(error)}. {fix}; or `{unset}`, and a training starts a "
         "server of its own"
-    )
-
-
-def _not_started() -> ServerUnreachable:
-    seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
-    return ServerUnreachable(
-        f"Prefect's own server for this run was not up after {seconds} s. The usual cause is a busy "
-        f"machine, or a slow disk below PREFECT_HOME={get_current_settings().home}. Set "
-        f"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS={2 * seconds}, or start a server that stays: `make serve`"
     )
 
 

@@ -11,17 +11,16 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
-from flows.train_litgpt import train_litgpt
-from launcher.checks.plan import findings_of
+from flows.train_litgpt import PLANNED, train_litgpt
+from launcher.checks.plan import findings_of_trials
 from launcher.config import SweepConfig
 from launcher.errors import LauncherError
 from launcher.events import Note
 from launcher.reports.curves import summary
 from launcher.runs.attempts import CancelWatch, opening_beside, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import plan_run
-from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
-from litgpt_demo.config import key_of
+from launcher.runs.run import Run
+from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, runs_of, sweep_name, trials
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.runs import read_metrics
@@ -49,30 +48,34 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
     await asyncio.to_thread(partial(settle_others, index, start, name=config.name, open=beside))
-    await report_findings(partial(findings_of, config, trusted=True), artifact=sweep)
+    runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
+    await report_findings(partial(findings_of_trials, config, runs, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
-    for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
-        dataset = await asyncio.to_thread(plan_dataset, data)
+    for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
     slots = asyncio.Semaphore(config.sweep.max_parallel)
 
-    async def bounded(trial: Trial) -> Outcome:
+    async def bounded(trial: Trial, run: Run) -> Outcome:
         async with slots:
             await asyncio.to_thread(watch.check)
-            outcome = await run_trial(trial)
+            outcome = await run_trial(trial, run)
         loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
         emit(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
         return outcome
 
-    outcomes = await asyncio.gather(*(bounded(trial) for trial in planned))
-    return await publish(config, outcomes)
+    try:
+        async with asyncio.TaskGroup() as group:
+            begun = [group.create_task(bounded(*pair)) for pair in zip(planned, runs, strict=True)]
+    except BaseExceptionGroup as several:  # no failure of a trial, and nobody would watch the others: they have ended
+        raise several.exceptions[0] from None
+    return await publish(config, [one.result() for one in begun])
 
 
-async def run_trial(trial: Trial) -> Outcome:
+async def run_trial(trial: Trial, run: Run) -> Outcome:
     """One trial as a run of its own, shown below this one in the UI."""
     config = trial.config
-    run = await asyncio.to_thread(plan_run, config)
+    PLANNED.set(run)
     named = train_litgpt.with_options(
         flow_run_name=f"{config.name} {_changes(trial)}".replace("{", "(").replace("}", ")")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,13 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
     return await run_pipeline(config_from(RunConfig, parameters))
 
 
+PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
+"""The run of a sweep's trial: the sweep has read the corpus for all of them."""
+
+
 def _planned(config: RunConfig, flow_run: str | None) -> Run:
     """Return the run that a resumed flow run has started already, else the one that the config means."""
-    return run_of_flow_run(config, flow_run) or plan_run(config)
+    return run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config)
 
 
 async def run_pipeline(config: RunConfig) -> FinalManifest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 
 from prefect import task
 
@@ -18,7 +17,6 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
-from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, emit, options_of
 
@@ -31,22 +29,18 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     identity = await _prepared(image, config)
     if containers and identity.image:
-        # Only now it is known what a tag means, or what a Dockerfile of the user's has made.
-        _judge(await asyncio.to_thread(list, check_finished(config, identity.image)))
-    what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
+        # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
+        # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
+        found = await asyncio.to_thread(list, check_finished(config, identity.image))
+        require(finding for finding in found if finding.severity != "unknown")
+        for finding in found:
+            if finding.severity in {"warning", "unknown"}:
+                emit(Note(what=str(finding), severity="warning"))
+    known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
+    here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
+    what = f"{identity.image}" if containers else here
     emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
-
-
-def _judge(found: Sequence[Finding]) -> None:
-    """Refuse an image that cannot work, and tell of one that may not.
-
-    A registry that is busy after a build of an hour is no reason to end: nodes look at their NCCL themselves.
-    """
-    require(finding for finding in found if finding.severity != "unknown")
-    for finding in found:
-        if finding.severity in {"warning", "unknown"}:
-            emit(Note(what=str(finding), severity="warning"))
 
 
 @task(name="ship-code", task_run_name="ship-code", **RETRIED)
@@ -78,8 +72,3 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         return await asyncio.to_thread(prepare_image, image, log=log, site=site)
     finally:
         stopped.set()
-
-
-def _described(identity: SoftwareIdentity) -> str:
-    known = [*identity.listed("torch", "litgpt"), identity.revision]
-    return f"nodes run this environment ({', '.join(filter(None, known))})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from typing import Self
+from collections.abc import Coroutine
+from typing import Any, Self
 from uuid import UUID
 
 import httpx
@@ -14,10 +15,23 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 
+from litgpt_demo.errors import words_of
+
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
 _UPDATE = 5.0
 # Seconds between two lines in the log: a week of work stays readable.
 LINE = 60.0
+_ANSWER = 10.0  # seconds that Prefect's server has: who waits for it may hold machines that are paid for
+
+
+async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
+    """Update what Prefect shows; False, with a warning, where its server is away: that must not hold up the work."""
+    try:
+        await asyncio.wait_for(update, _ANSWER)
+    except (TimeoutError, httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning("%s (%s)", otherwise, words_of(error) or "no answer")
+        return False
+    return True
 
 
 class Live(ABC):
@@ -48,15 +62,9 @@ class Live(ABC):
             await self._update()
 
     async def _update(self) -> None:
-        """Show what is new. A server that is away must not end the work: the next update shows it all."""
+        """Show what is new; what a server that is away has missed is in the next update."""
         news = self.news
-        if news == self._shown:
-            return
-        try:
-            await self.show()
-        except (httpx.HTTPError, PrefectException) as error:
-            get_run_logger().warning("the artifacts could not be updated (%s); the work goes on", error)
-        else:
+        if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
             self._shown = news
 
     @abstractmethod

@@ -10,10 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import httpx
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
-from prefect.exceptions import PrefectException
 
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
@@ -32,7 +30,7 @@ from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, Storage, open_storage
-from tasks.live import LINE, Live
+from tasks.live import LINE, Live, could_show
 from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
@@ -74,18 +72,18 @@ class LiveArtifacts(Live):
     def _log(self, progress: Progress) -> None:
         evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + LINE
         if progress.step and (evaluated or long_ago):
-            get_run_logger().info(_so_far(progress))
-            self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
+            held_out = progress.validation_loss
+            validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
+            so_far = [f"step {progress.step}/{progress.steps}", *progress.facts, *validation]
+            get_run_logger().info(", ".join(so_far))
+            self._line_at, self._line_loss = time.monotonic(), held_out
 
 
 async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
-    """Show in Prefect why an attempt ended. A server that is away must not keep the next one waiting."""
-    try:
-        await acreate_markdown_artifact(
-            report.verdict_markdown(verdict), key=f"verdict-{attempt}", description=f"Why {attempt} ended"
-        )
-    except (httpx.HTTPError, PrefectException) as error:
-        get_run_logger().warning("the verdict could not be shown (%s); it is in %s", error, verdict.logs)
+    """Show in Prefect why an attempt ended."""
+    page = report.verdict_markdown(verdict)
+    update = acreate_markdown_artifact(page, key=f"verdict-{attempt}", description=f"Why {attempt} ended")
+    await could_show(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
 
 
 @task(name="publish-report", task_run_name="publish-report", **RETRIED)
@@ -137,12 +135,6 @@ def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
     older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
     return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
-
-
-def _so_far(progress: Progress) -> str:
-    held_out = progress.validation_loss
-    validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
-    return ", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation])
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:

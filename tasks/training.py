@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -29,7 +32,7 @@ from launcher.events import (
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
+from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
@@ -37,12 +40,13 @@ from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
-from litgpt_demo.config import RestartSettings, TrainingSpec
+from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+from tasks.live import LINE
 from tasks.report import LiveArtifacts, show_verdict
 from tasks.steps import ONCE, as_it_is, emit, options_of, report_unreadable
 
@@ -50,6 +54,10 @@ T = TypeVar("T")
 
 _TAIL = 200  # lines that are kept for the verdict
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
+_LOGGED = 40  # lines of node 0 that Prefect's database gets of a minute: NCCL alone prints thousands
+_MOST_WARNINGS = 20  # of an attempt that are told
+# As `warn` of the trainer and a node's findings have it, behind what torchrun puts before it.
+_WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 
 @task(**options_of(Step.TRAINING, ONCE))
@@ -62,7 +70,9 @@ async def train(
         on_row: called with each row of metrics.
     """
     spec = training_spec(run, dataset)
-    emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
+    platform = run.config.platform
+    on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
@@ -78,13 +88,6 @@ async def train(
         train = run.config.train
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
-
-
-def _described(run: Run, spec: TrainingSpec) -> str:
-    platform = run.config.platform
-    return (
-        f"{run.name}: {spec.steps} steps on {platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
-    )
 
 
 async def run_job(
@@ -112,14 +115,9 @@ async def run_job(
     budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    with lease_of(attempts, claim.orchestrator) as lease:
+    with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
         run = _Orchestration(claim, budget, lease, watch, verdicts, step)
         return await run.to_its_good_end(on_row)
-
-
-def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
-    """Return this orchestrator's side of the run's lease."""
-    return Lease(attempts.index, attempts.run, flow_run=orchestrator)
 
 
 @dataclass
@@ -342,6 +340,7 @@ async def await_job(
             await asyncio.to_thread(index.end, record, refused)
             report(_changed(claim, record, "ended"))
             raise
+    lines.log()
     report_unreadable(lines.damaged)
     if status.lingers:
         await ask(claim, partial(platform.cancel, job_id))
@@ -363,12 +362,18 @@ async def await_job(
 
 
 class Lines:
-    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail."""
+    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail.
+
+    A warning of any node is a note. Of the other words Prefect's log has node 0's newest; the run's folder has all.
+    """
 
     def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
         self._live, self._on_row, self._logger = live, on_row, get_run_logger()
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
+        self._warned: set[str] = set()
+        self._unlogged: deque[str] = deque(maxlen=_LOGGED)
+        self._dropped, self._logged_at = 0, -math.inf
 
     def know(self, rows: Sequence[Row]) -> None:
         """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
@@ -382,19 +387,41 @@ class Lines:
         self.tail.extend(_cut(line) for line in lines if parsed(line.text) is None)
 
     def __call__(self, lines: Iterable[LogLine]) -> None:
-        words = []
         for line in lines:
             row = parsed(line.text, self.damaged)
             if row is not None:
                 emit(MetricsRow(row=row))
                 self._live.add(row)
                 self._on_row(row)
-            else:
-                emit(Output(line=str(line)))
-                self.tail.append(_cut(line))
-                words.append(str(line))
-        if words:  # one record for all of them: Prefect's log costs per record, not per byte
-            self._logger.info("\n".join(words))
+                continue
+            short = _cut(line)
+            self.tail.append(short)
+            if (warning := _WARNING.match(short.text)) and self._is_news(warning["what"]):
+                emit(Note(what=str(short), severity="warning"))
+                continue
+            emit(Output(line=str(line)))
+            if line.node == 0:
+                self._dropped += len(self._unlogged) == _LOGGED
+                self._unlogged.append(str(short))
+        if time.monotonic() > self._logged_at + LINE:
+            self.log()
+
+    def _is_news(self, warning: str) -> bool:
+        """Return whether to tell a warning: each once, whatever rank or node it is of, and not too many."""
+        if warning in self._warned or len(self._warned) > _MOST_WARNINGS:
+            return False
+        self._warned.add(warning)
+        if last := len(self._warned) > _MOST_WARNINGS:
+            emit(Note(what="the job prints more warnings; they are in its logs", severity="warning"))
+        return not last
+
+    def log(self) -> None:
+        """Hand the words that wait to Prefect's log: one record for all, for it costs per record and not per byte."""
+        if self._unlogged:
+            left_out = [f"({self._dropped:,} lines more are in the run's folder)"] * bool(self._dropped)
+            self._logger.info("\n".join([*left_out, *self._unlogged]))
+            self._unlogged.clear()
+            self._dropped, self._logged_at = 0, time.monotonic()
 
 
 def _cut(line: LogLine) -> LogLine:
@@ -436,10 +463,7 @@ class Progress:
         if known is None:
             return
         if status.restarts > known.restarts:
-            emit(
-                Note(
-                    what=f"{self._job.attempt_name} was restarted by its platform, {status.native}", severity="warning"
-                )
-            )
+            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
+            emit(Note(what=what, severity="warning"))
         if known.state is JobState.PENDING and status.state is JobState.RUNNING:
             emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))

@@ -22,6 +22,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
+from litgpt_demo.errors import Fault
 from tasks.steps import RETRIED, own_tries
 
 T = TypeVar("T")
@@ -133,13 +134,16 @@ class Fanout:
         future = call.ended.get()
         if future is None or call.stopped.is_set():
             raise _stop()
+        losses = _losses(self._kind)
         try:
             with own_tries():
                 return future.result()
-        except _losses(self._kind) as error:
+        except tuple(losses) as error:
             raise LauncherError(
                 f"workers.kind={self._kind}: a worker was lost, or the way to it ({type(error).__name__}: {error}); "
-                "run again, what is done is kept; if it comes back, memory is short: take fewer workers"
+                "run again, what is done is kept; if it comes back, memory is short: take fewer workers",
+                fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),
+                given_up=True,
             ) from error
 
     def _shares(self, step: Callable[[T], R], items: Sequence[T]) -> tuple[list[str], list[Callable[[], list[R]]]]:
@@ -186,10 +190,10 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _losses(kind: str) -> tuple[type[BaseException], ...]:
-    """The exceptions that a task runner raises when a worker died."""
+def _losses(kind: str) -> dict[type[BaseException], Fault]:
+    """The exceptions that a task runner raises when a worker died, or nothing leads to it any more; their classes."""
     if kind != "dask":
-        return (BrokenExecutor,)
+        return {BrokenExecutor: Fault.NODE}
     from distributed import CancelledError, KilledWorker
 
-    return (CancelledError, KilledWorker)
+    return {KilledWorker: Fault.NODE, CancelledError: Fault.NETWORK}

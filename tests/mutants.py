@@ -168,7 +168,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "flows/test_reconciling.py::test_only_what_all_have_left_and_somebody_cancelled_is_abandoned"),
     ("unknown-flow-run-taken-for-ended", "flows/reconciling.py", 'states.get(flow_run, "UNKNOWN")',
      'states.get(flow_run, "CRASHED")',
-     "flows/test_reconciling.py::test_a_flow_run_that_the_server_does_not_know_may_be_at_work"),
+     "flows/test_reconciling.py::test_only_what_all_have_left_and_somebody_cancelled_is_abandoned"),
     ("preemptions-counted", "launcher/runs/restarts.py",
      "spent[one.fault] += not (one.progressed and self._forgives(one.fault))", "spent[one.fault] += 1",
      "launcher/runs/test_restarts.py::test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on"),

@@ -29,7 +29,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without network, accounts and programs of clouds, whose user has downloaded nothing yet."""
-    from launcher.platforms.kubernetes.connection import google_way
+    from launcher.platforms.kubernetes.connection import _google_way
     from litgpt_demo.storage import objects
 
     def unreachable(*_address: Any, **_options: Any) -> Any:
@@ -46,7 +46,7 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("launcher.checks.preview._PATIENCE", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
-    google_way.cache_clear()
+    _google_way.cache_clear()
     objects._client.cache_clear()  # an earlier test may have had credentials
 
 

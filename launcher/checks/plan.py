@@ -137,15 +137,19 @@ def findings_of(
         TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
-        every, preflight = trials(config), Preflight(trusted=trusted)
-        runs = runs_of(every, plan_dataset)
-        found = {str(trial): preflight.findings(run, seen_at(run)) for trial, run in zip(every, runs, strict=True)}
-        return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
+        return findings_of_trials(config, runs_of(trials(config), plan_dataset), trusted=trusted)
     if isinstance(config, BenchmarkConfig):
         return [finding for job in config.jobs() for finding in findings_of(job, trusted=trusted)]
     if isinstance(config, ScriptConfig):
         return findings_of_script(plan_script(config))
     return findings_at(plan_run(config), trusted=trusted)
+
+
+def findings_of_trials(config: SweepConfig, runs: Sequence[Run], *, trusted: bool = False) -> list[Finding]:
+    """Return what blocks a sweep whose trials' runs are planned already."""
+    preflight = Preflight(trusted=trusted)
+    found = {str(one): preflight.findings(run, seen_at(run)) for one, run in zip(trials(config), runs, strict=True)}
+    return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
 
 
 def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:

@@ -6,7 +6,6 @@ listed here and nothing removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -54,23 +53,19 @@ def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[L
     """
 
     def of(run: str) -> list[Leftover | Untold]:
+        attempts, found = Attempts(index=index, run=run, open=open), list[Leftover | Untold]()
         try:
-            return list(_of_run(Attempts(index=index, run=run, open=open)))
+            for record in attempts.records() if _is_dead(attempts) else ():
+                if attempts.is_out_of_reach(record):
+                    continue
+                if what := attempts.platform_of(record).left(record.job_id):
+                    found.append(Leftover(run=run, record=record, what=what))
         except TrainLitgptError as error:
             return [Untold(run=run, why=str(error))]
+        return found
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [found for some in pool.map(of, index.runs()) for found in some]
-
-
-def _of_run(attempts: Attempts) -> Iterator[Leftover]:
-    if not _is_dead(attempts):
-        return
-    for record in attempts.records():
-        if attempts.is_out_of_reach(record):
-            continue
-        if what := attempts.platform_of(record).left(record.job_id):
-            yield Leftover(run=attempts.run, record=record, what=what)
 
 
 def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:

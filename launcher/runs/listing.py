@@ -99,7 +99,8 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: 
     step, steps, loss = None, None, None
     try:
         manifest = read_manifest(folder, RunManifest)
-        state = DONE if manifest else _state(Attempts(index=index, run=record.run, open=open))
+        last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
+        state = DONE if last is None else last.status.state.value
         if manifest:
             step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
         elif rows := read_metrics(folder):
@@ -123,10 +124,6 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: 
         user=record.user,
         note=note,
     )
-
-
-def _state(attempts: Attempts) -> str:
-    return attempts.all()[-1].status.state.value
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:

@@ -81,8 +81,8 @@ def trials(sweep: SweepConfig) -> list[Trial]:
             problems.append(str(problem))
     if problems:
         raise ConfigProblem("\n".join(problems))
-    keys = [_decisive(trial.config) for trial in made]
-    if len(set(keys)) < len(keys):
+    # What decides the trained model: two trials that agree in it would share one run's folder.
+    if len({key_of(one.config.data, one.config.model, one.config.train.outcome()) for one in made}) < len(made):
         raise ConfigProblem(
             "sweep.grid: two of its trials are the same training; is a value listed twice, or a setting varied that "
             "does not change the model (name, root, image, platform, checkpoint_every, …)?"
@@ -101,11 +101,6 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
         if (key := key_of(trial.config.data)) not in planned:
             planned[key] = plan(trial.config.data)
     return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
-
-
-def _decisive(config: RunConfig) -> str:
-    """Return what decides the trained model: two trials that agree in it would share one run's folder."""
-    return key_of(config.data, config.model, config.train.outcome())
 
 
 def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:

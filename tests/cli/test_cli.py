@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,17 @@ def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", str(here))
     assert "! git is not installed" in cli("doctor", "--root", "out").out
     assert cli("doctor", "--root", "poem.txt").code == USER
+
+
+def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_any_more(
+    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
+    monkeypatch.setattr("cli.main._watched", lambda *_, **__: final)
+    (here / "poem.txt").unlink()
+    said = cli("run", "training.yaml")
+    assert (said.code, said.err) == (0, "")
+    assert str(here / "out/runs/tiny-0123456789/final/litgpt") in said.out
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,14 @@ from prefect import get_client
 
 from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
+from flows.train_litgpt import _planned
 from launcher.config import RunConfig, SweepConfig, load
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 
 pytestmark = pytest.mark.prefect
 
 DIVERGES = 9.0
-Swept = Callable[[dict[str, list[Any]]], list[dict[str, Any]]]
+Swept = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -29,20 +31,26 @@ def trained() -> list[RunConfig]:
 
 
 @pytest.fixture
-def swept(trained: list[RunConfig], tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Swept:
-    """Runs the flow for a grid; a trial's validation loss is its learning rate."""
+def swept(
+    trained: list[RunConfig], tiny: Callable[..., RunConfig], corpus: Path, tmp_path: Path, monkeypatch: Any
+) -> Swept:
+    """Runs the flow for a grid; a trial's validation loss is its learning rate. The corpus is gone when one begins."""
+    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
 
     async def train(**groups: Any) -> Any:
+        own.unlink(missing_ok=True)
         trained.append(config := RunConfig(**groups))
+        assert (await asyncio.to_thread(_planned, config, None)).config == config
         if (rate := config.train.learning_rate) >= DIVERGES:
             raise JobFailed("user error on node 0: the loss is not finite")
         return SimpleNamespace(validation_loss=rate)
 
-    def run(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
-        config = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid, "max_parallel": 2}})
+    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train) -> list[dict[str, Any]]:
+        monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
+        whole = tiny({"data.corpus.paths": [str(own)]}).model_dump()
+        config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2}})
         return asyncio.run(sweep_litgpt(**dict(config)))
 
-    monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
     return run
 
 
@@ -70,3 +78,30 @@ def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept,
 def test_a_sweep_in_which_nothing_succeeds_says_why(swept: Swept) -> None:
     with pytest.raises(LauncherError, match=r"none of 1 trials succeeded.*user error"):
         swept({"train.learning_rate": [DIVERGES]})
+
+
+def test_an_error_that_is_no_failure_of_a_trial_ends_the_others_before_their_sweep(
+    swept: Swept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended, run_sweep = asyncio.Event(), list[str](), module.run_sweep
+
+    async def train(**groups: Any) -> Any:
+        if RunConfig(**groups).train.seed == 2:
+            await begun.wait()
+            raise ZeroDivisionError
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("trial")
+
+    async def watched(config: SweepConfig) -> Any:
+        try:
+            await run_sweep(config)
+        finally:
+            ended.append("sweep")
+
+    monkeypatch.setattr(module, "run_sweep", watched)
+    with pytest.raises(ZeroDivisionError):
+        swept({"train.seed": [1, 2]}, train)
+    assert ended == ["trial", "sweep"]

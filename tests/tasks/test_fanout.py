@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from distributed import CancelledError as DaskCancelled
+from distributed import KilledWorker
 from prefect import flow
 from prefect.runtime import task_run
 
 from launcher.config import ThreadWorkers, Workers
-from launcher.errors import JobCancelled
-from litgpt_demo.errors import DataError
+from launcher.errors import JobCancelled, LauncherError
+from litgpt_demo.errors import DataError, Fault
 from tasks import workers as module
 from tasks.workers import MOST_TASKS, Fanout
 
@@ -61,6 +65,23 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     with pytest.raises(DataError, match=r"^item 2 is damaged$"):
         carried_out(ONE, lambda fanout: [*fanout(partial(noted, tmp_path), range(MOST_TASKS * 2))])
     assert not (tmp_path / "3").exists(), "it is in the task of the one that is damaged"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "fault"),
+    [
+        ("threads", BrokenProcessPool("a process was killed"), Fault.NODE),
+        ("dask", KilledWorker("survey", Mock(), 3), Fault.NODE),
+        ("dask", DaskCancelled("the scheduler has gone"), Fault.NETWORK),
+    ],
+)
+def test_a_worker_that_is_lost_is_no_mistake_of_the_users(kind: str, lost: Exception, fault: Fault) -> None:
+    fanout, call = Fanout(ONE), module._Call()
+    fanout._kind = kind
+    call.ended.put(Mock(result=Mock(side_effect=lost)))
+    with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
+        fanout._next(call)
+    assert told.value.fault is fault
 
 
 def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:

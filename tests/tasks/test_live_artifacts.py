@@ -11,6 +11,8 @@ from leaking import leaks
 from prefect import flow, get_client
 
 from launcher.errors import ConfigProblem
+from launcher.runs.diagnosis import Verdict
+from litgpt_demo.errors import Fault
 from litgpt_demo.findings import Finding
 from tasks import live as module
 from tasks import report
@@ -61,6 +63,29 @@ def test_what_the_server_missed_while_it_was_away_is_shown_when_it_is_back_and_n
     assert "100\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}100" in found["training"]
     assert "xychart-beta" in found["training"]
     assert leaks(str(found), SECRET) == []
+
+
+@pytest.mark.prefect
+def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    for asked in (
+        "live.acreate_markdown_artifact",
+        "live.acreate_progress_artifact",
+        "report.acreate_markdown_artifact",
+    ):
+        monkeypatch.setattr(f"tasks.{asked}", never)
+    monkeypatch.setattr(module, "_ANSWER", 0.05)
+    verdict = Verdict(fault=Fault.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
+
+    @flow(name="scene")
+    async def scene() -> None:
+        async with LiveArtifacts("demo") as live:
+            live.add({"kind": "step", "step": 1, "loss": 5.0})
+        await report.show_verdict(verdict, attempt="demo-a1")
+
+    asyncio.run(scene())
 
 
 def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from claims import claim_on
 from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
-from launcher.events import Event, Listener, MetricsRow, Note
+from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
 from launcher.runs.diagnosis import Action, read_verdict
 from launcher.runs.index import Index
@@ -324,3 +324,27 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
     assert [row["step"] for row in rows] == [1]
     assert len(notes(told, "8 lines of metrics could not be read; the first: ")) == 1
     assert len(notes(told, "1 nodes' reports could not be read; the first: ")) == 1
+
+
+def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_is_told_once_and_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wordy(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            self.start(job_id)
+            for node in (0, 1):
+                self.say(job_id, *(f"NCCL INFO channel {number}" for number in range(3000)), node=node)
+                self.say(job_id, "[default1]:warning: step 14 was not saved", "their warnings: none", node=node)
+                self.say(job_id, "warning [network.slow] eth0 gives 1 GB/s -> go on", node=node)
+            self.say(job_id, *(f"warning: batch {number} is odd" for number in range(3000)), "bye")
+            super().meet(job_id, code)
+
+    told: list[Event] = []
+    with caplog.at_level(logging.INFO, "job"), Listener(told.append):
+        ended_well(tmp_path, Wordy([0]))
+    kept = [line for record in caplog.records if record.name == "job" for line in record.getMessage().splitlines()]
+    assert (len(kept), kept[-1]) == (41, "[node 0] bye")
+    assert not any(line.startswith("[node 1]") for line in kept)
+    for words, times in (("was not saved", 1), ("network.slow", 1), ("is odd", 18), ("prints more warnings", 1)):
+        assert len(notes(told, words)) == times
+    assert len([one for one in told if isinstance(one, Output) and "NCCL" in one.line]) == 6000

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from kubernetes.client import Configuration
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-_ANSWER = 20.0
-"""Seconds that the GKE API may take."""
+_ANSWER = 20.0  # seconds that the GKE API may take
+_KEPT = 600.0  # seconds for which its answer is
 
 LOG_IN = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a service account's key"
 
@@ -47,8 +48,7 @@ def connect(settings: GkePlatformConfig) -> Cluster:
     """
     try:
         if settings.cluster is not None:
-            project, location = settings.project, str(settings.location)
-            return google_way(settings.cluster, location, project, dns=settings.dns_endpoint).cluster
+            return google_way(settings).cluster
         if settings.in_cluster:
             return _from_within()
         return _by_kubeconfig(settings.kubeconfig, settings.context)
@@ -185,15 +185,21 @@ class GoogleWay:
     project: str
 
 
-@lru_cache(maxsize=8)
-def google_way(name: str, location: str, project: str | None, *, dns: bool) -> GoogleWay:
-    """Found once per process: a run asks for its platform many times.
+def google_way(settings: GkePlatformConfig) -> GoogleWay:
+    """Found anew every ten minutes: a run asks for its platform many times, and an endpoint may move.
 
     Raises: as `connect`.
     """
+    name, place, period = str(settings.cluster), str(settings.location), int(time.monotonic() // _KEPT)
+    return _google_way(name, place, settings.project, settings.dns_endpoint, period)
+
+
+@lru_cache(maxsize=8)
+def _google_way(name: str, location: str, project: str | None, dns: bool, period: int) -> GoogleWay:
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
     from google.cloud.container_v1 import ClusterManagerClient
+    from kubernetes.client import ApiClient
 
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
@@ -201,19 +207,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
         raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from None
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
-    clusters = ClusterManagerClient(credentials=credentials)
-    return check_access(clusters, credentials, project=str(project or own), location=location, name=name, dns=dns)
-
-
-def check_access(
-    clusters: ClusterManagerClient, credentials: Credentials, *, project: str, location: str, name: str, dns: bool
-) -> GoogleWay:
-    """Ask the GKE API for the cluster's address and certificate.
-
-    Raises: as `connect`.
-    """
-    from kubernetes.client import ApiClient
-
+    clusters, project = ClusterManagerClient(credentials=credentials), str(project or own)
     described = describe(clusters, project=project, location=location, name=name)
     configuration = _configuration()
     configuration.host, certificate = _endpoint(described, dns=dns)

@@ -42,7 +42,7 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
         yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif settings.cluster is not None:
-        way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+        way = google_way(settings)
         yield from pools(way.described, settings, what)
     elif _may_grow(nodes) or settings.queue or settings.flex_start:
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"

@@ -181,7 +181,7 @@ def google_roles(survey: Survey) -> Iterator[Finding]:
         return
     from google.auth.transport.requests import AuthorizedSession
 
-    way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+    way = google_way(settings)
     session = AuthorizedSession(way.credentials)  # type: ignore[no-untyped-call]
     for one in access.missing_roles(session, way.project, dns=settings.dns_endpoint):
         what = f"you have not got {one.permission} in project {way.project} ({one.why})"
@@ -211,7 +211,7 @@ def multi_networking(survey: Survey) -> Iterator[Finding]:
     settings = survey.settings
     if settings.cluster is None or INTERFACES not in survey.submitted.annotations:
         return
-    way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+    way = google_way(settings)
     if not way.described.network_config.enable_multi_networking:
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"

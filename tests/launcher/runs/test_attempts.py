@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
+from unittest.mock import Mock, call
 
 import pytest
 from claims import begin, claim_on
@@ -53,7 +54,9 @@ def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: Stri
     assert claim.attempts.next() == 1
 
 
-def test_after_attempts_that_ended_comes_the_next_number(claim: Claim, platform: StrictPlatform) -> None:
+def test_after_attempts_that_ended_comes_the_next_number_and_a_row_asks_for_that_attempt_alone(
+    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = [JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED] * 4
     for end in ends:
         platform.end(begin(claim), end)
@@ -61,6 +64,9 @@ def test_after_attempts_that_ended_comes_the_next_number(claim: Claim, platform:
     seen = [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()]
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
     assert live_job(claim) == newest, "the last attempt is the one that can live, not the first"
+    monkeypatch.setattr(platform, "status", asked := Mock(wraps=platform.status))
+    assert [row.state for row in run_rows(claim.attempts.index, [RUN], open=claim.attempts.open)] == ["pending"]
+    assert asked.mock_calls == [call(newest)]
 
 
 def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_its_number(

@@ -8,14 +8,7 @@ import pytest
 
 from launcher.job import JobId, JobState, JobStatus
 from launcher.runs.attempts import recorded_platform
-from launcher.runs.index import (
-    INDEX,
-    AttemptRecord,
-    AttemptVerdict,
-    Index,
-    damaged_records,
-    this_machine,
-)
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, damaged_records, this_machine
 from launcher.runs.listing import run_rows
 from launcher.runs.targets import find
 from litgpt_demo.errors import DataError, Fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from waiting import until
@@ -16,13 +17,9 @@ from litgpt_demo.storage import Storage, open_storage
 RUN = "gpt-0123456789"
 
 
-class Clock:
+def clock_at(seconds: float = 1000.0) -> Mock:
     """A monotonic clock that a test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+    return Mock(return_value=seconds)
 
 
 @pytest.fixture
@@ -56,15 +53,15 @@ def test_one_of_two_has_the_lease_and_the_other_knows_who(root: Storage) -> None
 
 
 def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(root: Storage) -> None:
-    clock, one = Clock(), Lease(Index(root), RUN)
+    clock, one = clock_at(), Lease(Index(root), RUN)
     other = Lease(Index(root), RUN, clock=clock)
     assert one.take()
     until(lambda: beats(root))
     die(one)
     assert not other.take()
-    clock.now += DEAD - 0.1
+    clock.return_value += DEAD - 0.1
     assert not other.take()
-    clock.now += 0.1
+    clock.return_value += 0.1
     with other:
         assert other.take()
         assert not one.take(), "who was only paused has lost it, and follows"
@@ -74,19 +71,19 @@ def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT", 0.01)
-    clock = Clock()
+    clock = clock_at()
     with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=clock) as other:
         assert one.take()
         for _ in range(4):
             seen = beats(root)
             until(lambda seen=seen: beats(root) > seen)  # type: ignore[misc]
             assert not other.take()
-            clock.now += DEAD - 1
+            clock.return_value += DEAD - 1
 
 
 def test_a_clock_that_jumps_by_an_hour_changes_nothing(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the day is never asked: neither a holder's that jumps nor an observer's ends or keeps a lease."""
-    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=Clock()) as other:
+    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=clock_at()) as other:
         assert one.take()
         assert not other.take()
         real = time.time
@@ -100,7 +97,7 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT", 0.01)
-    clock, one = Clock(), Lease(Index(root), RUN, flow_run="theirs")
+    clock, one = clock_at(), Lease(Index(root), RUN, flow_run="theirs")
     follower = Lease(Index(root), RUN, flow_run="the follower's", clock=clock)
     newcomer = Lease(Index(root), RUN, clock=clock)
     assert one.take()
@@ -110,13 +107,13 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
     assert not follower.take()
     die(one)
     follower.take()
-    clock.now += DEAD
+    clock.return_value += DEAD
     with follower, newcomer:
         assert follower.take()
         assert follower.inherited == "theirs"
         die(follower)
         newcomer.take()
-        clock.now += DEAD
+        clock.return_value += DEAD
         assert newcomer.take(), "a command that is typed after the death begins a new count"
         assert newcomer.inherited is None
 
@@ -134,10 +131,10 @@ def test_who_followed_the_attempt_after_which_its_holder_stopped_stops_too(root:
 def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage) -> None:
     """Whoever may write the bucket may have written it."""
     for run, damage in (("empty", b""), ("other", b'{"format": 1}'), ("long", b"\xff" * 70_000)):
-        clock = Clock()
+        clock = clock_at()
         for name in ("1.json", "1.beat"):
             root.write(f"{INDEX}/{run}/lease/{name}", damage)
         with Lease(Index(root), run, clock=clock) as lease:
             assert not lease.take()
-            clock.now += DEAD
+            clock.return_value += DEAD
             assert lease.take()

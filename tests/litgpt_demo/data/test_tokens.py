@@ -19,14 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.tokens import (
-    END_OF_TEXT,
-    Encoder,
-    TokenizerFiles,
-    assemble,
-    load_tokenizer,
-    train_tokenizer,
-)
+from litgpt_demo.data.tokens import END_OF_TEXT, Encoder, TokenizerFiles, assemble, load_tokenizer, train_tokenizer
 from litgpt_demo.errors import DataError, UserError
 
 VOCABULARY = 400

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -33,7 +34,7 @@ def kubernetes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cloud(tmp_path: Path, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleCloud]:
-    connecting.google_way.cache_clear()
+    connecting._google_way.cache_clear()
     with google_cloud(tmp_path) as made:
         made.token = lambda: kubernetes.token
         address, certificate = kubernetes.tls()
@@ -88,6 +89,21 @@ def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, kubern
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
     assert cloud.tokens >= 2
     platform.cancel(job_id)
+
+
+def test_the_endpoint_of_a_cluster_that_has_moved_is_found_while_this_process_lives(
+    cloud: GoogleCloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = cloud.clusters.values()
+    here, found.endpoint = found.endpoint, "127.0.0.1:1"
+    now = Mock(return_value=0.0)
+    monkeypatch.setattr(connecting, "time", Mock(monotonic=now))
+    before = connect(settings())
+    found.endpoint = here
+    now.return_value = 3600.0
+    after = connect(settings())
+    assert after.version() == "v1.36.2-gke.1034000"
+    assert connect(settings()) is after is not before
 
 
 def test_a_certificate_of_somebody_else_is_not_trusted(

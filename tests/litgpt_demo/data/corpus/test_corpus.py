@@ -23,14 +23,7 @@ from pyarrow import parquet
 from waiting import until
 
 from litgpt_demo.config import Corpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
-from litgpt_demo.data.corpus import (
-    corpus_identity,
-    documents,
-    forget,
-    plan_shards,
-    read_shard,
-    sources,
-)
+from litgpt_demo.data.corpus import corpus_identity, documents, forget, plan_shards, read_shard, sources
 from litgpt_demo.errors import DataError, NetworkError, UserError
 from litgpt_demo.storage import open_storage
 
