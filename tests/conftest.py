@@ -7,7 +7,6 @@ import fcntl
 import gc
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -60,7 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
-_CPU: dict[str, float] = {}
 """Seconds of each test; under the empty name, those of xdist's workers."""
 
 
@@ -93,43 +91,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     if told := leaks.left_behind(item.stash[_BEFORE], _HOME, shared=frozenset(_SHARED)):
         pytest.fail("this test left behind: " + "; ".join(told), pytrace=False)
     return result
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Keep the CPU seconds of a test, its fixtures and the processes that it waited for."""
-    begun = _cpu()
-    result = yield
-    _CPU[item.nodeid] = _cpu() - begun
-    return result
-
-
-def _cpu(*kinds: int) -> float:
-    """Seconds of this process and of those that it has waited for, or of one of these kinds."""
-    used = [resource.getrusage(kind) for kind in kinds or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object) -> None:
-    """Add what a worker of xdist measured."""
-    told = getattr(node, "workeroutput", {}).get("cpu", {})
-    _CPU.update(told | {"": _CPU.get("", 0.0) + told.get("", 0.0)})
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["cpu"] = _CPU | {"": _cpu()}
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the tests of most CPU."""
-    workers = _CPU.pop("", 0.0)
-    total = workers + _cpu(resource.RUSAGE_SELF) if workers else _cpu()  # whose children the workers are
-    words = f"{total:.0f} CPU seconds, {sum(_CPU.values()):.0f} of them in tests; most of those"
-    terminalreporter.write_sep("=", words)
-    for name in sorted(_CPU, key=lambda name: -_CPU[name])[:20]:
-        terminalreporter.write_line(f"{_CPU[name]:6.1f} s  {name}")
 
 
 def pytest_collection_finish() -> None:

@@ -121,7 +121,7 @@ class Ledger:
         parts = [(part.value, seconds, self.usd(part)) for part, seconds in self._spent]
         costs = [usd for _, _, usd in parts if usd is not None]
         return [
-            {"part": name, "time": duration_text(seconds), "share": share_text(seconds / self.wall)}
+            {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
             | ({"cost": NOTHING if usd is None else f"${usd:,.2f}"} if self.price else {})
             for name, seconds, usd in [*parts, ("wall time", self.wall, sum(costs) if costs else None)]
         ]

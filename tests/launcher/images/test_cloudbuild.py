@@ -81,13 +81,6 @@ def test_an_image_is_built_elsewhere_pinned_and_not_built_again(cloud: CloudBuil
         prepared(image.model_copy(update={"build_args": {"A": "another"}}))
 
 
-def test_a_create_whose_answer_was_lost_is_not_doubled(cloud: CloudBuild, image: CloudBuildImage) -> None:
-    cloud.lost, cloud.behind = True, 3
-    pinned = prepared(image)
-    [made] = cloud.builds.values()
-    assert pinned == f"{image.repository}@{made.results.images[0].digest}"
-
-
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_build_on_its_way_is_followed_and_one_that_was_started_beside_it_is_cancelled(
     cloud: CloudBuild, image: CloudBuildImage, behind: int

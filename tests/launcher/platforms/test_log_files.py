@@ -89,14 +89,6 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning_however_long_it_has
     assert follower.look()[0] == "a third life"
 
 
-def test_a_bucket_s_log_that_was_replaced_by_a_longer_one_is_known_by_its_checksum(bucket: Storage) -> None:
-    follower = Follower(bucket)
-    bucket.write("node-0.log", b"the first life\n")
-    follower.look()
-    bucket.write("node-0.log", b"a second life, that nobody saw begin\nand its second line\n")
-    assert follower.look() == ["a second life, that nobody saw begin", "and its second line"]
-
-
 def test_bytes_that_are_damaged_on_their_way_are_fetched_again_and_not_for_ever(
     proxy: FaultyBucket, bucket: Storage
 ) -> None:

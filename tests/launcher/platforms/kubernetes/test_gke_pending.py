@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from gke_jobs import IMAGE, gke, job
-from hypothesis import given
-from hypothesis import strategies as st
 from kubernetes_cluster import Cluster
 from waiting import until
 
@@ -93,13 +91,6 @@ def test_every_refusal_is_told_by_who_refused_and_with_its_own_fix(words: str) -
     assert ("rbac.yaml" in advice(message)) == (code == "permission")
 
 
-@given(st.text())
-def test_whatever_is_said_there_is_something_to_do(message: str) -> None:
-    for found in (list(unschedulable(message)), refusals(message, "gke")):
-        assert found
-        assert all(one.fix for one in found)
-
-
 # --- on a cluster -----------------------------------------------------------------------------------------------------
 
 
@@ -167,12 +158,3 @@ def test_what_kueue_says_of_a_job_in_its_queue_is_told(
     found = until(lambda: [one for one in platform.status(job_id).reasons if words in one.what])
     assert [(one.code, one.severity) for one in found] == [(f"gke.pending.{code}", severity)]
     assert platform.status(job_id).native == "JobSet Suspended"
-
-
-def test_asking_why_costs_three_calls_however_many_nodes_wait(bare: Cluster, tmp_path: Path) -> None:
-    platform, job_id = waiting(bare, tmp_path)
-    told(platform, job_id, "nodes")
-    until(lambda: platform.status(job_id) and {("watch", "pods"), ("watch", "jobsets")} <= bare.traffic.calls.keys())
-    bare.traffic.clear()
-    platform.status(job_id)
-    assert bare.traffic.calls == {("list", "events"): 3}, "of the JobSet, its Job and one pod"

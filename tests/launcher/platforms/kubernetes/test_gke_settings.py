@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.preflight import check_program
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
@@ -53,11 +52,6 @@ def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
 def test_what_cannot_be_is_refused_with_what_would(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
         config(**options)
-
-
-def test_a_script_is_a_path_in_the_image() -> None:
-    assert [one.code for one in check_program(config("train.py"))] == ["script.relative"]
-    assert list(check_program(config("/app/train.py"))) == []
 
 
 def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
