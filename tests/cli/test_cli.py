@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import yaml
 from console_script import Cli, Said
 
-from cli.main import read_config
+from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs.attempts import Claim, claim_of
@@ -139,6 +140,26 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     said = cli("plan", "training.yaml")
     assert (said.code, "✗ data.corpus holds no text" in said.out) == (DATA, True)
     assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(("encoding", "folder", "arrow"), [("ascii", "caf\\xe9", ">"), ("utf-8", "café", "→")])
+def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
+    encoding: str, folder: str, arrow: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    shown = written.getvalue().decode(encoding)
+    assert f"{folder}/runs" in shown
+    assert f"\n{arrow} " in shown.replace("    ", "")
+
+
+def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    monkeypatch.setenv("PATH", str(here))
+    assert "! git is not installed" in cli("doctor", "--root", "out").out
+    assert cli("doctor", "--root", "poem.txt").code == USER
 
 
 def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_any_more(
@@ -295,6 +316,26 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
         said = cli("submit", "local")
     assert (said.code, "run `make serve` and set PREFECT_API_URL" in said.err) == (USER, True)
+
+
+def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_them(here: Path) -> None:
+    broken = {"profiles.toml": "active = 'x", "pyproject.toml": "[tool.prefect]\napi.url = 3"}
+    for file, text in broken.items():
+        (here / f"with-{file}").mkdir()
+        (here / f"with-{file}" / file).write_text(text)
+    code = (
+        "import os, sys, cli.main\n"
+        "for folder in sys.argv[1:]:\n"
+        "    os.environ['PREFECT_HOME'], sys.argv = folder, ['train-litgpt', 'submit', 'local']\n"
+        "    os.chdir(folder)\n"
+        "    try: cli.main.main()\n"
+        f"    except SystemExit as end: assert end.code == {USER}"
+    )
+    places = [here / f"with-{file}" / file for file in broken]
+    command = [sys.executable, "-c", code, *(str(place.parent) for place in places)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = [line for line in done.stderr.splitlines() if line.startswith("error ")]
+    assert [f"mend {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]
 
 
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributions import requirements
@@ -24,6 +25,7 @@ from registry_server import Running, registry
 
 from deployments.lock import constraints
 from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.events import Listener
 from launcher.images import docker, oci
 from launcher.images.build import Build
 from launcher.images.builders import build_key, pin_base, prepare_image, recipes
@@ -261,7 +263,9 @@ def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(tmp_path: Path) -> None:
+def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         author = ["-c", "user.name=Ada", "-c", "user.email=ada@example.com", "-c", "commit.gpgsign=false"]
         return subprocess.check_output(["git", *author, *arguments], cwd=tmp_path, text=True).strip()
@@ -274,6 +278,12 @@ def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(tmp_path: 
     for file, dirty in (("untracked.txt", False), ("train.py", True)):
         found = software_identity(checkout=write_files(tmp_path, {file: b"print(1)\n"}))
         assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), dirty)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to test what containers do
+    told: list[Any] = []
+    with Listener(told.append):
+        assert software_identity(checkout=tmp_path).commit is None
+    assert [note.severity for note in told] == ["warning"]
+    assert "detected dubious ownership" in told[0].what
 
 
 def instructions(dockerfile: str) -> list[str]:
