@@ -10,8 +10,7 @@ from prefect import task
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.findings import require
-from launcher.images.build import Site
-from launcher.images.builders import prepare_image
+from launcher.images.build import prepare_image
 from launcher.images.fitness import check_finished, chosen_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import Image, NoImage
@@ -67,8 +66,7 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         stopped.wait(seconds)
         stop_if_asked()
 
-    site = Site(root=config.root, pause=pause)
     try:
-        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+        return await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
     finally:
         stopped.set()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.images.identity import SoftwareIdentity
-from launcher.images.sbom import bill_of_materials
+from launcher.images.identity import SoftwareIdentity, bill_of_materials
 from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
 from launcher.images.stacks import STACKS, Stack
 

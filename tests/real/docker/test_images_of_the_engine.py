@@ -19,7 +19,7 @@ import yaml
 from waiting import until
 
 from launcher.errors import ImageProblem
-from launcher.images.builders import build_key, prepare_image
+from launcher.images.build import build_key, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS
