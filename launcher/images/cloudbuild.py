@@ -83,14 +83,8 @@ class CloudBuild:
             return CloudBuildClient(transport=CLOUD_BUILD.transport(CloudBuildClient))
 
     def build(self, build: Build, *, log: Log) -> str:
-        """Build and push, or follow the build of this image that is on its way; returns the digest that it says.
-
-        One of ours is cancelled if we are stopped.
-
-        Raises:
-            ImageProblem: with the last lines of the build's log and what to do.
-            ImageUnreachable: the service does not answer; building again is safe.
-        """
+        """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
+        stopped. Returns the digest that the registry is said to have now."""
         if bucket_path(self._root) is None:
             raise ImageProblem(
                 f"image.kind=cloudbuild sends the build's files through a bucket, and root={self._root!r} is none; set "
