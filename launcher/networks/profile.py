@@ -8,10 +8,10 @@ pod, and from one plug-in version to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -21,8 +21,6 @@ from launcher.machines import Machine
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
-
-"""A Kubernetes object, or a part of one."""
 
 GIB = 2**30
 OTHERS_FILES = "DAC_OVERRIDE"
@@ -52,8 +50,11 @@ class NetworkCapability(StrEnum):
     SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
 
 
-class NoOptions(Settings):
-    """The settings of a network that has none."""
+GPUDIRECT = (
+    frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
+    frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
+)
+"""The ways to carry Google's networks: in pods that are attached to further ones, or on the host's."""
 
 
 class PluginOptions(Settings):
@@ -131,21 +132,9 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-def nccl_rules(pair: ReleasePair, options: PluginOptions, *, known: Sequence[ReleasePair]) -> dict[str, Any]:
-    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds.
-
-    Args:
-        known: all releases. Where nothing is known of this one, what fails or loads with another may do so with it.
-    """
-    other = next((one for one in known if one.nccl), pair)
-    return {
-        "nccl_versions": pair.nccl,
-        "nccl_elsewhere": () if pair.nccl else other.nccl,
-        "nccl_loads": pair.nccl_loads if pair.nccl else other.nccl_loads,
-        "nccl_fails": pair.nccl_fails if pair.nccl else other.nccl_fails,
-        "allow_unqualified": options.allow_unqualified_nccl,
-        "drivers": (f">={pair.driver}",) if pair.driver else (),
-    }
+def pair(plugin: str, daemon: str | None, released: str, source: str, *nccl: str, **more: Any) -> ReleasePair:
+    """A row of a table of releases."""
+    return ReleasePair(plugin=plugin, daemon=daemon, released=released, source=source, nccl=nccl, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +195,10 @@ class Network:
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: ReleasePair | None = None
+    known: tuple[ReleasePair, ...] = ()
+    """The releases that we know for the nodes' processor, the default first."""
+    problems: tuple[Finding, ...] = ()
+    """What is wrong with a choice and options that are each fine by themselves."""
     without_stack: str = ""
     """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
@@ -231,10 +224,6 @@ class Profile(Generic[Options]):
     """Machine types that have its hardware."""
     unlisted: bool = False
     """Machines that are not in our table may have it."""
-    pairs: Mapping[str, tuple[ReleasePair, ...]] = field(default_factory=dict)
-    """Known releases by processor architecture, the default first."""
-    check: Callable[[Choice, Options], Iterable[Finding]] = lambda choice, options: ()
-    """Yield what is wrong with a choice and options that are each fine by themselves."""
 
 
 DEFAULT_INTERFACE = "networking.gke.io/default-interface"
@@ -266,70 +255,101 @@ MULTUS = "k8s.v1.cni.cncf.io/networks"
 """Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 
 
-def chosen_pair(
-    pairs: tuple[ReleasePair, ...], *, network: str, tag: str | None, daemon: str | None = None
-) -> ReleasePair:
-    """Return the plug-in and daemon that tags mean; the default comes first in the table.
+class Released(NamedTuple):
+    """A plug-in and its daemon, as the options of a network want them."""
+
+    pair: ReleasePair
+    plugin: str
+    """The image to pull."""
+    daemon: str
+    node: dict[str, Any]
+    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
+    network: dict[str, Any]
+    """The fields of a Network that follow from the release."""
+
+
+def released(
+    options: PluginOptions,
+    pairs: tuple[ReleasePair, ...],
+    *,
+    network: str,
+    plugin: str,
+    daemon: str = "",
+    installed: tuple[str, ...] = (),
+    manifest: str,
+) -> Released:
+    """Return the plug-in and daemon that options mean; the default comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
     says which release it is, and only a known one what it is qualified for.
 
+    Args:
+        plugin: the publisher's image, without tag; and so is `daemon`.
+        installed: images by which the installer on the nodes is known, where `plugin` is not the only one.
+        manifest: address of the installer's.
+
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    tag, daemon = tag_of(tag), tag_of(daemon)
-    for setting, given in (("network_plugin", tag), ("network_daemon", daemon)):
-        if given == "latest":
+    given = {"network_plugin": options.network_plugin}
+    if isinstance(options, DaemonOptions):
+        given["network_daemon"] = options.network_daemon
+    tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
+    releases = ", ".join(one.plugin for one in pairs)
+    for setting, tag in tags.items():
+        if tag == "latest":
             raise ConfigProblem(
                 f"platform.{setting}=latest is another build each time, and the plug-in and its daemon have to match; "
-                f"name a release: {', '.join(pair.plugin for pair in pairs)}"
+                f"name a release: {releases}"
             )
-    plugin = tag or pairs[0].plugin
-    known = next((pair for pair in pairs if pair.plugin == plugin), None)
-    if known is None:
-        if daemon is None and pairs[0].daemon is not None:
+    tag, daemon_tag = tags["network_plugin"], tags.get("network_daemon")
+    chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
+    if chosen is None:
+        if daemon_tag is None and pairs[0].daemon is not None:
             raise ConfigProblem(
-                f"platform.network_plugin={plugin} is no {network} release that we know, nor is the daemon it needs; "
-                f"give platform.network_daemon too, or take one of {', '.join(pair.plugin for pair in pairs)}"
+                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs; "
+                f"give platform.network_daemon too, or take one of {releases}"
             )
-        return ReleasePair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
-    if daemon is not None and daemon != known.daemon:
-        return replace(known, daemon=daemon, source="platform.network_daemon")
-    return known
+        chosen = pair(str(tag), daemon_tag, "", "platform.network_plugin")
+    elif daemon_tag not in {None, chosen.daemon}:
+        chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
+    registry = options.network_registry
 
-def tag_of(release: str | None) -> str | None:
-    """Return the tag of what a setting names, which is a tag or a whole image."""
-    return None if release is None else release.partition("@")[0].rpartition("/")[2].rpartition(":")[2]
+    def mirrored(image: str) -> str:
+        return image if registry is None else image.replace(REGISTRY, registry, 1)
 
+    def pulled(setting: str, image: str, tag: str | None) -> str:
+        whole = given.get(setting) or ""
+        return whole if "/" in whole else f"{mirrored(image)}:{tag}"
 
-def mirrored(image: str, registry: str | None) -> str:
-    """Return the name of a publisher's image, without tag, where a mirror has it."""
-    return image if registry is None else image.replace(REGISTRY, registry, 1)
-
-
-def released_image(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
-    """Return the image to pull: the whole one that a setting gives, or the publisher's of that tag, by its mirror.
-
-    Args:
-        image: the publisher's, without tag.
-        given: the setting, which is a tag or a whole image.
-    """
-    return given if given is not None and "/" in given else f"{mirrored(image, registry)}:{tag}"
-
-
-def installed_images(*images: str, options: PluginOptions) -> tuple[str, ...]:
-    """Return the names by which an installer of these images is known: the publisher's, a mirror's, the user's own."""
+    problems: tuple[Finding, ...] = ()
+    if registry is not None and all("/" in (one or "") for one in given.values()):
+        named = " and ".join(f"platform.{name}" for name in given)
+        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given in {named}"
+        problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
+    # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
+    images = installed or (plugin,)
     own = options.network_plugin.partition("@")[0].rpartition(":")[0] if options.network_plugin else ""
-    mirrors = (mirrored(image, options.network_registry) for image in images)
-    return tuple(dict.fromkeys(filter(None, (*images, *mirrors, own))))
-
-
-def check_registry(_choice: Choice, options: PluginOptions) -> Iterator[Finding]:
-    """Yield a mirror that nothing would be pulled from."""
-    images = [name for name in ("network_plugin", "network_daemon") if name in type(options).model_fields]
-    if options.network_registry is not None and all("/" in (getattr(options, name) or "") for name in images):
-        named = " and ".join(f"platform.{name}" for name in images)
-        mirror = f"platform.network_registry={options.network_registry}"
-        what = f"{mirror} mirrors nothing: full image paths are given in {named}"
-        yield Finding("error", "network.registry", what, "leave it out, or give tags")
+    names = tuple(dict.fromkeys(filter(None, (*images, *map(mirrored, images), own))))
+    # Where nothing is known of this release, what fails or loads with another may do so with it.
+    other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
+    return Released(
+        pair=chosen,
+        plugin=pulled("network_plugin", plugin, chosen.plugin),
+        daemon=pulled("network_daemon", daemon, chosen.daemon),
+        node={
+            "nccl_versions": chosen.nccl,
+            "nccl_elsewhere": () if chosen.nccl else other.nccl,
+            "nccl_loads": other.nccl_loads,
+            "nccl_fails": other.nccl_fails,
+            "allow_unqualified": options.allow_unqualified_nccl,
+            "drivers": (f">={chosen.driver}",) if chosen.driver else (),
+        },
+        network={
+            "pair": chosen,
+            "known": pairs,
+            "problems": problems,
+            "installer": Installer(images=names, manifest=manifest) if options.network_install == "node" else None,
+        },
+    )
