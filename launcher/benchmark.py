@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -98,24 +97,19 @@ def best_by_ranks(result: Result) -> dict[int, Speed]:
 def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
     per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
-    sockets = best_by_ranks(benchmark.sockets) if benchmark.sockets else {}
+    measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
+    best = {prefix: best_by_ranks(result) for prefix, result in measured.items()}
     rows = []
-    for ranks, speed in best_by_ranks(benchmark.result).items():
-        nodes = -(-ranks // per_node)
-        row = {"ranks": str(ranks), "nodes": str(nodes), "size": size_text(speed.bytes), **_columns("", speed)}
-        if benchmark.sockets:
-            row |= _columns("sockets ", sockets.get(ranks))
+    for ranks, fastest in best[""].items():
+        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size_text(fastest.bytes)}
+        for prefix, speeds in best.items():
+            speed = speeds.get(ranks)
+            busbw, algbw = (None, None) if speed is None else (speed.busbw, speed.algbw)
+            for unit, factor in (("Gbit/s", GBIT), ("GB/s", 1)):
+                row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
+                row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)
         rows.append(row)
     return rows
-
-
-def _columns(prefix: str, speed: Speed | None) -> dict[str, str]:
-    figures = (None, None) if speed is None else (speed.busbw, speed.algbw)
-    return {
-        f"{prefix}{name} {unit}": _figure(figure, factor)
-        for unit, factor in (("Gbit/s", GBIT), ("GB/s", 1))
-        for name, figure in zip(("busbw", "algbw"), figures, strict=True)
-    }
 
 
 def _figure(gbytes: float | None, factor: int) -> str:
@@ -154,12 +148,8 @@ def lead(result: Result) -> str:
 
 def markdown(benchmark: Benchmark) -> str:
     """Return what Prefect shows of the result as an artifact."""
-    parts = [lead(benchmark.result), _markdown(table(benchmark))]
-    if benchmark.result.pairs:
-        parts.append(_markdown(pairs_table(benchmark.result)))
+    parts = [lead(benchmark.result)]
+    for rows in filter(None, (table(benchmark), pairs_table(benchmark.result))):
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts)
-
-
-def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
