@@ -75,23 +75,14 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
 
 
 def build_key(image: BuiltImage) -> str:
-    """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy.
-
-    Raises:
-        ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
-    """
-    return _key(builds_of(image)[-1])
-
-
-def _key(build: Build) -> str:
-    return build.tag.rpartition(":")[2]
+    """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy."""
+    return builds_of(image)[-1].key
 
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
 
-    Raises:
-        ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
+    An ImageProblem if Dockerfile or context cannot be read, or the base cannot be found.
     """
     folder, base = Path(image.context), pin_base(image)
     args = {**image.build_args, **({} if base is None else {"BASE": base})}
@@ -120,7 +111,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
     ours = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
-    return packages, _build(image, ours, own, keyed=(_key(packages),))
+    return packages, _build(image, ours, own, keyed=(packages.key,))
 
 
 def _build(
@@ -143,10 +134,6 @@ def pin_base(image: BuiltImage) -> str | None:
     """Return the image to build upon as `repository@sha256:…`, None for the Dockerfile's default.
 
     Two builds from one tag are two images, if the tag has moved.
-
-    Raises:
-        ImageProblem: its registry does not have it.
-        ImageUnreachable: its registry does not answer.
     """
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)

@@ -44,9 +44,6 @@ class Context:
         ignored: lines after those of the folder's .dockerignore.
         pip_config: a pip.conf that the build needs, and that neither its result holds nor the digest counts: it may
             hold a password.
-
-    Raises:
-        ImageProblem: folder or Dockerfile cannot be read.
     """
 
     def __init__(
@@ -89,12 +86,7 @@ class Context:
             yield tar
 
     def store(self, root: str) -> str:
-        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address.
-
-        Raises:
-            ImageProblem: the files are others by now, or one of them is not to be stored.
-            TrainLitgptError: the root cannot be written.
-        """
+        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address."""
         if self.pip_config is not None:
             raise ImageProblem(
                 f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
@@ -123,15 +115,16 @@ class Build:
     args: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def key(self) -> str:
+        return self.tag.rpartition(":")[2]
+
 
 def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatcher:
     """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
 
-    Args:
-        after: patterns that come after the file's own, which therefore cannot take them back (`!pattern`).
-
-    Raises:
-        ValueError: the file is not UTF-8, or a line of it is not a pattern.
+    Patterns of `after` come after the file's own, which therefore cannot take them back (`!pattern`). A ValueError if
+    the file is not UTF-8, or a line of it is not a pattern.
     """
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
@@ -167,9 +160,6 @@ def write_files(
     Args:
         links: a link is written as one, and not what it leads to in its place.
         more: name and content of files that follow.
-
-    Raises:
-        OSError: one of them cannot be read.
     """
     sink = _Hashing(to)
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]

@@ -25,8 +25,6 @@ from launcher.images.context import DOCKERFILE, TIME, Build, Log, Pause
 from launcher.images.oci import ImageReference, is_local, login_command, resolve
 from litgpt_demo.secrets import redacted
 
-ENGINES = ("docker", "podman")
-
 TAIL = 15
 """Lines of an engine's output that an error message repeats."""
 
@@ -41,14 +39,8 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("cannot connect to the docker daemon", "failed to connect to the docker api"),
         "start the engine (`sudo systemctl start docker`), or set DOCKER_HOST to one that runs",
     ),
-    (
-        ("no space left on device",),
-        "make room on the engine's disk, for example with `{engine} system prune`",
-    ),
-    (
-        ("exec format error",),
-        "the base image is for another processor: make image.platform and image.base agree",
-    ),
+    (("no space left on device",), "make room on the engine's disk, for example with `{engine} system prune`"),
+    (("exec format error",), "the base image is for another processor: make image.platform and image.base agree"),
     (
         ("returned a non-zero code", "did not complete successfully", 'building at step "run'),
         "fix that step of the Dockerfile and run again: the steps before it are cached",
@@ -87,16 +79,8 @@ _PAUSES = (2.0, 10.0)
 
 
 def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep) -> str:
-    """Build and push; returns the digest that the registry is said to have now.
-
-    Args:
-        asked: the name of an engine, or `auto`.
-
-    Raises:
-        ImageProblem: the engine is not installed, or failed: with its last lines and what to do.
-        ImageUnreachable: a registry does not answer; building again is safe.
-    """
-    wanted = ENGINES if asked == "auto" else (asked,)
+    """Build with the engine `asked`, or any for `auto`, and push; the digest that the registry is said to have now."""
+    wanted = ("docker", "podman") if asked == "auto" else (asked,)
     engine = next((engine for engine in wanted if shutil.which(engine)), None)
     if engine is None:
         install = "podman" if asked == "podman" else "docker.io"
@@ -169,11 +153,8 @@ def run_engine(
     """Run `<engine> <arguments>` and give `log` its lines as they come; returns the last ones.
 
     `subject` is for the error message: the image that it is about. `pause` is called with 0 seconds while the engine
-    is silent; if it or `log` raises, the engine is ended.
-
-    Raises:
-        ImageProblem: there is no such program, or it failed.
-        ImageUnreachable: it failed because a registry does not answer, or stopped in mid-answer.
+    is silent; if it or `log` raises, the engine is ended. An ImageUnreachable if it failed because a registry does not
+    answer, or stopped in mid-answer; an ImageProblem if it failed otherwise, or is not there.
     """
     kit = {"DOCKER_BUILDKIT": "1"} if engine == "docker" and arguments[0] == "build" and _has_buildx() else {}
     # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
 from litgpt_demo.documents import parse_json
@@ -190,23 +190,16 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout
         time.sleep(wait)
 
 
-# --- what an image says of itself -------------------------------------------------------------------------------------
-
-
 _WORD = r"^[\w.-]{0,60}$"
 """The form of a name that goes into messages: anybody may have written it."""
 
 
-class _Platform(BaseModel):
-    os: str = Field("", pattern=_WORD)
-    architecture: str = Field("", pattern=_WORD)
-
-
 class _Descriptor(BaseModel):
-    """The place of a manifest or blob, by its hash (image-spec, descriptor.md)."""
+    """The place of a manifest or blob, by its hash (image-spec, descriptor.md), and what an image there is for."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    platform: _Platform | None = None
+    os: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "os"))
+    architecture: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "architecture"))
 
 
 class _Manifest(BaseModel):
@@ -219,19 +212,13 @@ class _Manifest(BaseModel):
     manifests: tuple[_Descriptor, ...] | None = None
 
 
-class _Settings(BaseModel):
-    labels: dict[str, str] | None = Field(None, alias="Labels")
-
-
 class ImageConfig(BaseModel):
     """An image's config, as far as we read it (image-spec, config.md)."""
 
     architecture: str = Field("", pattern=_WORD)
-    config: _Settings | None = None
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return (self.config and self.config.labels) or {}
+    labels: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = Field(
+        {}, validation_alias=AliasPath("config", "Labels")
+    )
 
 
 _CONFIGS: dict[tuple[str, str], ImageConfig] = {}
@@ -285,13 +272,13 @@ class _Registry:
         """Return the digest of an index's image for Linux on a processor; of the only one where it does not say."""
         # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
         # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
-        images = [one for one in listed if one.platform is None or one.platform.architecture != "unknown"]
+        images = [one for one in listed if one.architecture != "unknown"]
         for one in images:
-            if one.platform is not None and (one.platform.os, one.platform.architecture) == ("linux", architecture):
+            if (one.os, one.architecture) == ("linux", architecture):
                 return one.digest
-        if len(images) == 1 and images[0].platform is None:
+        if len(images) == 1 and not images[0].architecture:
             return images[0].digest
-        there = sorted({f"{one.platform.os}/{one.platform.architecture}" for one in images if one.platform})
+        there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
         said = ", ".join(there) or "none that its index names"
         raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it")
 
@@ -439,17 +426,13 @@ def _basic(login: Login) -> str:
 def stored_login(host: str) -> Login | None:
     """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
 
-    Docker's is in $DOCKER_CONFIG or ~/.docker, and Podman's where
-    https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says.
-
-    Raises:
-        ImageProblem: the configuration cannot be read, or its credential helper fails.
+    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An ImageProblem
+    if one cannot be read, or its credential helper fails.
     """
     docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
-    files = [Path(given)] if (given := os.environ.get("REGISTRY_AUTH_FILE")) else [podman]
-    found = (_login_of(file, host) for file in (*files, docker))
-    return next(filter(None, found), None)
+    first = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman)
+    return _login_of(first, host) or _login_of(docker, host)
 
 
 def _login_of(file: Path, host: str) -> Login | None:

@@ -20,7 +20,6 @@ from litgpt_demo.config import Settings
 DEFAULT = plain.PROFILE.name
 """The network that every cluster has, and that a config which names none gets."""
 
-
 _MODULES = (import_module(f"{__name__}.{one.name}") for one in iter_modules(__path__))
 _PROFILES = (plain.PROFILE, *(module.PROFILE for module in _MODULES if hasattr(module, "PROFILE")))
 NETWORKS: Mapping[str, Profile[Any]] = MappingProxyType({profile.name: profile for profile in _PROFILES})
@@ -34,11 +33,7 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
 
 
 def require_machine(name: str, machine: Machine | None) -> None:
-    """Refuse a network that the machine has not got.
-
-    Raises:
-        ValueError: it is another machine's, or belongs to particular machines and none is named.
-    """
+    """Refuse with a ValueError a network that the machine has not got, or that needs one where none is named."""
     if machine is None and not NETWORKS[name].unlisted:
         raise ValueError(
             f"platform.network={name} belongs to particular machines; name one in platform.machine, or take {DEFAULT}"
@@ -66,11 +61,7 @@ def open_network(name: str, choice: Choice, **options: Any) -> Network:
 
 
 def chosen_network(section: Any, *, host_network: bool = False) -> Network:
-    """Return the network that a `platform` section asks for, a class that `with_networks` has made.
-
-    Raises:
-        ConfigProblem: the machine has not got it, or its release is not known.
-    """
+    """Return the network that a `platform` section asks for, a class that `with_networks` has made."""
     choice = Choice(machine=section.machine_type, carries=section.carries, host_network=host_network)
     options = {name: getattr(section, name) for name in NETWORKS[section.network].options.model_fields}
     return open_network(section.network, choice, **options)
@@ -89,7 +80,7 @@ def with_networks(section: type[Section]) -> type[Section]:
     so that a new file is a new choice with settings of its own.
     """
     carries: frozenset[NetworkCapability] = section.carries  # type: ignore[attr-defined]  # one without is refused here
-    profiles = {name: one for name, one in NETWORKS.items() if any(way <= carries for way in one.carried_by)}
+    profiles = {name: one for name, one in NETWORKS.items() if not one.carried_by or one.carried_by & carries}
     options: dict[str, FieldInfo] = {}
     for profile in profiles.values():
         options |= profile.options.model_fields

@@ -175,6 +175,6 @@ PROFILE = net.Profile(
     summary="GPUDirect-RDMA of A3 Ultra, A4 and A4X",
     options=Options,
     make=network,
-    carried_by=(*net.GPUDIRECT, frozenset({net.NetworkCapability.POD_PARTS, net.NetworkCapability.CLAIMS})),
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
 )

@@ -28,7 +28,6 @@ PROFILE = net.Profile(
     summary="TCP, which every cluster has",
     options=Settings,
     make=network,
-    carried_by=(frozenset(),),
     machines=tuple(MACHINES),
     unlisted=True,
 )

@@ -42,19 +42,9 @@ REGISTRY = "us-docker.pkg.dev"
 class NetworkCapability(StrEnum):
     """A thing that a platform can give a job's nodes, and that networks need."""
 
-    POD_PARTS = "volumes, sidecars and capabilities of the network's own"
-    POD_NETWORKS = "further interfaces by GKE's Network objects"
-    CLAIMS = "devices by resource claims (dynamic resource allocation)"
+    PODS = "volumes, sidecars, capabilities, claims, GKE's Network objects and the host's network of a job's own pods"
     MULTUS = "further interfaces by Multus, and devices as extended resources"
-    HOST_NETWORK = "the host's network namespace"
     SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
-
-
-GPUDIRECT = (
-    frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
-    frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
-)
-"""The ways to carry Google's networks: in pods that are attached to further ones, or on the host's."""
 
 
 class PluginOptions(Settings):
@@ -218,15 +208,14 @@ class Profile(Generic[Options]):
     options: type[Options]
     """Its settings: they become settings of every platform that can carry it."""
     make: Callable[[Choice, Options], Network]
-    carried_by: tuple[frozenset[NetworkCapability], ...]
-    """Ways to carry it; a platform needs everything that one of them names."""
+    carried_by: frozenset[NetworkCapability] = frozenset()
+    """A platform needs one of these to carry it; where there are none, any does."""
     machines: tuple[str, ...] = ()
     """Machine types that have its hardware."""
     unlisted: bool = False
     """Machines that are not in our table may have it."""
 
 
-DEFAULT_INTERFACE = "networking.gke.io/default-interface"
 INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
 
@@ -235,7 +224,7 @@ def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
     """The pod's network interfaces besides eth0: interface to the Network object it is attached to."""
     rows = [{"interfaceName": name, "network": network} for name, network in {"eth0": "default", **networks}.items()]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return {DEFAULT_INTERFACE: "eth0", INTERFACES: f"[\n{lines}\n]\n"}
+    return {"networking.gke.io/default-interface": "eth0", INTERFACES: f"[\n{lines}\n]\n"}
 
 
 def device_annotation(container: str, paths: Iterable[str]) -> dict[str, str]:

@@ -118,9 +118,6 @@ PROFILE = net.Profile(
     # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
     # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
-    carried_by=(
-        frozenset({net.NetworkCapability.MULTUS}),
-        frozenset({net.NetworkCapability.POD_PARTS, net.NetworkCapability.HOST_NETWORK}),
-    ),
+    carried_by=frozenset({net.NetworkCapability.PODS, net.NetworkCapability.MULTUS}),
     unlisted=True,
 )

@@ -238,6 +238,6 @@ PROFILE = net.Profile(
     summary="GPUDirect of A3 High",
     options=Options,
     make=network,
-    carried_by=net.GPUDIRECT,
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-highgpu-8g",),
 )

@@ -225,6 +225,6 @@ PROFILE = net.Profile(
     # gke-tcpxo-networking).
     options=net.DaemonOptions,
     make=network,
-    carried_by=net.GPUDIRECT,
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-megagpu-8g",),
 )
