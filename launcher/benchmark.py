@@ -87,11 +87,11 @@ class Benchmark:
 
 def best_by_ranks(result: Result) -> dict[int, Speed]:
     """The largest busbw of any size, for each number of ranks."""
-    found: dict[int, Speed] = {}
-    for speed in result.speeds:
-        if speed.ranks not in found or speed.busbw > found[speed.ranks].busbw:
-            found[speed.ranks] = speed
-    return dict(sorted(found.items()))
+    ranks = sorted({speed.ranks for speed in result.speeds})
+    return {
+        count: max((speed for speed in result.speeds if speed.ranks == count), key=lambda speed: speed.busbw)
+        for count in ranks
+    }
 
 
 def table(benchmark: Benchmark) -> list[dict[str, str]]:

@@ -41,9 +41,6 @@ CLOUD_BUILD = Service(
     emulator="CLOUDBUILD_EMULATOR_HOST",
 )
 
-BUILDER = "gcr.io/cloud-builders/docker"
-"""Google's own image of the docker command for builds (https://github.com/GoogleCloudPlatform/cloud-builders)."""
-
 LOGS = "images/logs"
 """The folder below the root where builds keep their logs."""
 
@@ -52,8 +49,6 @@ _POLL = 5.0
 """Seconds between two looks; quotas allow many more (https://cloud.google.com/build/quotas)."""
 _SILENCE = 600.0
 """Seconds for which the API may be unreachable while a build is followed: it goes on by itself."""
-_LISTED = (1.0, 2.0, 5.0, 10.0)
-"""Seconds between looks for a build whose creation was not answered: lists may be behind."""
 _LIMIT = 60.0
 """Seconds for one call."""
 
@@ -125,7 +120,8 @@ class CloudBuild:
             "steps": [
                 {
                     "id": "build",
-                    "name": BUILDER,
+                    # Google's own image of the docker command: https://github.com/GoogleCloudPlatform/cloud-builders
+                    "name": "gcr.io/cloud-builders/docker",
                     # `$$` stands for `$`:
                     # https://cloud.google.com/build/docs/configuring-builds/substitute-variable-values
                     "args": [literal(one) for one in (*build_command("docker", build), ".")],
@@ -148,7 +144,7 @@ class CloudBuild:
                 started = self._client.create_build({"parent": self._parent, "build": request}, timeout=_LIMIT)
                 return started.metadata.build
         except ImageUnreachable:
-            for seconds in _LISTED:
+            for seconds in (1.0, 2.0, 5.0, 10.0):  # lists may be behind
                 if (found := self._live(tag)) is not None:
                     return found
                 self._pause(seconds)
@@ -214,24 +210,19 @@ class CloudBuild:
         if build.status.name == "SUCCESS":
             digests = {one.name: one.digest for one in build.results.images}
             return str(digests.get(tag) or resolve(tag).partition("@")[2])
-        raise _failure(build, tag, tail)
+        status, failure = build.status.name, build.failure_info
+        detail = failure.detail or build.status_detail
+        said = "\n".join([*tail, *([words_of(detail)] if detail else [])])
+        told = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{said}\n-> "
+        if status == "CANCELLED":
+            raise JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")
+        if status == "TIMEOUT":
+            raise ImageProblem(f"{told}raise image.timeout, or image.machine")
+        if status in {"EXPIRED", "INTERNAL_ERROR"}:
+            raise ImageUnreachable(f"{told}run again; if it comes back, see {build.log_url}")
+        raise ImageProblem(told + _FIXES.get(failure.type_.name, "see the lines above"))
 
 
 def _mark(tag: str) -> str:
     """Return the tag of Cloud Build's that a build of this image carries: that of a repository has `/` and `:`."""
     return f"train-litgpt-{sha256(tag.encode()).hexdigest()[:16]}"
-
-
-def _failure(build: Any, tag: str, tail: deque[str]) -> TrainLitgptError:
-    status, failure = build.status.name, build.failure_info
-    detail = failure.detail or build.status_detail
-    said = "\n".join([*tail, *([words_of(detail)] if detail else [])])
-    told = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{said}\n-> "
-    match status:
-        case "CANCELLED":
-            return JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")
-        case "TIMEOUT":
-            return ImageProblem(f"{told}raise image.timeout, or image.machine")
-        case "EXPIRED" | "INTERNAL_ERROR":
-            return ImageUnreachable(f"{told}run again; if it comes back, see {build.log_url}")
-    return ImageProblem(told + _FIXES.get(failure.type_.name, "see the lines above"))

@@ -28,20 +28,20 @@ _NOTES = "https://docs.cloud.google.com/ai-hypercomputer/docs/nccl/release-notes
 
 # What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
 PAIRS = (
-    net.pair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
-    net.pair("v1.1.2", None, "2026-05-14", f"{_NOTES}x86"),
-    net.pair("v1.1.0", None, "2025", _CHART),
-    net.pair("v1.0.6", None, "", GR),
-    net.pair("v1.0.5", None, "", GR),
-    net.pair("v1.0.3", None, "", GR),
+    net.ReleasePair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}x86"),
+    net.ReleasePair("v1.1.0", None, "2025", _CHART),
+    net.ReleasePair("v1.0.6", None, "", GR),
+    net.ReleasePair("v1.0.5", None, "", GR),
+    net.ReleasePair("v1.0.3", None, "", GR),
 )
 ARM_PAIRS = (
-    net.pair("v1.1.0", None, "", _INSTALLERS["arm64"]),
+    net.ReleasePair("v1.1.0", None, "", _INSTALLERS["arm64"]),
     # The row of A4X; A4X Max, which we do not have, needs 2.28.9.
-    net.pair("v1.1.2", None, "2026-05-14", f"{_NOTES}arm64", ">=2.25", driver="580.95.05"),
-    net.pair("v1.1.1", None, "", GR),
-    net.pair("v1.0.7", None, "", GR),
-    net.pair("v1.0.6", None, "", GR),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}arm64", (">=2.25",), driver="580.95.05"),
+    net.ReleasePair("v1.1.1", None, "", GR),
+    net.ReleasePair("v1.0.7", None, "", GR),
+    net.ReleasePair("v1.0.6", None, "", GR),
 )
 
 ROOT = "/usr/local/gib"
@@ -136,15 +136,12 @@ def network(choice: net.Choice, options: Options) -> net.Network:
 
 def environment(machine: str, *, extra_nic: bool) -> tuple[net.Variable, ...]:
     """Variables that are set next to the script."""
+    why = "without the plug-in NCCL stops, instead of using sockets"
     plugin = net.Variable(
-        name="NCCL_NET",
-        value="gIB",
-        source=f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml",
-        why="without the plug-in NCCL stops, instead of using sockets",
-        after=True,
+        "NCCL_NET", "gIB", f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml", why, after=True
     )
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
-    gloo = net.Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=recipe, after=True)
+    gloo = net.Variable("GLOO_SOCKET_IFNAME", "eth0", recipe, after=True)
     more = {}
     if machine in TUNERS:
         more["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"

@@ -69,7 +69,7 @@ class DaemonOptions(PluginOptions):
     plug-in."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variable:
     """An environment variable that a profile sets, or that one of its scripts sets on the node."""
 
@@ -84,9 +84,7 @@ class Variable:
 
 def variables(values: Mapping[str, str], *, source: str, why: str = "", after: bool = False) -> tuple[Variable, ...]:
     """Variables that share a source."""
-    return tuple(
-        Variable(name=name, value=value, source=source, why=why, after=after) for name, value in values.items()
-    )
+    return tuple(Variable(name, value, source, why, after) for name, value in values.items())
 
 
 def reported(*, source: str) -> tuple[Variable, ...]:
@@ -98,20 +96,20 @@ def reported(*, source: str) -> tuple[Variable, ...]:
 def library_path(*folders: str, source: str) -> Variable:
     """The placeholder of an explanation for the folders that the node puts first."""
     value = ":".join((*folders, "$LD_LIBRARY_PATH"))
-    return Variable(name="LD_LIBRARY_PATH", value=value, source=source, why="put before the image's own, on the node")
+    return Variable("LD_LIBRARY_PATH", value, source, "put before the image's own, on the node")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReleasePair:
     """A plug-in and the daemon it was released with."""
 
     plugin: str
     daemon: str | None
-    nccl: tuple[str, ...]
-    """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     released: str
     """ISO date, or as much of one as is known."""
     source: str
+    nccl: tuple[str, ...] = ()
+    """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     nccl_loads: tuple[str, ...] = ()
     """NCCL versions that are known to load the plug-in, as ranges; that is no proof that they work with it."""
     nccl_fails: tuple[str, ...] = ()
@@ -120,11 +118,6 @@ class ReleasePair:
     """The oldest GPU driver that the publisher names."""
     since: tuple[int, int] | None = None
     """Kubernetes version from which on the nodes need this release or a newer one."""
-
-
-def pair(plugin: str, daemon: str | None, released: str, source: str, *nccl: str, **more: Any) -> ReleasePair:
-    """A row of a table of releases."""
-    return ReleasePair(plugin=plugin, daemon=daemon, released=released, source=source, nccl=nccl, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +292,7 @@ def released(
                 f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs; "
                 f"give platform.network_daemon too, or take one of {releases}"
             )
-        chosen = pair(str(tag), daemon_tag, "", "platform.network_plugin")
+        chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
     elif daemon_tag not in {None, chosen.daemon}:
         chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher.job import Object
 from launcher.networks import profile as net
-from launcher.sources import AIP, CEA, CEA_98C, XPK
+from launcher.sources import AIP, CEA, CEA_98C
 from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpx-daemon"
@@ -17,7 +17,8 @@ PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
 DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 
 _README = f"{CEA_98C}/gpudirect-tcpx/README.md"
-_MANIFEST = f"{CEA}/gpudirect-tcpx/nccl-test-latest.yaml"
+# Annotations, daemon, volumes, mounts and capabilities: CEA's gpudirect-tcpx/nccl-test-latest.yaml, and XPK's
+# src/xpk/core/workload_decorators/tcpx_decorator.py (launcher/sources.py has their addresses).
 _INSTALLER = f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml"
 _CONFIG = f"{CEA_98C}/gpudirect-tcpx/nccl-config.yaml"
 _OLD_CONFIG = (
@@ -38,11 +39,11 @@ _TRIED: dict[str, Any] = {
     "nccl_fails": ("==2.21.5",),
 }
 PAIRS = (
-    net.pair("v3.1.12", "v2.0.15", "2026-06-22", _README, ">=2.19,<2.20", since=(1, 34), **_TRIED),
-    net.pair("v3.1.9", "v2.0.12", "2024-02-15", _README, ">=2.19,<2.20", **_TRIED),
-    net.pair("v3.1.7", "v2.0.11", "2024", f"{AIP}/helm/values.yaml"),
-    net.pair("v3.1.6_2023_10_23", "v2.0.9", "2023-10", _DEMO, ">=2.18,<2.19"),
-    net.pair("v3.1.6_2023_10_06", "v2.0.7", "2023-10", _DEMO, ">=2.17.1,<2.19"),
+    net.ReleasePair("v3.1.12", "v2.0.15", "2026-06-22", _README, (">=2.19,<2.20",), since=(1, 34), **_TRIED),
+    net.ReleasePair("v3.1.9", "v2.0.12", "2024-02-15", _README, (">=2.19,<2.20",), **_TRIED),
+    net.ReleasePair("v3.1.7", "v2.0.11", "2024", f"{AIP}/helm/values.yaml"),
+    net.ReleasePair("v3.1.6_2023_10_23", "v2.0.9", "2023-10", _DEMO, (">=2.18,<2.19",)),
+    net.ReleasePair("v3.1.6_2023_10_06", "v2.0.7", "2023-10", _DEMO, (">=2.17.1,<2.19",)),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
@@ -92,23 +93,14 @@ BEFORE = net.variables(
     },
     source=_OLD_CONFIG,
 )
+_STOPS = "without the plug-in NCCL stops, instead of using sockets"
+_PREFIX = "where the daemon's socket is; the default is /tmp, which would hide the image's own"
+_ENTRYPOINT = f"{AIP}/scripts/litgpt_container_entrypoint.sh"
 OURS = (
-    net.Variable(
-        name="NCCL_NET",
-        value="GPUDirectTCPX_v7",
-        source=f"{_DEMO}/README.md",
-        why="without the plug-in NCCL stops, instead of using sockets",
-    ),
-    net.Variable(
-        name="NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX",
-        value=SOCKETS,
-        source=f"{AIP}/scripts/litgpt_container_entrypoint.sh",
-        why="where the daemon's socket is; the default is /tmp, which would hide the image's own",
-    ),
-    net.Variable(name="NCCL_NVLS_ENABLE", value="0", source=f"{AIP}/helm/templates/litgpt.yaml"),
-    net.Variable(
-        name="GLOO_SOCKET_IFNAME", value="eth0", source=_CONFIG, why="as NCCL_SOCKET_IFNAME, for gloo; INFERRED"
-    ),
+    net.Variable("NCCL_NET", "GPUDirectTCPX_v7", f"{_DEMO}/README.md", _STOPS),
+    net.Variable("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", SOCKETS, _ENTRYPOINT, _PREFIX),
+    net.Variable("NCCL_NVLS_ENABLE", "0", f"{AIP}/helm/templates/litgpt.yaml"),
+    net.Variable("GLOO_SOCKET_IFNAME", "eth0", _CONFIG, "as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
 )
 
 # 66 GB/s is the least that was published for two nodes, plain gVNIC 20 to 24: a floor at 0.6 of it tells them apart.
@@ -124,7 +116,7 @@ _WITHOUT_STACK = (
 )
 
 SHM = 128 * net.GIB
-"""XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
+"""That of XPK's decorator."""
 
 
 class Options(net.DaemonOptions):
@@ -176,7 +168,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             net.mount("tcpx-socket", SOCKETS),
             *((net.mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
         ),
-        # GPU memory is pinned; the devices and the daemon's socket are root's (MANIFESTS).
+        # GPU memory is pinned; the devices and the daemon's socket are root's.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=on_host,
         root=True,
@@ -229,9 +221,6 @@ def installer(image: str) -> Object:
         "volumeMounts": [net.mount("tcpx-plugin", "/var/lib/tcpx")],
     }
 
-
-MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.py")
-"""The source of annotations, daemon, volumes, mounts and capabilities."""
 
 PROFILE = net.Profile(
     name="tcpx",

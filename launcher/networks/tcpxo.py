@@ -27,20 +27,20 @@ _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 # 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
 PAIRS = (
-    net.pair("v1.0.15", "v1.0.21", "2026-01-09", _README, ">=2.28.7,<2.29", nccl_loads=_LOADS),
-    net.pair("v1.0.14", "v1.0.20", "2025-11-19", _README, ">=2.28.7,<2.29", nccl_loads=_LOADS),
-    net.pair("v1.0.12", "v1.0.18", "2025-08-21", _README, ">=2.26.5,<2.27", nccl_loads=_LOADS),
-    net.pair("v1.0.11", "v1.0.17", "2025-06-27", _README, ">=2.23.4,<2.24", nccl_loads=_LOADS),
-    net.pair("v1.0.9-1", "v1.0.15", "2025-05-01", _README, ">=2.21.5,<2.24", nccl_loads=_LOADS),
-    net.pair("v1.0.8-1", "v1.0.14", "2025-02-06", _README, ">=2.21.5,<2.24", nccl_loads=_LOADS),
-    net.pair("v1.0.7", "v1.0.13_1", "2024-11-27", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.6", "v1.0.12", "2024-10-18", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.5", "v1.0.11", "2024-09-19", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.4", "v1.0.10", "2024-08-06", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.3", "v1.0.9", "2024-06-27", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.2", "v1.0.8", "2024-05-30", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.1", "v1.0.8", "2024-05-20", _README, nccl_loads=_LOADS),
-    net.pair("v1.0.0", "v1.0.6-sctp", "2024-04-17", _README, nccl_loads=_LOADS),
+    net.ReleasePair("v1.0.15", "v1.0.21", "2026-01-09", _README, (">=2.28.7,<2.29",), _LOADS),
+    net.ReleasePair("v1.0.14", "v1.0.20", "2025-11-19", _README, (">=2.28.7,<2.29",), _LOADS),
+    net.ReleasePair("v1.0.12", "v1.0.18", "2025-08-21", _README, (">=2.26.5,<2.27",), _LOADS),
+    net.ReleasePair("v1.0.11", "v1.0.17", "2025-06-27", _README, (">=2.23.4,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.9-1", "v1.0.15", "2025-05-01", _README, (">=2.21.5,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.8-1", "v1.0.14", "2025-02-06", _README, (">=2.21.5,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.7", "v1.0.13_1", "2024-11-27", _README, (), _LOADS),
+    net.ReleasePair("v1.0.6", "v1.0.12", "2024-10-18", _README, (), _LOADS),
+    net.ReleasePair("v1.0.5", "v1.0.11", "2024-09-19", _README, (), _LOADS),
+    net.ReleasePair("v1.0.4", "v1.0.10", "2024-08-06", _README, (), _LOADS),
+    net.ReleasePair("v1.0.3", "v1.0.9", "2024-06-27", _README, (), _LOADS),
+    net.ReleasePair("v1.0.2", "v1.0.8", "2024-05-30", _README, (), _LOADS),
+    net.ReleasePair("v1.0.1", "v1.0.8", "2024-05-20", _README, (), _LOADS),
+    net.ReleasePair("v1.0.0", "v1.0.6-sctp", "2024-04-17", _README, (), _LOADS),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 9)}
@@ -148,9 +148,9 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
 
 def environment(libraries: str, *, on_host: bool) -> tuple[net.Variable, ...]:
     """Variables that the script needs, and must not overwrite. On the host's network the cards are seen as they are."""
-    where = net.Variable(name="NCCL_LIB_DIR", value=libraries, source=_PROFILE, why="the script stops without it")
-    devices = net.Variable(name="NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", value=APERTURES, source=_MANIFEST)
-    gloo = net.Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_PROFILE, why="as NCCL_SOCKET_IFNAME; INFERRED")
+    where = net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it")
+    devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
+    gloo = net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED")
     return (where, *(() if on_host else (devices,)), gloo, *net.reported(source=_PROFILE))
 
 
