@@ -48,34 +48,25 @@ def chosen_image(config: RunConfig | ScriptConfig) -> Image:
     return image.model_copy(update={"stack": (stack_for(config.platform.fabric) or DEFAULT_STACK).name})
 
 
-def check_fitness(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
+def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -> Iterator[Finding]:
     """Yield how a config's image fits its network and machines. A registry is asked only of an image that exists, and
-    only where nodes need a plug-in to talk to each other."""
-    image, network = chosen_image(config), _plugged_in(config)
-    if isinstance(image, BuiltImage):
+    only where nodes need a plug-in to talk to each other.
+
+    An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
+
+    Args:
+        pinned: the image, once it is there; what another Dockerfile has made of it is then read in its labels.
+    """
+    image, fabric = chosen_image(config), config.platform.fabric
+    network = fabric if fabric is not None and fabric.node.plugged_in else None
+    reference = pinned or (image.reference if isinstance(image, PrebuiltImage) else None)
+    if isinstance(image, BuiltImage) and (pinned is None or image.dockerfile is None):
         yield from _check_built(config, image, network)
-    elif isinstance(image, PrebuiltImage) and network is not None:
-        yield from _softened(config, network, _check_pinned(config, image.reference, network))
+    elif reference is not None and network is not None:
+        yield from _softened(config, network, _check_pinned(config, reference, network))
     elif isinstance(image, PrebuiltImage):
         what = f"{image.reference} brings its own torch and NCCL, and its network asks for none in particular"
         yield Finding("info", "image.stack", what)
-
-
-def check_finished(config: RunConfig | ScriptConfig, reference: str) -> Iterator[Finding]:
-    """Yield how an image fits that is there now as `reference`: by the labels that its registry has.
-
-    An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
-    """
-    image, network = chosen_image(config), _plugged_in(config)
-    if isinstance(image, BuiltImage) and image.dockerfile is None:
-        yield from check_fitness(config)
-    elif network is not None:
-        yield from _softened(config, network, _check_pinned(config, reference, network))
-
-
-def _plugged_in(config: RunConfig | ScriptConfig) -> Network | None:
-    network = config.platform.fabric
-    return network if network is not None and network.node.plugged_in else None
 
 
 def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterable[Finding]) -> Iterator[Finding]:

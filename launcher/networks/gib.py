@@ -15,6 +15,7 @@ ARM_IMAGE = f"{_REGISTRY}/nccl-plugin-gib-arm64"
 
 _MANIFEST = f"{CEA}/gpudirect-rdma/nccl-test.yaml"
 _CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
+_JOBSET = f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml"
 _SLURM = f"{CTK}/examples/machine-learning"
 """The script that sets these lies in the image; its values are those of CTK's A3 Ultra and A4 Slurm images."""
 
@@ -101,6 +102,12 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
     named = () if by_claim or choice.host_network else ("eth0", *attached)
     claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
+    recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
+    tuned = {}
+    if machine in TUNERS:
+        tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
+        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
+        tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
     return net.Network(
         name="gib",
         node=NodeNetwork(
@@ -127,28 +134,18 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         claims=claims,
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
-        environment=environment(machine, extra_nic=options.extra_nic),
+        environment=(
+            net.Variable(
+                "NCCL_NET", "gIB", _JOBSET, "without the plug-in NCCL stops, instead of using sockets", after=True
+            ),
+            net.Variable("GLOO_SOCKET_IFNAME", "eth0", recipe, after=True),
+            *net.variables(tuned, source=recipe, after=True),
+            *net.reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms"),
+        ),
         scripted=(*SCRIPTED, net.library_path(*FOLDERS, source=_CHART)),
         shm_bytes=SHM,
         **release.network,
     )
-
-
-def environment(machine: str, *, extra_nic: bool) -> tuple[net.Variable, ...]:
-    """Variables that are set next to the script."""
-    why = "without the plug-in NCCL stops, instead of using sockets"
-    plugin = net.Variable(
-        "NCCL_NET", "gIB", f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml", why, after=True
-    )
-    recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
-    gloo = net.Variable("GLOO_SOCKET_IFNAME", "eth0", recipe, after=True)
-    more = {}
-    if machine in TUNERS:
-        more["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
-        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
-        more["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if extra_nic else "eth0"
-    said = net.reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms")
-    return (plugin, gloo, *net.variables(more, source=recipe, after=True), *said)
 
 
 def installer(image: str) -> Object:

@@ -56,12 +56,18 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
     counts = (one.partition("=") for one in (options.roce_resource or (RESOURCE if by_site else "")).split(",") if one)
     resources = {name: int(count or 1) for name, _, count in counts}
+    # Those that the user or the attachments name, else as Multus counts them from net1
+    # (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
+    # where the node takes every card that has an address.
+    interfaces = tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
+    if options.roce_interface:
+        interfaces = tuple(options.roce_interface.split(","))
     return net.Network(
         name="roce",
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
-            interfaces=interfaces(attachments, options),
+            interfaces=interfaces,
             hca="mlx5",
             gpus=gpus,
             shm_bytes=net.GIB,
@@ -77,15 +83,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         shm_bytes=16 * net.GIB,
         problems=tuple(problems(choice, options, attachments, resources)),
     )
-
-
-def interfaces(attachments: tuple[str, ...], options: Options) -> tuple[str, ...]:
-    """Return the cards' interfaces: those that the user or the attachments name, else as Multus counts them from net1
-    (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
-    where the node takes every card that has an address."""
-    if options.roce_interface:
-        return tuple(options.roce_interface.split(","))
-    return tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
 
 
 def problems(

@@ -99,6 +99,7 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
     libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
     folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
     attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, DEVICES)}
+    devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
     return net.Network(
         name="tcpxo",
         node=NodeNetwork(
@@ -138,20 +139,18 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
         capabilities=(net.OTHERS_FILES,),
         privileged=on_host,
         root=True,
-        environment=environment(libraries, on_host=on_host),
+        # What the script needs, and must not overwrite. On the host's network the cards are seen as they are.
+        environment=(
+            net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it"),
+            *(() if on_host else (devices,)),
+            net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED"),
+            *net.reported(source=_PROFILE),
+        ),
         scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
         named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=SHM,  # GR's chart (_CHART)
         **release.network,
     )
-
-
-def environment(libraries: str, *, on_host: bool) -> tuple[net.Variable, ...]:
-    """Variables that the script needs, and must not overwrite. On the host's network the cards are seen as they are."""
-    where = net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it")
-    devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
-    gloo = net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED")
-    return (where, *(() if on_host else (devices,)), gloo, *net.reported(source=_PROFILE))
 
 
 def version(tag: str) -> tuple[int, ...]:
