@@ -13,7 +13,7 @@ import tarfile
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,9 @@ from launcher.images import docker, oci
 from launcher.images.build import build_key, builds_of, pin_base, prepare_image
 from launcher.images.context import Build, Context
 from launcher.images.docker import build_here, run_engine
-from launcher.images.identity import software_identity
+from launcher.images.identity import SoftwareIdentity, bill_of_materials, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
-from launcher.images.settings import DockerImage, PrebuiltImage
+from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
 from launcher.images.stacks import STACKS, Stack
 
 CHECKOUT = Path(__file__).parents[3]
@@ -345,3 +345,28 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
     assert "pip.conf" not in [member.name for member in members(ours.context)]
     with pytest.raises(ImageProblem, match="may hold a password"):
         packages.context.store(str(tmp_path / "bucket"))
+
+
+@each_stack
+def test_the_bill_of_an_image_is_valid_and_names_it_and_the_packages_of_its_stack(stack: Stack) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    named, built = f"gcr.io/train@{DIGEST}", OWN.model_copy(update={"stack": stack.name})
+    identity = SoftwareIdentity(image=named, commit="70af7e1" * 5, dirty=False)
+    text = bill_of_materials(identity, built)
+    assert text is not None
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    image = json.loads(text)["metadata"]["component"]
+    assert f"{image['name']}@{image['version']}" == named
+    found = {part["name"]: part["version"] for part in json.loads(text)["components"]}
+    assert (found["torch"], found["nvidia-nccl-cu13"]) == (stack.torch, stack.nccl)
+    assert "colorama" not in found, "for Windows only"
+    assert bill_of_materials(identity, built) == text
+    assert bill_of_materials(identity, PrebuiltImage(kind="prebuilt", reference=named)) is None, "nobody knows"
+
+
+def test_without_an_image_the_bill_has_what_is_installed_here() -> None:
+    text = bill_of_materials(SoftwareIdentity(image=None, commit=None, dirty=False), NoImage(kind="none"))
+    parts = {part["name"]: part["version"] for part in json.loads(str(text))["components"]}
+    assert parts["litgpt"] == version("litgpt")
