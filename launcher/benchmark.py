@@ -12,10 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
-from litgpt_demo.node.collectives import Result, Speed
-
-# 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
-GBIT = 8
+from litgpt_demo.node.collectives import Result
 
 
 class MeasureSettings(Settings):
@@ -85,27 +82,22 @@ class Benchmark:
     """The same over plain sockets, if that was asked for."""
 
 
-def best_by_ranks(result: Result) -> dict[int, Speed]:
-    """The largest busbw of any size, for each number of ranks."""
-    ranks = sorted({speed.ranks for speed in result.speeds})
-    return {
-        count: max((speed for speed in result.speeds if speed.ranks == count), key=lambda speed: speed.busbw)
-        for count in ranks
-    }
-
-
 def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
     per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
     measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
-    best = {prefix: best_by_ranks(result) for prefix, result in measured.items()}
+    # The largest busbw of any size, for each number of ranks: the last of them stays; of equals the first.
+    best = {
+        prefix: {one.ranks: one for one in sorted(reversed(result.speeds), key=lambda one: one.busbw)}
+        for prefix, result in measured.items()
+    }
     rows = []
-    for ranks, fastest in best[""].items():
-        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size_text(fastest.bytes)}
+    for ranks, fastest in sorted(best[""].items()):
+        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": _size(fastest.bytes)}
         for prefix, speeds in best.items():
             speed = speeds.get(ranks)
             busbw, algbw = (None, None) if speed is None else (speed.busbw, speed.algbw)
-            for unit, factor in (("Gbit/s", GBIT), ("GB/s", 1)):
+            for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
                 row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
                 row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)
         rows.append(row)
@@ -119,8 +111,7 @@ def _figure(gbytes: float | None, factor: int) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
-def size_text(size: int) -> str:
-    """Tensors are sized in powers of two."""
+def _size(size: int) -> str:
     return f"{size / 2**20:g} MiB" if size < 2**30 else f"{size / 2**30:g} GiB"
 
 

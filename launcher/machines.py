@@ -10,8 +10,7 @@ from typing import Any
 
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK
 
-# https://docs.cloud.google.com/compute/docs/accelerator-optimized-machines (sizes), and for N1
-# https://docs.cloud.google.com/compute/docs/gpus (which GPUs may be attached to it).
+# Sizes, and for N1 which GPUs may be attached to it.
 _SIZES = "https://docs.cloud.google.com/compute/docs/accelerator-optimized-machines"
 _ATTACHED = "https://docs.cloud.google.com/compute/docs/gpus"
 

@@ -26,7 +26,6 @@ from launcher.images.settings import BuiltImage, CloudBuildImage, DockerImage, I
 
 DOCKERFILE_OF_OURS = Path(litgpt_demo.__file__).parent / "Dockerfile"
 STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
-_INSTALLED = "litgpt_demo/stacks/installed.py"
 
 
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
@@ -99,8 +98,10 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         )
     # Another stack's packages are none of this image's: a change of them must not change its key.
     pip_config = None if image.pip_config is None else Path(image.pip_config)
-    only = ("*", f"!{stack.lock}", f"!{_INSTALLED}")
-    args["LABELS"] = " ".join(f"{name}={value}" for name, value in stack.expected(contents).items())
+    only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
+    # What installed.py compares with what it finds: an image on another base has a C library of its own.
+    least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
+    args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**contents.said, **least}.items())
     packages = _build(
         image,
         Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config),

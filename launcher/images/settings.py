@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -40,8 +40,6 @@ class BuiltImage(Settings):
     """The settings of every image that is built; not again while nothing that goes into it has changed."""
 
     kind: str
-    through_bucket: ClassVar[bool] = False
-    """The builder gets its files through the root's bucket, where others may read them."""
     repository: str
     """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
@@ -98,11 +96,6 @@ class BuiltImage(Settings):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        if self.pip_config is not None and self.through_bucket:
-            raise ValueError(
-                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
-                "for the builder; take image.kind=docker, or leave it out"
-            )
         if self.pip_config is not None and self.dockerfile is not None:
             raise ValueError(
                 f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
@@ -138,7 +131,6 @@ class CloudBuildImage(BuiltImage):
 
     model_config = ConfigDict(title="Built with Google Cloud Build")
 
-    through_bucket: ClassVar[bool] = True
     kind: Literal["cloudbuild"] = Kind("cloudbuild")
     project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")
     """Google Cloud project of the build; empty is that of the repository in Artifact Registry."""
@@ -162,7 +154,12 @@ class CloudBuildImage(BuiltImage):
         return self.project or (reference.path.partition("/")[0] if google else "")
 
     @model_validator(mode="after")
-    def _has_a_project(self) -> Self:
+    def _can_be_built_there(self) -> Self:
+        if self.pip_config is not None:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
+                "for the builder; take image.kind=docker, or leave it out"
+            )
         if not self.billed:
             raise ValueError(
                 f"image.repository={self.repository!r} is not in Artifact Registry, which would tell the project of "

@@ -103,11 +103,6 @@ class Stack:
             stack=self.name, torch=self.torch, nccl=self.nccl, cuda=self.cuda, architecture=architecture, **base
         )
 
-    def expected(self, contents: Contents) -> dict[str, str]:
-        """Return what installed.py compares with what it finds: an image on another base has a C library of its own."""
-        least = {"least-glibc": self.least_glibc} if self.least_glibc and not contents.glibc else {}
-        return {**contents.said, **least}
-
 
 # The default comes first. python:3.11.15-bookworm is Debian 12, which has glibc 2.36
 # (https://packages.debian.org/bookworm/libc6).

@@ -13,7 +13,6 @@ _REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib"
 PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gib"
 ARM_IMAGE = f"{_REGISTRY}/nccl-plugin-gib-arm64"
 
-_MANIFEST = f"{CEA}/gpudirect-rdma/nccl-test.yaml"
 _CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
 _JOBSET = f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml"
 _SLURM = f"{CTK}/examples/machine-learning"
