@@ -12,7 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
-from litgpt_demo.node.collectives import Result
+from litgpt_demo.node.collectives import Result, Speed
 
 
 class MeasureSettings(Settings):
@@ -86,17 +86,18 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
     per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
     measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
-    # The largest busbw of any size, for each number of ranks: the last of them stays; of equals the first.
-    best = {
-        prefix: {one.ranks: one for one in sorted(reversed(result.speeds), key=lambda one: one.busbw)}
-        for prefix, result in measured.items()
-    }
+    best: dict[str, dict[int, Speed]] = {}  # by what is measured and ranks, the largest busbw of any size
+    for prefix, result in measured.items():
+        by_ranks = best[prefix] = dict[int, Speed]()
+        for speed in result.speeds:
+            if speed.ranks not in by_ranks or speed.busbw > by_ranks[speed.ranks].busbw:
+                by_ranks[speed.ranks] = speed
     rows = []
     for ranks, fastest in sorted(best[""].items()):
         row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": _size(fastest.bytes)}
         for prefix, speeds in best.items():
-            speed = speeds.get(ranks)
-            busbw, algbw = (None, None) if speed is None else (speed.busbw, speed.algbw)
+            found = speeds.get(ranks)
+            busbw, algbw = (None, None) if found is None else (found.busbw, found.algbw)
             for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
                 row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
                 row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)

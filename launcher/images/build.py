@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import posixpath
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import litgpt_demo
 from launcher.errors import ImageProblem
@@ -86,49 +86,35 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     folder, base = Path(image.context), pin_base(image)
     args = {**image.build_args, **({} if base is None else {"BASE": base})}
     stack, contents = image.installed, image.contents
+
+    def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
+        """`keyed` is what counts besides; what a user names as a base is in `args`."""
+        inputs = json.dumps([context.digest, image.platform, args, *keyed], sort_keys=True)
+        tag = f"{image.repository}:{name}{sha256(inputs.encode()).hexdigest()[:16]}"
+        return Build(tag=tag, context=context, platform=image.platform, args=args, labels=labels)
+
     if stack is not None:
         args["STACK"] = stack.name
     if image.dockerfile is not None or stack is None:
         # No labels: nobody has compared them with what a Dockerfile of the user's installs.
-        return (_build(image, Context(folder, Path(str(image.dockerfile))), args),)
+        return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
     if not (folder / stack.lock).is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
             "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
         )
-    # Another stack's packages are none of this image's: a change of them must not change its key.
-    pip_config = None if image.pip_config is None else Path(image.pip_config)
-    only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
     # What installed.py compares with what it finds: an image on another base has a C library of its own.
     least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
     args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**contents.said, **least}.items())
-    packages = _build(
-        image,
-        Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config),
-        args,
-        labels=contents.labels,
-        name=f"{stack.name}-",
-    )
+    # Another stack's packages are none of this image's: a change of them must not change its key.
+    only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
+    pip_config = None if image.pip_config is None else Path(image.pip_config)
+    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config)
+    packages = build(context, args, contents.labels, contents.labels, name=f"{stack.name}-")
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
-    ours = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
-    return packages, _build(image, ours, own, keyed=(packages.key,))
-
-
-def _build(
-    image: BuiltImage,
-    context: Context,
-    args: Mapping[str, str],
-    *,
-    labels: Mapping[str, str] | None = None,
-    keyed: Sequence[str] = (),
-    name: str = "",
-) -> Build:
-    """Return the build under its key. `keyed` is what counts besides; what a user names as a base is in `args`."""
-    inputs = [context.digest, image.platform, dict(args), *keyed, *([dict(labels)] if labels else [])]
-    key = name + sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-    tag = f"{image.repository}:{key}"
-    return Build(tag=tag, context=context, platform=image.platform, args=args, labels=labels or {})
+    context = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
+    return packages, build(context, own, {}, packages.key)
 
 
 def pin_base(image: BuiltImage) -> str | None:

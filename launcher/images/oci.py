@@ -319,15 +319,14 @@ class _Registry:
         Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
         Authorization out there, and nobody but the registry itself gets an answer to "who are you?".
         """
-        with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
-            first = (*answer.history, answer)[0]
-            own = origin_of(answer.url) == origin_of(first.url)
-            refused = answer.status_code == 401 and "Authorization" not in self._headers
-            if not (refused and own and self._log_in(answer.headers.get("www-authenticate", ""))):
-                yield answer
-                return
-        with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
-            yield answer
+        while True:
+            with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
+                first = (*answer.history, answer)[0]
+                own = origin_of(answer.url) == origin_of(first.url)
+                refused = answer.status_code == 401 and "Authorization" not in self._headers
+                if not (refused and own and self._log_in(answer.headers.get("www-authenticate", ""))):
+                    yield answer
+                    return
 
     def _log_in(self, challenge: str) -> bool:
         """Answer a challenge in all further questions; False where that takes an account, and there is none.

@@ -170,6 +170,15 @@ def daemon(tag: str, image: str, *, privileged: bool) -> Object:
     if release < (1, 0, 18):
         flags += ["--uid=", "--alsologtostderr"]
     probed = release >= (1, 0, 11)
+    probe = {
+        "exec": {"command": ["cat", HEALTH]},
+        "initialDelaySeconds": 1,
+        "periodSeconds": 5,
+        "timeoutSeconds": 1,
+        "successThreshold": 1,
+        # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
+        "failureThreshold": 24,
+    }
     health = [{"name": "HEALTH_CHECK_LOG_FILE", "value": HEALTH}] if probed else []
     security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN", "NET_BIND_SERVICE"]}}
     return {
@@ -179,7 +188,7 @@ def daemon(tag: str, image: str, *, privileged: bool) -> Object:
         "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {' '.join(flags)}"],
         "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}, *health],
         "securityContext": security,
-        **({"startupProbe": PROBE} if probed else {}),
+        **({"startupProbe": probe} if probed else {}),
         "volumeMounts": [
             net.mount("libraries", LIBRARIES),
             net.mount("sys", "/hostsysfs"),
@@ -190,15 +199,6 @@ def daemon(tag: str, image: str, *, privileged: bool) -> Object:
 
 HEALTH = "/run/health-check"
 """Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
-PROBE = {
-    "exec": {"command": ["cat", HEALTH]},
-    "initialDelaySeconds": 1,
-    "periodSeconds": 5,
-    "timeoutSeconds": 1,
-    "successThreshold": 1,
-    # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
-    "failureThreshold": 24,
-}
 
 
 def installer(image: str) -> Object:
