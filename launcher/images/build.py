@@ -29,11 +29,9 @@ STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 
 
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
-    """Make sure that the image is where the nodes will look for it, and pin it.
+    """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
 
-    Args:
-        log: gets the builder's lines.
-        root: the root of the run; a bucket holds contexts for builders elsewhere.
+    The root of the run, if it is in a bucket, holds contexts for builders elsewhere.
 
     Raises:
         ImageProblem: it cannot be built, pushed or found; with the last lines of the builder's output and what to do.

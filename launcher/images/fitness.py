@@ -52,10 +52,8 @@ def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -
     """Yield how a config's image fits its network and machines. A registry is asked only of an image that exists, and
     only where nodes need a plug-in to talk to each other.
 
-    An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
-
-    Args:
-        pinned: the image, once it is there; what another Dockerfile has made of it is then read in its labels.
+    Once it is there as `pinned`, what another Dockerfile has made of it is read in its labels. An image of our own is
+    what its settings say: what it has was compared with that when it was built.
     """
     image, fabric = chosen_image(config), config.platform.fabric
     network = fabric if fabric is not None and fabric.node.plugged_in else None

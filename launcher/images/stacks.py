@@ -110,15 +110,7 @@ _ALL = (
     Stack(name="default", python="3.11.15", glibc="2.36", torch="2.13.0", cuda="13.0", nccl="2.29.7"),
     # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
     # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
-    Stack(
-        name="tcpxo",
-        python="3.11.15",
-        glibc="2.36",
-        least_glibc="2.35",
-        torch="2.11.0",
-        cuda="13.0",
-        nccl="2.28.9",
-    ),
+    Stack(name="tcpxo", python="3.11.15", glibc="2.36", least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9"),
 )
 
 STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _ALL})

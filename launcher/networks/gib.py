@@ -85,15 +85,14 @@ class Options(net.PluginOptions):
 def network(choice: net.Choice, options: Options) -> net.Network:
     """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network."""
     assert choice.machine is not None  # it belongs to particular machines
-    machine, cards = choice.machine.name, choice.machine.nics
-    arm = choice.arch == "arm64"
+    machine, cards, arm = choice.machine.name, choice.machine.nics, choice.machine.arch == "arm64"
     release = net.released(
         options,
         ARM_PAIRS if arm else PAIRS,
         network="gib",
         plugin=ARM_IMAGE if arm else PLUGIN_IMAGE,
         installed=(PLUGIN_IMAGE, ARM_IMAGE),
-        manifest=_INSTALLERS[choice.arch],
+        manifest=_INSTALLERS[choice.machine.arch],
     )
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
@@ -108,7 +107,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
         tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
     return net.Network(
-        name="gib",
         node=NodeNetwork(
             name="gib",
             nccl_net="gIB",
@@ -129,7 +127,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=choice.host_network,
-        root=True,
         claims=claims,
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,

@@ -20,7 +20,7 @@ def network(choice: net.Choice, _options: Settings) -> net.Network:
     quarter = choice.machine.memory_gib * net.GIB // 4 if choice.machine else SHM
     shm = min(64 * net.GIB, quarter)
     node = NodeNetwork(name="plain", gpus=gpus, shm_bytes=min(shm, net.GIB))
-    return net.Network(name="plain", node=node, shm_bytes=shm)
+    return net.Network(node=node, shm_bytes=shm)
 
 
 PROFILE = net.Profile(

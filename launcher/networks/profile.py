@@ -140,16 +140,11 @@ class Choice:
     host_network: bool = False
     """Pods share the network namespace of their machine."""
 
-    @property
-    def arch(self) -> str:
-        return self.machine.arch if self.machine else "amd64"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """A network made for one choice and its options."""
 
-    name: str
     node: NodeNetwork
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -159,11 +154,8 @@ class Network:
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
-    root: bool = False
-    """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
-    capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
     capabilities: tuple[str, ...] = ()
-    """All capabilities that the training's container has, as root; without root it has none."""
+    """All capabilities that the training's container has, as root; without them it is not root."""
     privileged: bool = False
     alone: Mapping[str, str] = field(default_factory=dict)
     """The label of pods that must not share a machine with this one: one daemon per node."""
@@ -186,6 +178,16 @@ class Network:
     """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def root(self) -> bool:
+        """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
+        capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
+        return bool(self.capabilities)
 
 
 Options = TypeVar("Options", bound=Settings)

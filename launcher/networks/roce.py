@@ -63,7 +63,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     if options.roce_interface:
         interfaces = tuple(options.roce_interface.split(","))
     return net.Network(
-        name="roce",
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
@@ -78,7 +77,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         resources=resources,
         # RDMA pins memory (https://github.com/Mellanox/k8s-rdma-shared-dev-plugin/blob/2a8045c9/example/test-hca-pod.yaml).
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
-        root=True,
         environment=(*ENVIRONMENT, *net.reported(source=_EPFL)),
         shm_bytes=16 * net.GIB,
         problems=tuple(problems(choice, options, attachments, resources)),

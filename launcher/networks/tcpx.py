@@ -138,7 +138,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, GPUS)}
     return net.Network(
-        name="tcpx",
         node=NodeNetwork(
             name="tcpx",
             nccl_net="GPUDirectTCPX_v7",
@@ -171,7 +170,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         # GPU memory is pinned; the devices and the daemon's socket are root's.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=on_host,
-        root=True,
         environment=(*COMMON, *(BEFORE if former else SINCE_JUNE_2026), *OURS, *net.reported(source=_CONFIG)),
         scripted=(net.library_path(*folders, source=_README),),
         named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),

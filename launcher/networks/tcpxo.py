@@ -101,7 +101,6 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
     attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, DEVICES)}
     devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
     return net.Network(
-        name="tcpxo",
         node=NodeNetwork(
             name="tcpxo",
             # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
@@ -138,7 +137,6 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
         # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
         capabilities=(net.OTHERS_FILES,),
         privileged=on_host,
-        root=True,
         # What the script needs, and must not overwrite. On the host's network the cards are seen as they are.
         environment=(
             net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it"),
