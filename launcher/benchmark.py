@@ -94,7 +94,9 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
                 by_ranks[speed.ranks] = speed
     rows = []
     for ranks, fastest in sorted(best[""].items()):
-        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": _size(fastest.bytes)}
+        mib = fastest.bytes / 2**20
+        size = f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB"
+        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size}
         for prefix, speeds in best.items():
             found = speeds.get(ranks)
             busbw, algbw = (None, None) if found is None else (found.busbw, found.algbw)
@@ -110,10 +112,6 @@ def _figure(gbytes: float | None, factor: int) -> str:
         return NOTHING
     value = gbytes * factor
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**20:g} MiB" if size < 2**30 else f"{size / 2**30:g} GiB"
 
 
 def pairs_table(result: Result) -> list[dict[str, str]]:

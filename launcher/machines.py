@@ -12,7 +12,8 @@ from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK
 
 # Sizes, and for N1 which GPUs may be attached to it.
 _SIZES = "https://docs.cloud.google.com/compute/docs/accelerator-optimized-machines"
-_ATTACHED = "https://docs.cloud.google.com/compute/docs/gpus"
+_LABELS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpus"
+_N1 = ("https://docs.cloud.google.com/compute/docs/gpus", _LABELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ListPrice:
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Machine:
     """One machine type."""
 
@@ -41,7 +42,7 @@ class Machine:
     arch: str = "amd64"
     price: ListPrice | None = None
     """None where no list price was found that names its date; a cost is then not shown."""
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = (_SIZES, _LABELS)
     """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
     """Node labels besides the accelerator's."""
@@ -50,7 +51,6 @@ class Machine:
     (https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/modules/compute/gke-node-pool)."""
 
 
-_LABELS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpus"
 A100 = "nvidia-tesla-a100"
 A100_80 = "nvidia-a100-80gb"
 L4 = "nvidia-l4"
@@ -65,11 +65,6 @@ _CATALOGUE = "https://huggingface.co/datasets/tanod/cloud-gpu-list-prices"
 
 def _listed(usd: float) -> ListPrice:
     return ListPrice(usd=usd, region="us-central1", date="2025-03-06", source=_LISTED)
-
-
-def _machine(name: str, gpu: str, gpus: int, cpus: int, memory_gib: int, **more: Any) -> Machine:
-    sources = more.pop("sources", (_ATTACHED if name.startswith("n1") else _SIZES, _LABELS))
-    return Machine(name=name, gpu=gpu, gpus=gpus, cpus=cpus, memory_gib=memory_gib, sources=sources, **more)
 
 
 _POOLS = f"{CTK}/modules/compute/gke-node-pool"
@@ -87,34 +82,34 @@ _OCTOBER = ListPrice(usd=83.492, region="us-central1", date="2026-10-13", source
 
 # Name, GPU, how many of them, vCPUs, GiB. Those without cards of GPUs are what people start on: gVNIC or VirtIO.
 _ALL = (
-    _machine("a3-highgpu-8g", "nvidia-h100-80gb", 8, 208, 1872, nics=4, price=_listed(88.49), sources=_TCPX),
-    _machine("a3-megagpu-8g", "nvidia-h100-mega-80gb", 8, 208, 1872, nics=8, sources=_TCPXO),
-    _machine("a3-ultragpu-8g", "nvidia-h200-141gb", 8, 224, 2952, nics=8, price=_OCTOBER, sources=_RDMA),
-    _machine("a4-highgpu-8g", "nvidia-b200", 8, 224, 3968, nics=8, sources=_RDMA),
-    _machine("a4x-highgpu-4g", "nvidia-gb200", 4, 140, 884, nics=4, sources=_A4X, **_ARM),
-    _machine("a2-highgpu-1g", A100, 1, 12, 85, price=_listed(3.673385)),
-    _machine("a2-highgpu-2g", A100, 2, 24, 170, price=_listed(7.34677)),
-    _machine("a2-highgpu-4g", A100, 4, 48, 340, price=_listed(14.69354)),
-    _machine("a2-highgpu-8g", A100, 8, 96, 680, price=_listed(29.38708)),
-    _machine("a2-megagpu-16g", A100, 16, 96, 1360),
-    _machine("a2-ultragpu-1g", A100_80, 1, 12, 170),
-    _machine("a2-ultragpu-2g", A100_80, 2, 24, 340),
-    _machine("a2-ultragpu-4g", A100_80, 4, 48, 680),
-    _machine("a2-ultragpu-8g", A100_80, 8, 96, 1360),
+    Machine("a3-highgpu-8g", "nvidia-h100-80gb", 8, 208, 1872, nics=4, price=_listed(88.49), sources=_TCPX),
+    Machine("a3-megagpu-8g", "nvidia-h100-mega-80gb", 8, 208, 1872, nics=8, sources=_TCPXO),
+    Machine("a3-ultragpu-8g", "nvidia-h200-141gb", 8, 224, 2952, nics=8, price=_OCTOBER, sources=_RDMA),
+    Machine("a4-highgpu-8g", "nvidia-b200", 8, 224, 3968, nics=8, sources=_RDMA),
+    Machine("a4x-highgpu-4g", "nvidia-gb200", 4, 140, 884, nics=4, sources=_A4X, **_ARM),
+    Machine("a2-highgpu-1g", A100, 1, 12, 85, price=_listed(3.673385)),
+    Machine("a2-highgpu-2g", A100, 2, 24, 170, price=_listed(7.34677)),
+    Machine("a2-highgpu-4g", A100, 4, 48, 340, price=_listed(14.69354)),
+    Machine("a2-highgpu-8g", A100, 8, 96, 680, price=_listed(29.38708)),
+    Machine("a2-megagpu-16g", A100, 16, 96, 1360),
+    Machine("a2-ultragpu-1g", A100_80, 1, 12, 170),
+    Machine("a2-ultragpu-2g", A100_80, 2, 24, 340),
+    Machine("a2-ultragpu-4g", A100_80, 4, 48, 680),
+    Machine("a2-ultragpu-8g", A100_80, 8, 96, 1360),
     # Read for 12 and 16 vCPUs; the others follow, as Google prices each GPU and each vCPU with its memory alike.
-    _machine("g2-standard-4", L4, 1, 4, 16, price=_listed(0.7068)),
-    _machine("g2-standard-8", L4, 1, 8, 32, price=_listed(0.8536)),
-    _machine("g2-standard-12", L4, 1, 12, 48, price=_listed(1.0004)),
-    _machine("g2-standard-16", L4, 1, 16, 64, price=_listed(1.1472)),
-    _machine("g2-standard-24", L4, 2, 24, 96, price=_listed(2.0008)),
-    _machine("g2-standard-32", L4, 1, 32, 128, price=_listed(1.7344)),
-    _machine("g2-standard-48", L4, 4, 48, 192, price=_listed(4.0017)),
-    _machine("g2-standard-96", L4, 8, 96, 384, price=_listed(8.0033)),
+    Machine("g2-standard-4", L4, 1, 4, 16, price=_listed(0.7068)),
+    Machine("g2-standard-8", L4, 1, 8, 32, price=_listed(0.8536)),
+    Machine("g2-standard-12", L4, 1, 12, 48, price=_listed(1.0004)),
+    Machine("g2-standard-16", L4, 1, 16, 64, price=_listed(1.1472)),
+    Machine("g2-standard-24", L4, 2, 24, 96, price=_listed(2.0008)),
+    Machine("g2-standard-32", L4, 1, 32, 128, price=_listed(1.7344)),
+    Machine("g2-standard-48", L4, 4, 48, 192, price=_listed(4.0017)),
+    Machine("g2-standard-96", L4, 8, 96, 384, price=_listed(8.0033)),
     # N1 machines have no GPUs of their own; these are N1 sizes with GPUs attached, named so here.
-    _machine("n1-standard-8-t4", T4, 1, 8, 30),
-    _machine("n1-standard-32-t4x4", T4, 4, 32, 120),
-    _machine("n1-standard-8-v100", V100, 1, 8, 30),
-    _machine("n1-standard-32-v100x4", V100, 4, 32, 120),
+    Machine("n1-standard-8-t4", T4, 1, 8, 30, sources=_N1),
+    Machine("n1-standard-32-t4x4", T4, 4, 32, 120, sources=_N1),
+    Machine("n1-standard-8-v100", V100, 1, 8, 30, sources=_N1),
+    Machine("n1-standard-32-v100x4", V100, 4, 32, 120, sources=_N1),
 )
 
 MACHINES = MappingProxyType({machine.name: machine for machine in _ALL})

@@ -85,8 +85,7 @@ class CloudBuild:
                 f"image.kind=cloudbuild sends the build's files through a bucket, and root={self._root!r} is none; set "
                 "root to gs://bucket/prefix, or image.kind to docker"
             )
-        found = self._live(build.tag)
-        if found is not None:
+        if (found := self._live(build.tag)) is not None:
             log(f"{build.tag} is being built already: {found.log_url or found.id}")
             return self._follow(found, build.tag, log)
         if (pushed := find_digest(ImageReference.parse(build.tag))) is not None:

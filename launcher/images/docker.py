@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -138,9 +139,6 @@ def _plain_http(reference: str) -> list[str]:
     return ["--tls-verify=false"] if is_local(host) else []
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 def run_engine(
     engine: str,
     arguments: Sequence[str],
@@ -156,7 +154,12 @@ def run_engine(
     is silent; if it or `log` raises, the engine is ended. An ImageUnreachable if it failed because a registry does not
     answer, or stopped in mid-answer; an ImageProblem if it failed otherwise, or is not there.
     """
-    kit = {"DOCKER_BUILDKIT": "1"} if engine == "docker" and arguments[0] == "build" and _has_buildx() else {}
+    kit: dict[str, str] = {}
+    if engine == "docker" and arguments[0] == "build":
+        command = ["docker", "buildx", "version"]  # an old docker command has to be told to use BuildKit
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
+            kit = {} if done.returncode else {"DOCKER_BUILDKIT": "1"}
     # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on
     environment = {**kit, "SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
     try:
@@ -183,16 +186,6 @@ def run_engine(
     if any(phrase in lowered for phrase in _SILENCE):
         raise ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
     raise ImageProblem(f"{told}see the lines above")
-
-
-def _has_buildx() -> bool:
-    """Return whether the plug-in is installed by which a docker command, an old one too if told to, uses BuildKit."""
-    command = ["docker", "buildx", "version"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
 def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:

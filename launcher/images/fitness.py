@@ -21,10 +21,6 @@ TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
 PATIENCE = 5.0
 """Seconds that a registry has for each answer, and in which it is asked again."""
-LOOK_INSIDE = (
-    "docker run --rm --entrypoint python {image} -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'"
-)
-"""The command that prints torch and the NCCL that it was built with, which needs no GPU and nothing of ours."""
 
 
 def stack_for(network: Network | None) -> Stack | None:
@@ -150,7 +146,10 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
             f"{owner} has no label {LABELS}nccl that says which NCCL it has, and the {node.name} plug-in is qualified "
             f"for {' or '.join(ranges)}"
         )
-        yield Finding("warning", "image.unlabelled", what, f"ask its torch: {LOOK_INSIDE.format(image=owner)}")
+        # This needs no GPU and nothing of ours.
+        command = "import torch; print(torch.__version__, torch.cuda.nccl.version())"
+        fix = f"ask its torch: docker run --rm --entrypoint python {owner} -c '{command}'"
+        yield Finding("warning", "image.unlabelled", what, fix)
     if node.glibc and contents.glibc and not within(contents.glibc, (f">={node.glibc}",)):
         what = f"{owner} has glibc {contents.glibc}, and the {node.name} plug-in needs {node.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")

@@ -61,10 +61,7 @@ class SoftwareIdentity:
 
 
 def software_identity(image: str | None = None, *, checkout: Path | None = None) -> SoftwareIdentity:
-    """Return our identity: versions are read from the installed metadata, without importing anything.
-
-    `checkout` is the folder whose commit counts; by default the one that litgpt_demo was imported from.
-    """
+    """Return our identity. `checkout` is the folder whose commit counts; else the one that has litgpt_demo."""
     folder = checkout or Path(litgpt_demo.__file__).parents[1]
     packages: dict[str, str] = {}
     if image is None:

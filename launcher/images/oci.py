@@ -133,9 +133,8 @@ def pin(wanted: ImageReference) -> str:
     """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
     digest = find_digest(wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest"))
     if digest is None:
-        raise ImageProblem(
-            f"{wanted}: {wanted.host} has no such image; check repository and {'digest' if wanted.digest else 'tag'}"
-        )
+        which = "digest" if wanted.digest else "tag"
+        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check repository and {which}")
     return f"{wanted.repository}@{digest}"
 
 
@@ -224,8 +223,6 @@ class ImageConfig(BaseModel):
 _CONFIGS: dict[tuple[str, str], ImageConfig] = {}
 """The configs that this process has read, by the digest of an image and the processor: a digest means one content."""
 
-_Document = TypeVar("_Document", bound=BaseModel)
-
 
 # --- the registry -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +279,7 @@ class _Registry:
         said = ", ".join(there) or "none that its index names"
         raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it")
 
-    def _document(self, where: str, digest: str, kind: type[_Document]) -> _Document:
+    def _document(self, where: str, digest: str, kind: type[T]) -> T:
         """GET a JSON document and compare it with its digest."""
         named, url = f"{self._reference.repository}@{digest}", self._url(where, digest)
         content = self._download(url)

@@ -67,9 +67,6 @@ def chosen_network(section: Any, *, host_network: bool = False) -> Network:
     return open_network(section.network, choice, **options)
 
 
-# --- the settings of a platform's networks ----------------------------------------------------------------------------
-
-
 Section = TypeVar("Section", bound=Settings)
 
 
