@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Self
 
@@ -40,8 +40,7 @@ class Contents:
 
     @property
     def said(self) -> dict[str, str]:
-        every = ((field.name, str(getattr(self, field.name))) for field in fields(self))
-        return {name: value for name, value in every if value}
+        return {name: value for name, value in asdict(self).items() if value}
 
     @property
     def labels(self) -> dict[str, str]:
