@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,9 +13,6 @@ from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
 from litgpt_demo.node.collectives import Result, Speed
-
-# 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
-GBIT = 8
 
 
 class MeasureSettings(Settings):
@@ -86,36 +82,29 @@ class Benchmark:
     """The same over plain sockets, if that was asked for."""
 
 
-def best_by_ranks(result: Result) -> dict[int, Speed]:
-    """The largest busbw of any size, for each number of ranks."""
-    found: dict[int, Speed] = {}
-    for speed in result.speeds:
-        if speed.ranks not in found or speed.busbw > found[speed.ranks].busbw:
-            found[speed.ranks] = speed
-    return dict(sorted(found.items()))
-
-
 def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
     per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
-    sockets = best_by_ranks(benchmark.sockets) if benchmark.sockets else {}
+    measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
+    best: dict[str, dict[int, Speed]] = {}  # by what is measured and ranks, the largest busbw of any size
+    for prefix, result in measured.items():
+        by_ranks = best[prefix] = dict[int, Speed]()
+        for speed in result.speeds:
+            if speed.ranks not in by_ranks or speed.busbw > by_ranks[speed.ranks].busbw:
+                by_ranks[speed.ranks] = speed
     rows = []
-    for ranks, speed in best_by_ranks(benchmark.result).items():
-        nodes = -(-ranks // per_node)
-        row = {"ranks": str(ranks), "nodes": str(nodes), "size": size_text(speed.bytes), **_columns("", speed)}
-        if benchmark.sockets:
-            row |= _columns("sockets ", sockets.get(ranks))
+    for ranks, fastest in sorted(best[""].items()):
+        mib = fastest.bytes / 2**20
+        size = f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB"
+        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size}
+        for prefix, speeds in best.items():
+            found = speeds.get(ranks)
+            busbw, algbw = (None, None) if found is None else (found.busbw, found.algbw)
+            for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
+                row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
+                row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)
         rows.append(row)
     return rows
-
-
-def _columns(prefix: str, speed: Speed | None) -> dict[str, str]:
-    figures = (None, None) if speed is None else (speed.busbw, speed.algbw)
-    return {
-        f"{prefix}{name} {unit}": _figure(figure, factor)
-        for unit, factor in (("Gbit/s", GBIT), ("GB/s", 1))
-        for name, figure in zip(("busbw", "algbw"), figures, strict=True)
-    }
 
 
 def _figure(gbytes: float | None, factor: int) -> str:
@@ -123,11 +112,6 @@ def _figure(gbytes: float | None, factor: int) -> str:
         return NOTHING
     value = gbytes * factor
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
-
-
-def size_text(size: int) -> str:
-    """Tensors are sized in powers of two."""
-    return f"{size / 2**20:g} MiB" if size < 2**30 else f"{size / 2**30:g} GiB"
 
 
 def pairs_table(result: Result) -> list[dict[str, str]]:
@@ -154,12 +138,8 @@ def lead(result: Result) -> str:
 
 def markdown(benchmark: Benchmark) -> str:
     """Return what Prefect shows of the result as an artifact."""
-    parts = [lead(benchmark.result), _markdown(table(benchmark))]
-    if benchmark.result.pairs:
-        parts.append(_markdown(pairs_table(benchmark.result)))
+    parts = [lead(benchmark.result)]
+    for rows in filter(None, (table(benchmark), pairs_table(benchmark.result))):
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts)
-
-
-def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -49,7 +49,11 @@ def duration_text(seconds: float | None) -> str:
     for (size, _), (below, _) in zip(_SECONDS, (*_SECONDS[1:], _SECONDS[-1]), strict=True):
         rounded = round(seconds / below) * below
         if rounded >= size:
-            return _two_units(rounded, size)
+            parts = []
+            for each, name in [unit for unit in _SECONDS if unit[0] <= size][:2]:
+                whole, rounded = divmod(rounded, each)
+                parts += [f"{whole} {name}"] if whole else []
+            return " ".join(parts)
     raise AssertionError(seconds)  # ten seconds are more than one
 
 
@@ -60,15 +64,6 @@ def loss_text(loss: float | None) -> str:
     if math.isnan(loss):
         return "not a number"
     return f"{loss:.4f}" if math.isfinite(loss) else "infinite"
-
-
-def _two_units(seconds: int, size: int) -> str:
-    units = [(each, name) for each, name in _SECONDS if each <= size][:2]
-    parts = []
-    for each, name in units:
-        whole, seconds = divmod(seconds, each)
-        parts.append((whole, name))
-    return " ".join(f"{whole} {name}" for whole, name in parts if whole)
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:

@@ -10,9 +10,8 @@ from prefect import task
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.findings import require
-from launcher.images.build import Site
-from launcher.images.builders import prepare_image
-from launcher.images.fitness import check_finished, chosen_image
+from launcher.images.build import prepare_image
+from launcher.images.fitness import check_fitness, chosen_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
@@ -31,7 +30,7 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     if containers and identity.image:
         # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
         # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
-        found = await asyncio.to_thread(list, check_finished(config, identity.image))
+        found = await asyncio.to_thread(list, check_fitness(config, identity.image))
         require(finding for finding in found if finding.severity != "unknown")
         for finding in found:
             if finding.severity in {"warning", "unknown"}:
@@ -67,8 +66,7 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         stopped.wait(seconds)
         stop_if_asked()
 
-    site = Site(root=config.root, pause=pause)
     try:
-        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+        return await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
     finally:
         stopped.set()

@@ -1,72 +1,131 @@
-"""The interface between what an image is made of and what makes it: a build, and a builder of it."""
+"""The image of the nodes, built unless it was built before, and pinned by digest before anybody uses it.
+
+What builds is a module each: launcher.images.docker, launcher.images.cloudbuild. Here is what they have in common:
+keys, the base by its digest, "was it built before", and the registry's own word on what was pushed.
+"""
 
 from __future__ import annotations
 
+import json
+import posixpath
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
+import litgpt_demo
 from launcher.errors import ImageProblem
-from launcher.images.context import Context
-from litgpt_demo.storage import bucket_path
+from launcher.images.cloudbuild import CloudBuild
+from launcher.images.context import Build, Context, Log, Pause
+from launcher.images.docker import build_here
+from launcher.images.identity import SoftwareIdentity, software_identity
+from launcher.images.oci import ImageReference, find_digest, pin, resolve
+from launcher.images.settings import BuiltImage, CloudBuildImage, DockerImage, Image, NoImage, PrebuiltImage
 
-Log = Callable[[str], None]
+DOCKERFILE_OF_OURS = Path(litgpt_demo.__file__).parent / "Dockerfile"
+STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Build:
-    """One image to be built: every builder makes the same of it."""
+def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
+    """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
 
-    tag: str
-    """`repository:key`."""
-    context: Context
-    platform: str
-    """Operating system and processor: linux/amd64."""
-    target: str = ""
-    """The stage of the Dockerfile; empty is its last."""
-    args: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
+    The root of the run, if it is in a bucket, holds contexts for builders elsewhere.
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Return target, arguments and labels as the options that Docker and Podman share."""
-        named = {"build-arg": self.args, "label": self.labels}
-        return (
-            *([f"--target={self.target}"] if self.target else []),
-            *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+    Raises:
+        ImageProblem: it cannot be built, pushed or found; with the last lines of the builder's output and what to do.
+        ImageUnreachable: registry or builder does not answer; trying again is safe.
+    """
+    match image:
+        case NoImage():
+            return software_identity()
+        case PrebuiltImage():
+            return software_identity(resolve(image.reference))
+        case DockerImage():
+            make = partial(build_here, asked=image.engine, log=log, pause=pause)
+        case CloudBuildImage():
+            make = partial(CloudBuild(image, root, pause).build, log=log)
+
+    def known(build: Build) -> str:
+        found = find_digest(ImageReference.parse(build.tag))
+        if found is None:
+            return ""
+        log(f"{build.tag} was built before; nothing has changed since")
+        return f"{image.repository}@{found}"
+
+    def built(build: Build, upon: str) -> str:
+        """Build and push; `upon` is our own image below it."""
+        build = replace(build, args={**build.args, **({"BASE": upon} if upon else {})})
+        base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
+        log(f"building {build.tag} from {build.context.dockerfile}{base}")
+        # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
+        return resolve(f"{image.repository}@{make(build)}")
+
+    *below, last = builds_of(image)
+    pinned = known(last)
+    if not pinned:
+        for build in below:
+            pinned = known(build) or built(build, pinned)
+        pinned = built(last, pinned)
+    return software_identity(pinned, checkout=Path(image.context))
+
+
+def build_key(image: BuiltImage) -> str:
+    """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy."""
+    return builds_of(image)[-1].key
+
+
+def builds_of(image: BuiltImage) -> tuple[Build, ...]:
+    """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
+
+    An ImageProblem if Dockerfile or context cannot be read, or the base cannot be found.
+    """
+    folder, base = Path(image.context), pin_base(image)
+    args = {**image.build_args, **({} if base is None else {"BASE": base})}
+    stack, contents = image.installed, image.contents
+
+    def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
+        """`keyed` is what counts besides; what a user names as a base is in `args`."""
+        inputs = json.dumps([context.digest, image.platform, args, *keyed], sort_keys=True)
+        tag = f"{image.repository}:{name}{sha256(inputs.encode()).hexdigest()[:16]}"
+        return Build(tag=tag, context=context, platform=image.platform, args=args, labels=labels)
+
+    if stack is not None:
+        args["STACK"] = stack.name
+    if image.dockerfile is not None or stack is None:
+        # No labels: nobody has compared them with what a Dockerfile of the user's installs.
+        return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
+    if not (folder / stack.lock).is_file():
+        raise ImageProblem(
+            f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
+            "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
         )
+    # What installed.py compares with what it finds: an image on another base has a C library of its own.
+    least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
+    args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**contents.said, **least}.items())
+    # Another stack's packages are none of this image's: a change of them must not change its key.
+    only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
+    pip_config = None if image.pip_config is None else Path(image.pip_config)
+    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config)
+    packages = build(context, args, contents.labels, contents.labels, name=f"{stack.name}-")
+    # The base is that of the packages, which are this one's.
+    own = {name: value for name, value in image.build_args.items() if name != "BASE"}
+    context = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
+    return packages, build(context, own, {}, packages.key)
 
 
-class Builder(Protocol):
-    """Something that builds images and pushes them."""
+def pin_base(image: BuiltImage) -> str | None:
+    """Return the image to build upon as `repository@sha256:…`, None for the Dockerfile's default.
 
-    def build(self, build: Build, *, log: Log) -> str:
-        """Build and push; returns the digest, `sha256:…`, that the registry is said to have now.
-
-        Raises:
-            ImageProblem: with the last lines of the builder's output and what to do.
-            ImageUnreachable: the builder does not answer; building again is safe.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """The surroundings of a build."""
-
-    root: str = ""
-    """The root of the run; a bucket holds contexts for builders elsewhere."""
-    pause: Callable[[float], None] = time.sleep
-    """Wait so many seconds; raises where the build is to stop."""
-
-    def require_bucket(self, kind: str) -> None:
-        """Refuse a root through which a builder elsewhere cannot be sent its files.
-
-        Raises:
-            ImageProblem: it is in no bucket.
-        """
-        if bucket_path(self.root) is None:
-            raise ImageProblem(
-                f"image.kind={kind} sends the build's files through a bucket, and root={self.root!r} is none; set root "
-                "to gs://bucket/prefix, or image.kind to docker"
-            )
+    Two builds from one tag are two images, if the tag has moved.
+    """
+    # In a Dockerfile of the user's own, the build argument BASE may be anything.
+    base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
+    if base is None:
+        return None
+    try:
+        reference = ImageReference.parse(base)
+    except ValueError as error:
+        raise ImageProblem(f"image.base: {error}") from error
+    return base if reference.digest else pin(reference)

@@ -1,4 +1,4 @@
-"""The context of a build: the files that .dockerignore leaves, in a tar that is the same everywhere.
+"""What a builder gets: a build, and its context, which is the files that .dockerignore leaves, in a tar.
 
 The tar is written by us and not by the builder, so that what is hashed is what is built, byte for byte.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
@@ -14,12 +14,12 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, cast
 
 from e2b_dockerfile_utils import PatternMatcher
 
@@ -32,57 +32,61 @@ DOCKERFILE = "Dockerfile.train-litgpt"
 TIME = 315_619_200
 """1980-01-02, the time of all that is built: zip files, hence wheels built in the image, cannot hold earlier times."""
 
+Log = Callable[[str], None]
+Pause = Callable[[float], None]
+"""Wait so many seconds; raises where the build is to stop."""
 
-@dataclass(frozen=True, kw_only=True)
+
 class Context:
-    """The files of a build, as they were when they were hashed."""
+    """The files of a build, as they were when they were hashed, which is when this is made.
 
-    folder: Path
-    dockerfile: Path
-    digest: str
-    """The sha256 of the tar, in hex."""
-    ignored: tuple[str, ...] = ()
-    """Lines after those of the folder's .dockerignore."""
-    pip_config: Path | None = None
-    """A pip.conf that the build needs, and neither its result holds nor the digest counts: it may hold a password."""
+    Args:
+        ignored: lines after those of the folder's .dockerignore.
+        pip_config: a pip.conf that the build needs, and that neither its result holds nor the digest counts: it may
+            hold a password.
+    """
 
-    @classmethod
-    def of(
-        cls, folder: Path, dockerfile: Path, *, ignored: tuple[str, ...] = (), pip_config: Path | None = None
-    ) -> Self:
-        """Hash the context.
+    def __init__(
+        self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: Path | None = None
+    ) -> None:
+        self.folder, self.dockerfile, self.ignored, self.pip_config = folder, dockerfile, ignored, pip_config
+        self.digest = self._write(None)
+        """The sha256 of the tar, in hex."""
 
-        Raises:
-            ImageProblem: folder or Dockerfile cannot be read.
-        """
-        digest = _written(folder, dockerfile, ignored, to=None)
-        return cls(folder=folder, dockerfile=dockerfile, digest=digest, ignored=ignored, pip_config=pip_config)
+    def _write(self, to: BinaryIO | None) -> str:
+        try:
+            paths = sorted(walk(self.folder, read_ignore_file(self.folder, after=self.ignored)))
+            dockerfile = {DOCKERFILE: self.dockerfile.read_text("utf-8").encode()}
+            return write_files(self.folder, paths, to=to, links=True, more=dockerfile)
+        except (OSError, ValueError) as error:
+            raise ImageProblem(
+                f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
+                f"or name the file in {self.folder / '.dockerignore'}"
+            ) from error
 
     @contextmanager
     def tar(self) -> Iterator[BinaryIO]:
-        """Yield the tar as a file.
-
-        Raises:
-            ImageProblem: the files are others by now.
-        """
+        """Yield the tar as a file; an ImageProblem if the files are others by now."""
         with tempfile.TemporaryFile() as file:
             tar = cast("BinaryIO", file)
-            if _written(self.folder, self.dockerfile, self.ignored, to=tar) != self.digest:
+            if self._write(tar) != self.digest:
                 raise ImageProblem(
                     f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
                 )
             if self.pip_config is not None:
-                _append_file(tar, "pip.conf", _read_pip_config(self.pip_config))
+                try:
+                    content = self.pip_config.read_bytes()
+                except OSError as error:
+                    why = f"image.pip_config={str(self.pip_config)!r} cannot be read: {error.strerror}; fix the path"
+                    raise ImageProblem(why) from error
+                tar.seek(0)
+                with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
+                    opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
             tar.seek(0)
             yield tar
 
     def store(self, root: str) -> str:
-        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address.
-
-        Raises:
-            ImageProblem: the files are others by now, or one of them is not to be stored.
-            TrainLitgptError: the root cannot be written.
-        """
+        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address."""
         if self.pip_config is not None:
             raise ImageProblem(
                 f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
@@ -99,36 +103,28 @@ class Context:
         return storage.address(path)
 
 
-def _read_pip_config(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ImageProblem(f"image.pip_config={str(path)!r} cannot be read: {error.strerror}; fix the path") from error
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One image to be built: every builder makes the same of it."""
 
+    tag: str
+    """`repository:key`; the key is a hash of what goes into the image."""
+    context: Context
+    platform: str
+    """Operating system and processor: linux/amd64."""
+    args: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
-def _written(folder: Path, dockerfile: Path, ignored: Sequence[str], *, to: BinaryIO | None) -> str:
-    try:
-        return write_context(folder, dockerfile.read_text("utf-8"), ignored=ignored, to=to)
-    except (OSError, ValueError) as error:
-        raise ImageProblem(
-            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
-            f"or name the file in {folder / '.dockerignore'}"
-        ) from error
-
-
-def context_paths(context: Path, ignored: Sequence[str] = ()) -> list[str]:
-    """Files and links of the context that are not ignored, sorted; folders are made by what is in them, as in git."""
-    return sorted(walk(context, read_ignore_file(context, after=ignored)))
+    @property
+    def key(self) -> str:
+        return self.tag.rpartition(":")[2]
 
 
 def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatcher:
     """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
 
-    Args:
-        after: patterns that come after the file's own, which therefore cannot take them back (`!pattern`).
-
-    Raises:
-        ValueError: the file is not UTF-8, or a line of it is not a pattern.
+    Patterns of `after` come after the file's own, which therefore cannot take them back (`!pattern`). A ValueError if
+    the file is not UTF-8, or a line of it is not a pattern.
     """
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
@@ -136,7 +132,10 @@ def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatc
 
 
 def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str]:
-    """Yield the files and links below `folder` that the rules leave, in no order."""
+    """Yield the files and links below `folder` that the rules leave, in no order.
+
+    Folders are made by what is in them, as in git.
+    """
     with os.scandir(context / folder) as entries:
         for entry in entries:
             path = posixpath.join(folder, entry.name)
@@ -148,63 +147,36 @@ def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str
                 yield path
 
 
-def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = (), to: BinaryIO | None = None) -> str:
-    """Write the tar that the engine gets, or only pretend to; returns its sha256, in hex.
+def write_files(
+    folder: Path,
+    paths: Iterable[str],
+    *,
+    to: BinaryIO | None,
+    links: bool = False,
+    more: Mapping[str, bytes] | None = None,
+) -> str:
+    """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex.
 
     Args:
-        ignored: further lines of the .dockerignore.
-
-    Raises:
-        OSError: the context or one of its files cannot be read.
-        ValueError: its .dockerignore is not UTF-8, or a line of it is not a pattern.
+        links: a link is written as one, and not what it leads to in its place.
+        more: name and content of files that follow.
     """
     sink = _Hashing(to)
-    with _archive(sink) as tar:
-        for path in context_paths(context, ignored):
-            _add(tar, context / path, path)
-        text = dockerfile.encode()
-        tar.addfile(_entry(DOCKERFILE, size=len(text)), io.BytesIO(text))
-    return sink.hash.hexdigest()
-
-
-def write_files(folder: Path, paths: Iterable[str], *, to: BinaryIO) -> str:
-    """Write a tar of these files of a folder, what a link leads to in its place; returns its sha256, in hex.
-
-    Raises:
-        OSError: one of them cannot be read.
-    """
-    sink = _Hashing(to)
-    with _archive(sink) as tar:
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
         for path in paths:
-            _add_file(tar, folder / path, path)
+            file = folder / path
+            if links and file.is_symlink():
+                entry = _entry(path, mode=0o777)
+                entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(file)  # noqa: PTH115 (the text, not a path)
+                tar.addfile(entry)
+                continue
+            with file.open("rb") as content:
+                status = os.fstat(content.fileno())
+                mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
+                tar.addfile(_entry(path, size=status.st_size, mode=mode), content)
+        for name, text in (more or {}).items():
+            tar.addfile(_entry(name, size=len(text)), io.BytesIO(text))
     return sink.hash.hexdigest()
-
-
-def _archive(sink: _Hashing) -> tarfile.TarFile:
-    return tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload,no-any-return]
-
-
-def _append_file(tar: BinaryIO, name: str, content: bytes) -> None:
-    """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
-    tar.seek(0)
-    with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
-        opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
-
-
-def _add(tar: tarfile.TarFile, file: Path, path: str) -> None:
-    if file.is_symlink():
-        entry = _entry(path, mode=0o777)
-        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(file)  # noqa: PTH115 (the text, not a path)
-        tar.addfile(entry)
-    else:
-        _add_file(tar, file, path)
-
-
-def _add_file(tar: tarfile.TarFile, file: Path, path: str) -> None:
-    with file.open("rb") as content:
-        status = os.fstat(content.fileno())
-        mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
-        tar.addfile(_entry(path, size=status.st_size, mode=mode), content)
 
 
 def _entry(path: str, *, size: int = 0, mode: int = 0o644) -> tarfile.TarInfo:

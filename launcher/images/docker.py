@@ -14,20 +14,17 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 from launcher.errors import ImageProblem, ImageUnreachable
-from launcher.images.build import Build, Log
-from launcher.images.context import DOCKERFILE, TIME
+from launcher.images.context import DOCKERFILE, TIME, Build, Log, Pause
 from launcher.images.oci import ImageReference, is_local, login_command, resolve
 from litgpt_demo.secrets import redacted
-
-ENGINES = ("docker", "podman")
 
 TAIL = 15
 """Lines of an engine's output that an error message repeats."""
@@ -43,14 +40,8 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("cannot connect to the docker daemon", "failed to connect to the docker api"),
         "start the engine (`sudo systemctl start docker`), or set DOCKER_HOST to one that runs",
     ),
-    (
-        ("no space left on device",),
-        "make room on the engine's disk, for example with `{engine} system prune`",
-    ),
-    (
-        ("exec format error",),
-        "the base image is for another processor: make image.platform and image.base agree",
-    ),
+    (("no space left on device",), "make room on the engine's disk, for example with `{engine} system prune`"),
+    (("exec format error",), "the base image is for another processor: make image.platform and image.base agree"),
     (
         ("returned a non-zero code", "did not complete successfully", 'building at step "run'),
         "fix that step of the Dockerfile and run again: the steps before it are cached",
@@ -88,63 +79,49 @@ _PAUSES = (2.0, 10.0)
 """Seconds between tries of a push. Engines try single requests again by themselves."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A builder that is a program on this machine."""
+def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep) -> str:
+    """Build with the engine `asked`, or any for `auto`, and push; the digest that the registry is said to have now."""
+    wanted = ("docker", "podman") if asked == "auto" else (asked,)
+    engine = next((engine for engine in wanted if shutil.which(engine)), None)
+    if engine is None:
+        install = "podman" if asked == "podman" else "docker.io"
+        raise ImageProblem(
+            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman "
+            f"(on Debian: apt install {install}), set image.kind to cloudbuild, or build the image elsewhere and "
+            "set image to {kind: prebuilt, reference: …}"
+        )
+    run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
+    with build.context.tar() as tar:
+        run([*build_command(engine, build), "-"], stdin=tar)
 
-    asked: str
-    """Its name, or `auto`."""
-    pause: Callable[[float], None] = time.sleep
-
-    @cached_property
-    def name(self) -> str:
-        """
-        Raises:
-            ImageProblem: it is not installed.
-        """
-        wanted = ENGINES if self.asked == "auto" else (self.asked,)
-        found = next((engine for engine in wanted if shutil.which(engine)), None)
-        if found is None:
-            install = "podman" if self.asked == "podman" else "docker.io"
-            raise ImageProblem(
-                f"image.engine={self.asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman "
-                f"(on Debian: apt install {install}), set image.kind to cloudbuild, or build the image elsewhere and "
-                "set image to {kind: prebuilt, reference: …}"
-            )
-        return found
-
-    def build(self, build: Build, *, log: Log) -> str:
-        """Build and push; returns the digest that the registry is said to have now."""
-        with build.context.tar() as tar:
-            self._run([*build_command(self.name, build), "-"], build.tag, log=log, stdin=tar)
-        return self._push(build.tag, log=log)
-
-    def _push(self, tag: str, *, log: Log) -> str:
-        """Push, and once more where the registry was away or hung up: what it has of the layers is not sent again."""
-        for seconds in _PAUSES:
-            try:
-                return self._push_once(tag, log=log)
-            except ImageUnreachable as error:
-                log(f"{error}; trying again in {seconds:.0f} s")
-                self.pause(seconds)
-        return self._push_once(tag, log=log)
-
-    def _push_once(self, tag: str, *, log: Log) -> str:
-        if self.name == "docker":
-            said = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(self._run(["push", tag], tag, log=log)))
+    def push() -> str:
+        if engine == "docker":
+            said = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(run(["push", build.tag])))
         else:
             with tempfile.NamedTemporaryFile() as file:
-                self._run(["push", *_plain_http(tag), f"--digestfile={file.name}", tag], tag, log=log)
+                run(["push", *_plain_http(build.tag), f"--digestfile={file.name}", build.tag])
                 said = Path(file.name).read_text("utf-8").split()
-        return said[-1] if said else resolve(tag).partition("@")[2]
+        return said[-1] if said else resolve(build.tag).partition("@")[2]
 
-    def _run(self, arguments: Sequence[str], tag: str, *, log: Log, stdin: BinaryIO | None = None) -> list[str]:
-        return run_engine(self.name, arguments, subject=tag, log=log, stdin=stdin, pause=self.pause)
+    # Again where the registry was away or hung up: what it has of the layers is not sent again.
+    for seconds in _PAUSES:
+        try:
+            return push()
+        except ImageUnreachable as error:
+            log(f"{error}; trying again in {seconds:.0f} s")
+            pause(seconds)
+    return push()
 
 
 def build_command(engine: str, build: Build) -> list[str]:
     """The arguments of the engine for a build whose context comes as a tar on its standard input."""
-    options = [f"--platform={build.platform}", f"--tag={build.tag}", f"--file={DOCKERFILE}", *build.options]
+    named = {"build-arg": build.args, "label": build.labels}
+    options = [
+        f"--platform={build.platform}",
+        f"--tag={build.tag}",
+        f"--file={DOCKERFILE}",
+        *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+    ]
     if engine == "docker":
         return ["build", "--force-rm", *options]
     # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.
@@ -162,9 +139,6 @@ def _plain_http(reference: str) -> list[str]:
     return ["--tls-verify=false"] if is_local(host) else []
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 def run_engine(
     engine: str,
     arguments: Sequence[str],
@@ -172,17 +146,22 @@ def run_engine(
     subject: str,
     log: Log,
     stdin: BinaryIO | None = None,
-    pause: Callable[[float], None] = time.sleep,
+    pause: Pause = time.sleep,
 ) -> list[str]:
     """Run `<engine> <arguments>` and give `log` its lines as they come; returns the last ones.
 
     `subject` is for the error message: the image that it is about. `pause` is called with 0 seconds while the engine
-    is silent; if it or `log` raises, the engine is ended.
-
-    Raises:
-        ImageProblem: there is no such program, or it failed.
-        ImageUnreachable: it failed because a registry does not answer, or stopped in mid-answer.
+    is silent; if it or `log` raises, the engine is ended. An ImageUnreachable if it failed because a registry does not
+    answer, or stopped in mid-answer; an ImageProblem if it failed otherwise, or is not there.
     """
+    kit: dict[str, str] = {}
+    if engine == "docker" and arguments[0] == "build":
+        command = ["docker", "buildx", "version"]  # an old docker command has to be told to use BuildKit
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
+            kit = {} if done.returncode else {"DOCKER_BUILDKIT": "1"}
+    # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on
+    environment = {**kit, "SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
     try:
         process = subprocess.Popen(
             [engine, *arguments],
@@ -191,49 +170,35 @@ def run_engine(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={
-                **_build_kit(engine, arguments[0]),
-                # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands it on
-                "SOURCE_DATE_EPOCH": str(TIME),
-                **os.environ,
-                "BUILDKIT_PROGRESS": "plain",
-            },
+            env=environment,
         )
     except FileNotFoundError:
         raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None
     tail = _follow(process, log, pause)
-    if process.returncode:
-        raise _failure(engine, arguments[0], subject, "\n".join(tail))
-    return tail
-
-
-def _build_kit(engine: str, verb: str) -> dict[str, str]:
-    """Return the variable that makes an old docker command use BuildKit, where the plug-in for it is installed."""
-    if engine != "docker" or verb != "build":
-        return {}
-    command = ["docker", "buildx", "version"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return {} if done.returncode else {"DOCKER_BUILDKIT": "1"}
-
-
-def _failure(engine: str, verb: str, subject: str, said: str) -> ImageProblem:
-    lowered = said.lower()
-    told = f"{subject}: {engine} {verb} failed:\n{said}\n-> "
+    if not process.returncode:
+        return tail
+    said = "\n".join(tail)
+    told, lowered = f"{subject}: {engine} {arguments[0]} failed:\n{said}\n-> ", said.lower()
     for phrases, fix in _FIXES:
         if any(phrase in lowered for phrase in phrases):
             login = login_command(ImageReference.parse(subject).host, engine)
-            return ImageProblem(told + fix.format(engine=engine, login=login))
+            raise ImageProblem(told + fix.format(engine=engine, login=login))
     if any(phrase in lowered for phrase in _SILENCE):
-        return ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
-    return ImageProblem(f"{told}see the lines above")
+        raise ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
+    raise ImageProblem(f"{told}see the lines above")
 
 
-def _follow(process: subprocess.Popen[str], log: Log, pause: Callable[[float], None]) -> list[str]:
+def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:
     lines: SimpleQueue[str | None] = SimpleQueue()
-    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
     tail: deque[str] = deque(maxlen=TAIL)
     try:
         while True:
@@ -248,24 +213,12 @@ def _follow(process: subprocess.Popen[str], log: Log, pause: Callable[[float], N
             tail.append(redacted(line.rstrip()))
             log(tail[-1])
     except BaseException:
-        _end(process)  # a caller that is interrupted here must not wait for the rest of the build
+        # A caller that is interrupted here must not wait for the rest of the build. The program may remove its working
+        # container first: Podman leaves it behind if killed.
+        process.terminate()
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         raise
-
-
-def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
-    """Pass on the output of a process line by line, then None."""
-    assert process.stdout is not None
-    with process.stdout:
-        for line in process.stdout:
-            lines.put(line)
-    lines.put(None)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, which may remove its working container first: Podman leaves it behind if killed."""
-    process.terminate()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -12,84 +12,55 @@ from launcher.findings import finding_of
 from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
-from launcher.machines import Machine
 from launcher.networks.profile import Network
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.network import NcclFit, NodeNetwork, check_nccl_version
+from litgpt_demo.node.network import NcclFit, check_nccl_version
 from litgpt_demo.node.versions import version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
 PATIENCE = 5.0
 """Seconds that a registry has for each answer, and in which it is asked again."""
-LOOK_INSIDE = (
-    "docker run --rm --entrypoint python {image} -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'"
-)
-"""The command that prints torch and the NCCL that it was built with, which needs no GPU and nothing of ours."""
 
 
 def stack_for(network: Network | None) -> Stack | None:
     """Return the first stack that a network's plug-in is qualified for; None where it is qualified for none of them."""
     if network is None:
         return DEFAULT_STACK
-    return next((stack for stack in STACKS.values() if _fits(stack, network.node)), None)
-
-
-def _fits(stack: Stack, node: NodeNetwork) -> bool:
-    fit = node.nccl_fit(stack.nccl)
-    # Of a release that we do not know, what holds for the newest one that we do is the best guess.
-    return fit in {NcclFit.QUALIFIED, NcclFit.UNSTATED} or (
-        fit is NcclFit.UNKNOWN and within(stack.nccl, node.nccl_elsewhere)
-    )
-
-
-def with_stack(image: Image, network: Network | None) -> Image:
-    """Return an image's settings with the stack that its network needs, unless they name one or a Dockerfile."""
-    if not isinstance(image, BuiltImage) or image.stack is not None or image.dockerfile is not None:
-        return image
-    return image.model_copy(update={"stack": (stack_for(network) or DEFAULT_STACK).name})
+    for stack in STACKS.values():
+        fit = network.node.nccl_fit(stack.nccl)
+        # Of a release that we do not know, what holds for the newest one that we do is the best guess.
+        guessed = fit is NcclFit.UNKNOWN and within(stack.nccl, network.node.nccl_elsewhere)
+        if guessed or fit in {NcclFit.QUALIFIED, NcclFit.UNSTATED}:
+            return stack
+    return None
 
 
 def chosen_image(config: RunConfig | ScriptConfig) -> Image:
-    """Return a config's image with the stack that its network needs."""
-    return with_stack(config.image, config.platform.fabric)
+    """Return a config's image with the stack that its network needs, unless it names one or a Dockerfile."""
+    image = config.image
+    if not isinstance(image, BuiltImage) or image.stack is not None or image.dockerfile is not None:
+        return image
+    return image.model_copy(update={"stack": (stack_for(config.platform.fabric) or DEFAULT_STACK).name})
 
 
-# --- findings ---------------------------------------------------------------------------------------------------------
-
-
-def check_fitness(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
+def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -> Iterator[Finding]:
     """Yield how a config's image fits its network and machines. A registry is asked only of an image that exists, and
-    only where nodes need a plug-in to talk to each other."""
-    image, network = chosen_image(config), _plugged_in(config)
-    if isinstance(image, BuiltImage):
+    only where nodes need a plug-in to talk to each other.
+
+    Once it is there as `pinned`, what another Dockerfile has made of it is read in its labels. An image of our own is
+    what its settings say: what it has was compared with that when it was built.
+    """
+    image, fabric = chosen_image(config), config.platform.fabric
+    network = fabric if fabric is not None and fabric.node.plugged_in else None
+    reference = pinned or (image.reference if isinstance(image, PrebuiltImage) else None)
+    if isinstance(image, BuiltImage) and (pinned is None or image.dockerfile is None):
         yield from _check_built(config, image, network)
-    elif isinstance(image, PrebuiltImage) and network is not None:
-        yield from _softened(config, network, _check_pinned(config, image.reference, network))
+    elif reference is not None and network is not None:
+        yield from _softened(config, network, _check_pinned(config, reference, network))
     elif isinstance(image, PrebuiltImage):
         what = f"{image.reference} brings its own torch and NCCL, and its network asks for none in particular"
         yield Finding("info", "image.stack", what)
-
-
-def check_finished(config: RunConfig | ScriptConfig, reference: str) -> Iterator[Finding]:
-    """Yield how an image fits that is there now: by the labels that its registry has.
-
-    An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
-
-    Args:
-        reference: what the image step has made of its settings; `repository@sha256:…`.
-    """
-    image, network = chosen_image(config), _plugged_in(config)
-    if isinstance(image, BuiltImage) and image.dockerfile is None:
-        yield from check_fitness(config)
-    elif network is not None:
-        yield from _softened(config, network, _check_pinned(config, reference, network))
-
-
-def _plugged_in(config: RunConfig | ScriptConfig) -> Network | None:
-    """Return the network if NCCL is to load a plug-in for it."""
-    network = config.platform.fabric
-    return network if network is not None and network.node.plugged_in else None
 
 
 def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterable[Finding]) -> Iterator[Finding]:
@@ -124,21 +95,17 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
             fix = "let it write labels (docs/images.md), which are read when the image is there"
             found.append(Finding("warning", "image.unproved", what, fix))
     yield from found
-    if not any(one.severity == "error" for one in found):
-        floors = filter(None, (stack.driver, network.pair.driver if network and network.pair else None))
-        said = [str(image.contents), *([] if found else [_verdict(image.contents, network)])]
-        if least := max(floors, key=version, default=None):
-            yield from _check_driver(config, least)
-            said.append(f"the nodes need GPU driver {least} or newer")
-        yield Finding("info", "image.stack", "; ".join(said))
-
-
-def _check_driver(config: RunConfig | ScriptConfig, least: str) -> Iterator[Finding]:
-    """Yield a driver that the platform is asked to install, and that is too old for the image."""
-    given = config.platform.driver
-    if given is not None and re.match(r"\d", given) and version(given) < version(least):
-        what = f"platform.gpu_driver={given} is too old for the image, which needs {least} or newer"
-        yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or name a newer one")
+    if any(one.severity == "error" for one in found):
+        return
+    floors = filter(None, (stack.driver, network.pair.driver if network and network.pair else None))
+    said = [str(image.contents), *([] if found else [_verdict(image.contents, network)])]
+    if least := max(floors, key=version, default=None):
+        given = config.platform.driver  # that the platform is asked to install
+        if given is not None and re.match(r"\d", given) and version(given) < version(least):
+            what = f"platform.gpu_driver={given} is too old for the image, which needs {least} or newer"
+            yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or name a newer one")
+        said.append(f"the nodes need GPU driver {least} or newer")
+    yield Finding("info", "image.stack", "; ".join(said))
 
 
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
@@ -154,26 +121,19 @@ def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Net
         yield replace(found, what=f"which NCCL the image has is not known: {found.what}") if unknown else found
         return
     contents = Contents.of_labels(said.labels, architecture=said.architecture)
-    against = [
-        *_check_machine(contents, machine, owner=reference),
-        *(_check_trainer(contents, owner=reference) if isinstance(config, RunConfig) else ()),
-        *_check_contents(contents, network, owner=reference),
-    ]
+    against: list[Finding] = []
+    if machine is not None and contents.architecture not in {"", machine.arch}:
+        what = f"{reference} is for {contents.architecture}, and a {machine.name} is {machine.arch}"
+        against.append(Finding("error", "image.architecture", what, f"name an image for linux/{machine.arch}"))
+    trains = isinstance(config, RunConfig)
+    if trains and contents.torch and version(contents.torch) < version(TRAINS_FROM):
+        what = f"{reference} has torch {contents.torch}, and our trainer is tested with {TRAINS_FROM} and newer"
+        fix = "name a newer image, or run a script of yours in this one"
+        against.append(Finding("error", "image.torch", what, fix))
+    against += _check_contents(contents, network, owner=reference)
     yield from against
     if contents.nccl and not against:
         yield Finding("info", "image.stack", f"{reference} has {contents}; {_verdict(contents, network)}")
-
-
-def _check_machine(contents: Contents, machine: Machine | None, *, owner: str) -> Iterator[Finding]:
-    if machine is not None and contents.architecture not in {"", machine.arch}:
-        what = f"{owner} is for {contents.architecture}, and a {machine.name} is {machine.arch}"
-        yield Finding("error", "image.architecture", what, f"name an image for linux/{machine.arch}")
-
-
-def _check_trainer(contents: Contents, *, owner: str) -> Iterator[Finding]:
-    if contents.torch and version(contents.torch) < version(TRAINS_FROM):
-        what = f"{owner} has torch {contents.torch}, and our trainer is tested with {TRAINS_FROM} and newer"
-        yield Finding("error", "image.torch", what, "name a newer image, or run a script of yours in this one")
 
 
 def _check_contents(contents: Contents, network: Network, *, owner: str, instead: str = "") -> Iterator[Finding]:
@@ -186,7 +146,10 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
             f"{owner} has no label {LABELS}nccl that says which NCCL it has, and the {node.name} plug-in is qualified "
             f"for {' or '.join(ranges)}"
         )
-        yield Finding("warning", "image.unlabelled", what, f"ask its torch: {LOOK_INSIDE.format(image=owner)}")
+        # This needs no GPU and nothing of ours.
+        command = "import torch; print(torch.__version__, torch.cuda.nccl.version())"
+        fix = f"ask its torch: docker run --rm --entrypoint python {owner} -c '{command}'"
+        yield Finding("warning", "image.unlabelled", what, fix)
     if node.glibc and contents.glibc and not within(contents.glibc, (f">={node.glibc}",)):
         what = f"{owner} has glibc {contents.glibc}, and the {node.name} plug-in needs {node.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
 from litgpt_demo.documents import parse_json
@@ -38,8 +38,6 @@ MANIFEST_TYPES = (
     "application/vnd.docker.distribution.manifest.v2+json",
 )
 
-T = TypeVar("T")
-
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{1,5})?")
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -52,9 +50,6 @@ _REST = re.compile(
 _HUB = "docker.io"
 _HUB_API = "registry-1.docker.io"
 _HUB_LOGIN = "https://index.docker.io/v1/"
-
-
-# --- references -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +67,7 @@ class ImageReference:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Take a reference apart by the rules that Docker and containerd use.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Take a reference apart by the rules that Docker and containerd use; a ValueError if it is none."""
         head, slash, rest = text.partition("/")
         host = head if slash and (head == "localhost" or any(mark in head for mark in ".:[")) else ""
         match = _REST.fullmatch(rest if host else text)
@@ -90,11 +81,7 @@ class ImageReference:
 
     @classmethod
     def parse_fixed(cls, text: str) -> Self:
-        """`parse`, and refuse what means another image tomorrow: no tag and no digest, or the tag `latest`.
-
-        Raises:
-            ValueError: it is no reference, or not a fixed one.
-        """
+        """`parse`, and refuse what means another image tomorrow: no tag and no digest, or the tag `latest`."""
         reference = cls.parse(text)
         if reference.digest is None and reference.tag in {None, "latest"}:
             given = "has neither a tag nor a digest" if reference.tag is None else "has the tag latest"
@@ -108,32 +95,10 @@ class ImageReference:
         tag = f":{self.tag}" if self.tag else ""
         return f"{self.repository}{tag}" + (f"@{self.digest}" if self.digest else "")
 
-    def pinned(self, digest: str) -> str:
-        """`repository@sha256:…`, the form in which nodes are told about images."""
-        return f"{self.repository}@{digest}"
-
-    @property
-    def manifest_url(self) -> str:
-        return f"{self._repository_url}/manifests/{self.digest or self.tag}"
-
-    @property
-    def blob_url(self) -> str:
-        return f"{self._repository_url}/blobs/{self.digest}"
-
-    @property
-    def _repository_url(self) -> str:
-        scheme = "http" if is_local(self.host) else "https"
-        official = self.host == _HUB and "/" not in self.path
-        host = _HUB_API if self.host == _HUB else self.host
-        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}"
-
 
 def is_local(host: str) -> bool:
     """Return True if `host[:port]` is this machine: the one case in which Docker, and so we, speak plain HTTP."""
     return is_loopback(re.sub(r":\d+$", "", host))
-
-
-# --- asking -----------------------------------------------------------------------------------------------------------
 
 
 PATIENCE = 15.0
@@ -143,181 +108,97 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """Answers that a minute later may be others."""
 _NO_SUCH_HOST = ("[Errno -2]", "[Errno -5]")
 """The resolver's final words, EAI_NONAME and EAI_NODATA; a resolver that is away says EAI_AGAIN."""
+MOST_BYTES = 8 << 20
+"""Bytes of the largest manifest or config that is read; registries take manifests of 4 MiB."""
 
 
-def resolve(reference: str, *, timeout: float = 20.0) -> str:
-    """`reference` as repository@sha256:…, by what its registry says now; `timeout` in seconds for each answer.
+# All that follow raise ImageProblem where the registry has no such image, refuses or answers nonsense, and
+# ImageUnreachable where it does not answer. `timeout` is in seconds for each answer; a registry that is away or busy is
+# asked again for `patience` seconds, PATIENCE where nothing is given.
 
-    Raises:
-        ImageProblem: no fixed reference, not found, or refused.
-        ImageUnreachable: the registry did not answer.
-    """
+
+def resolve(reference: str) -> str:
+    """`reference` as repository@sha256:…, by what its registry says now; an ImageProblem if it is no fixed one."""
+    return pin(_fixed(reference))
+
+
+def _fixed(reference: str) -> ImageReference:
     try:
-        wanted = ImageReference.parse_fixed(reference)
+        return ImageReference.parse_fixed(reference)
     except ValueError as error:
         raise ImageProblem(str(error)) from error
-    return pin(wanted, timeout=timeout)
 
 
-def pin(wanted: ImageReference, *, timeout: float = 20.0) -> str:
-    """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`.
-
-    Raises:
-        ImageProblem: not found, or refused.
-        ImageUnreachable: the registry did not answer.
-    """
-    tagged = wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest")
-    digest = find_digest(tagged, timeout=timeout)
+def pin(wanted: ImageReference) -> str:
+    """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
+    digest = find_digest(wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest"))
     if digest is None:
-        raise ImageProblem(
-            f"{wanted}: {wanted.host} has no such image; check repository and {'digest' if wanted.digest else 'tag'}"
-        )
-    return wanted.pinned(digest)
+        which = "digest" if wanted.digest else "tag"
+        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check repository and {which}")
+    return f"{wanted.repository}@{digest}"
 
 
 def find_digest(reference: ImageReference, *, timeout: float = 20.0, patience: float | None = None) -> str | None:
-    """The digest of `reference` in its registry, None where the registry has no such image.
-
-    Args:
-        timeout: seconds for each answer.
-        patience: seconds for which a registry that is away or busy is asked again; PATIENCE where nothing is given.
-
-    Raises:
-        ImageProblem: the registry refused, or answered nonsense.
-        ImageUnreachable: the registry did not answer.
-    """
-    return _patiently(reference, lambda client: _read_digest(reference, client, _accepted()), timeout, patience)
+    """The digest of `reference` in its registry, None where the registry has no such image."""
+    return _patiently(reference, _Registry.digest, timeout, patience)
 
 
-def _patiently(
-    reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: float, patience: float | None
-) -> T:
-    """Return what a registry answers, asked again while it is away or busy.
-
-    Raises:
-        ImageUnreachable: it did not answer within `patience` seconds.
-    """
-    ends = time.monotonic() + (PATIENCE if patience is None else patience)
-    for pause in (*_PAUSES, math.inf):
-        try:
-            return _once(reference, ask, timeout)
-        except _Away as away:
-            wait, words = max(pause, away.seconds), str(away)
-        if time.monotonic() + wait > ends:
-            break
-        time.sleep(wait)
-    raise ImageUnreachable(f"{reference}: the registry {reference.host} {words}, then try again")
+def read_config(
+    reference: str, *, architecture: str = "amd64", timeout: float = 20.0, patience: float | None = None
+) -> ImageConfig:
+    """The config of an image in its registry; of one for several platforms, that for Linux on `architecture`."""
+    try:
+        return _patiently(_fixed(reference), lambda registry: registry.config(architecture), timeout, patience)
+    except DataError as error:
+        raise ImageProblem(str(error)) from error
 
 
 class _Away(Exception):
     """The registry, or its token service, cannot answer now."""
 
-    def __init__(self, words: str, answer: httpx.Response | None = None) -> None:
+    def __init__(self, words: str, answer: httpx.Response) -> None:
         super().__init__(words)
-        told = answer.headers.get("retry-after", "") if answer is not None else ""
+        told = answer.headers.get("retry-after", "")
         # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
         self.seconds = float(told) if told.isdecimal() else 0.0
 
 
-def _once(reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: float) -> T:
+T = TypeVar("T")
+
+
+def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout: float, patience: float | None) -> T:
     import httpx
 
-    # Nothing is chained: a traceback may show the headers that were sent.
-    try:
-        with protected_client(timeout=timeout) as client:
-            return ask(client)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        words = f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
-        at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
-        final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
-        final = final or any(number in str(error) for number in _NO_SUCH_HOST)
-    if final:
-        raise ImageOutOfSight(f"{reference}: the registry {reference.host} {words}, then try again") from None
-    raise _Away(words) from None
-
-
-def _accepted() -> dict[str, str]:
-    return _Headers({"Accept": ", ".join(MANIFEST_TYPES)})
-
-
-@contextmanager
-def _asked(
-    reference: ImageReference, client: httpx.Client, method: str, url: str, headers: dict[str, str]
-) -> Iterator[httpx.Response]:
-    """Ask the registry, and once more with a login if it wants one, which `headers` then has for the next question.
-
-    Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
-    Authorization out there, and nobody but the registry itself gets an answer to "who are you?".
-    """
-    with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
-        wanted = answer.headers.get("www-authenticate", "")
-        first = (*answer.history, answer)[0]
-        refused = answer.status_code == 401 and "Authorization" not in headers
-        own = origin_of(answer.url) == origin_of(first.url)
-        if not (refused and own and _log_in(reference, client, wanted, headers)):
-            yield answer
-            return
-    with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
-        yield answer
-
-
-class _Headers(dict[str, str]):
-    """The headers of our requests, which a traceback with its variables shows without the login."""
-
-    def __repr__(self) -> str:
-        return repr({name: value for name, value in self.items() if name != "Authorization"})
-
-
-def _log_in(reference: ImageReference, client: httpx.Client, challenge: str, headers: dict[str, str]) -> bool:
-    """Put the answer to a challenge into `headers`; return False if there is none."""
-    if (authorization := _authorization(reference, client, challenge)) is not None:
-        headers["Authorization"] = authorization
-    return authorization is not None
-
-
-def _read_digest(reference: ImageReference, client: httpx.Client, headers: dict[str, str]) -> str | None:
-    """Ask by HEAD, because Docker Hub counts only GETs against its limit."""
-    with _asked(reference, client, "HEAD", reference.manifest_url, headers) as answer:
-        if answer.status_code == 404:
-            return None
-        _require_success(reference, answer)
-        digest: str = answer.headers.get("docker-content-digest", "")
-    if not _DIGEST.fullmatch(digest):
-        # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
-        digest = _hash(_download(reference, client, reference.manifest_url, headers))
-    if reference.digest not in {None, digest}:
-        raise ImageProblem(
-            f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
-        )
-    return digest
-
-
-def _hash(content: bytes) -> str:
-    return f"sha256:{sha256(content).hexdigest()}"
-
-
-# --- what an image says of itself -------------------------------------------------------------------------------------
-
-MOST_BYTES = 8 << 20
-"""Bytes of the largest manifest or config that is read; registries take manifests of 4 MiB."""
+    ends, pauses = time.monotonic() + (PATIENCE if patience is None else patience), iter(_PAUSES)
+    while True:
+        # Nothing is chained: a traceback may show the headers that were sent.
+        try:
+            with protected_client(timeout=timeout) as client:
+                return ask(_Registry(reference, client))
+        except _Away as away:
+            final, least, words = False, away.seconds, str(away)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            least, words = 0.0, f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
+            at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
+            final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
+            final = final or any(number in str(error) for number in _NO_SUCH_HOST)
+        wait = max(least, next(pauses, math.inf))
+        if final or time.monotonic() + wait > ends:
+            kind = ImageOutOfSight if final else ImageUnreachable
+            raise kind(f"{reference}: the registry {reference.host} {words}, then try again")
+        time.sleep(wait)
 
 
 _WORD = r"^[\w.-]{0,60}$"
 """The form of a name that goes into messages: anybody may have written it."""
 
 
-class _Platform(BaseModel):
-    """The machines that an image is for."""
-
-    os: str = Field("", pattern=_WORD)
-    architecture: str = Field("", pattern=_WORD)
-
-
 class _Descriptor(BaseModel):
-    """The place of a manifest or blob, by its hash (image-spec, descriptor.md)."""
+    """The place of a manifest or blob, by its hash (image-spec, descriptor.md), and what an image there is for."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    platform: _Platform | None = None
+    os: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "os"))
+    architecture: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "architecture"))
 
 
 class _Manifest(BaseModel):
@@ -330,140 +211,192 @@ class _Manifest(BaseModel):
     manifests: tuple[_Descriptor, ...] | None = None
 
 
-class _Settings(BaseModel):
-    """The part of an image's config that a container's run is made of."""
-
-    labels: dict[str, str] | None = Field(None, alias="Labels")
-
-
 class ImageConfig(BaseModel):
     """An image's config, as far as we read it (image-spec, config.md)."""
 
     architecture: str = Field("", pattern=_WORD)
-    config: _Settings | None = None
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return (self.config and self.config.labels) or {}
-
-
-def read_config(
-    reference: str, *, architecture: str = "amd64", timeout: float = 20.0, patience: float | None = None
-) -> ImageConfig:
-    """Return the config of an image from its registry; of one for several platforms, that for Linux on `architecture`.
-
-    Args:
-        timeout: seconds for each answer.
-        patience: seconds for which a registry that is away or busy is asked again; PATIENCE where nothing is given.
-
-    Raises:
-        ImageProblem: not found, refused, or not what its digests say.
-        ImageUnreachable: the registry did not answer.
-    """
-    try:
-        wanted = ImageReference.parse_fixed(reference)
-    except ValueError as error:
-        raise ImageProblem(str(error)) from error
-    try:
-        return _patiently(wanted, lambda client: _read_config(wanted, client, architecture), timeout, patience)
-    except DataError as error:
-        raise ImageProblem(str(error)) from error
+    labels: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = Field(
+        {}, validation_alias=AliasPath("config", "Labels")
+    )
 
 
 _CONFIGS: dict[tuple[str, str], ImageConfig] = {}
 """The configs that this process has read, by the digest of an image and the processor: a digest means one content."""
 
 
-def _read_config(reference: ImageReference, client: httpx.Client, architecture: str) -> ImageConfig:
-    headers = _accepted()
-    digest = reference.digest or _read_digest(reference, client, headers)
-    if digest is None:
-        raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
-    if (digest, architecture) not in _CONFIGS:
-        named = replace(reference, tag=None, digest=digest)
-        manifest = _document(named, client, named.manifest_url, _Manifest, headers)
-        if manifest.manifests:
-            chosen = _chosen(reference, manifest.manifests, architecture)
-            named = replace(named, digest=chosen.digest)
-            manifest = _document(named, client, named.manifest_url, _Manifest, headers)
-        if manifest.config is None:
-            raise ImageProblem(f"{reference}: its manifest names no config; name the manifest of an image")
-        blob = replace(named, digest=manifest.config.digest)
-        _CONFIGS[digest, architecture] = _document(blob, client, blob.blob_url, ImageConfig, headers)
-    return _CONFIGS[digest, architecture]
+# --- the registry -----------------------------------------------------------------------------------------------------
 
 
-def _chosen(reference: ImageReference, listed: tuple[_Descriptor, ...], architecture: str) -> _Descriptor:
-    """Return the image of an index that is for Linux on a processor; the only one where it does not say what it is for.
+class _Registry:
+    """The registry of an image, and our login there. Its variables are shown by no traceback: it has no repr."""
 
-    Raises:
-        ImageProblem: none is.
-    """
-    # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
-    # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
-    images = [one for one in listed if one.platform is None or one.platform.architecture != "unknown"]
-    for one in images:
-        if one.platform is not None and (one.platform.os, one.platform.architecture) == ("linux", architecture):
-            return one
-    if len(images) == 1 and images[0].platform is None:
-        return images[0]
-    there = sorted({f"{one.platform.os}/{one.platform.architecture}" for one in images if one.platform})
-    said = ", ".join(there) or "none that its index names"
-    raise ImageProblem(f"{reference} is not for linux/{architecture}, but for {said}; name an image for it")
+    def __init__(self, reference: ImageReference, client: httpx.Client) -> None:
+        self._reference, self._client = reference, client
+        self._headers = {"Accept": ", ".join(MANIFEST_TYPES)}
 
+    def digest(self) -> str | None:
+        """Ask by HEAD, because Docker Hub counts only GETs against its limit."""
+        reference = self._reference
+        url = self._url("manifests", reference.digest or str(reference.tag))
+        with self._answer("HEAD", url) as answer:
+            if answer.status_code == 404:
+                return None
+            self._require_success(answer)
+            digest: str = answer.headers.get("docker-content-digest", "")
+        if not _DIGEST.fullmatch(digest):
+            # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
+            digest = _hash(self._download(url))
+        if reference.digest not in {None, digest}:
+            raise ImageProblem(
+                f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
+            )
+        return digest
 
-_Document = TypeVar("_Document", bound=BaseModel)
+    def config(self, architecture: str) -> ImageConfig:
+        digest = self._reference.digest or self.digest()
+        if digest is None:
+            raise self._missing()
+        if (digest, architecture) not in _CONFIGS:
+            manifest = self._document("manifests", digest, _Manifest)
+            if manifest.manifests:
+                manifest = self._document("manifests", self._chosen(manifest.manifests, architecture), _Manifest)
+            if manifest.config is None:
+                raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
+            _CONFIGS[digest, architecture] = self._document("blobs", manifest.config.digest, ImageConfig)
+        return _CONFIGS[digest, architecture]
 
+    def _chosen(self, listed: tuple[_Descriptor, ...], architecture: str) -> str:
+        """Return the digest of an index's image for Linux on a processor; of the only one where it does not say."""
+        # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
+        # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
+        images = [one for one in listed if one.architecture != "unknown"]
+        for one in images:
+            if (one.os, one.architecture) == ("linux", architecture):
+                return one.digest
+        if len(images) == 1 and not images[0].architecture:
+            return images[0].digest
+        there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
+        said = ", ".join(there) or "none that its index names"
+        raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it")
 
-def _document(
-    reference: ImageReference, client: httpx.Client, url: str, kind: type[_Document], headers: dict[str, str]
-) -> _Document:
-    """GET a JSON document of a registry and compare it with the digest that `reference` names."""
-    content = _download(reference, client, url, headers)
-    if reference.digest != (got := _hash(content)):
-        raise ImageProblem(
-            f"{reference}: {reference.host} answered with {got} for {reference.digest}; do not use this registry"
+    def _document(self, where: str, digest: str, kind: type[T]) -> T:
+        """GET a JSON document and compare it with its digest."""
+        named, url = f"{self._reference.repository}@{digest}", self._url(where, digest)
+        content = self._download(url)
+        if digest != (got := _hash(content)):
+            host = self._reference.host
+            raise ImageProblem(f"{named}: {host} answered with {got} for {digest}; do not use this registry")
+        return parse_json(content, kind, where=f"{named}: {url}", fix="push the image anew")
+
+    def _url(self, where: str, name: str) -> str:
+        host, path = self._reference.host, self._reference.path
+        if host == _HUB:
+            host, path = _HUB_API, path if "/" in path else f"library/{path}"
+        return f"{'http' if is_local(host) else 'https'}://{host}/v2/{path}/{where}/{name}"
+
+    def _download(self, url: str) -> bytes:
+        with self._answer("GET", url) as answer:
+            if answer.status_code == 404:
+                raise self._missing()
+            self._require_success(answer)
+            content = b""
+            for chunk in answer.iter_bytes():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ImageProblem(
+                        f"{self._reference}: {self._reference.host} sent more than {MOST_BYTES:,} bytes for {url}, "
+                        "which is neither a manifest nor a config; do not use this registry"
+                    )
+            return content
+
+    @contextmanager
+    def _answer(self, method: str, url: str) -> Iterator[httpx.Response]:
+        """Ask, and once more with a login if the registry wants one, which then goes with every further question.
+
+        Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
+        Authorization out there, and nobody but the registry itself gets an answer to "who are you?".
+        """
+        while True:
+            with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
+                first = (*answer.history, answer)[0]
+                own = origin_of(answer.url) == origin_of(first.url)
+                refused = answer.status_code == 401 and "Authorization" not in self._headers
+                if not (refused and own and self._log_in(answer.headers.get("www-authenticate", ""))):
+                    yield answer
+                    return
+
+    def _log_in(self, challenge: str) -> bool:
+        """Answer a challenge in all further questions; False where that takes an account, and there is none.
+
+        Access tokens: https://distribution.github.io/distribution/spec/auth/token/.
+        """
+        reference, (scheme, _, rest) = self._reference, challenge.partition(" ")
+        said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        login = stored_login(reference.host)
+        if scheme.lower() == "basic" and login:
+            self._headers["Authorization"] = _basic(login)
+            return True
+        if scheme.lower() != "bearer" or "realm" not in said:
+            return False
+        realm = said["realm"]
+        if not is_protected(realm):
+            raise ImageProblem(
+                f"{reference}: {reference.host} wants the password sent to {origin_of(realm)}, which is not encrypted; "
+                "use another registry"
+            )
+        # No redirect is followed: it would take the password, or the token that stands for it, to another address.
+        answer = self._client.send(_token_request(self._client, said, login))
+        if answer.status_code in _TRANSIENT:
+            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait", answer)
+        if not answer.is_success:
+            raise self._refused(f"gave no token (its token service answered {answer.status_code})")
+        grant = Grant.read(answer.content)
+        if grant is None:
+            raise ImageProblem(
+                f"{reference}: the token service of {reference.host} answered without a token; try again later"
+            )
+        self._headers["Authorization"] = f"Bearer {grant.token.get_secret_value()}"
+        return True
+
+    def _require_success(self, answer: httpx.Response) -> None:
+        status, reference = answer.status_code, self._reference
+        if status in {401, 403}:
+            raise self._refused(f"answered {status}")
+        if status in _TRANSIENT:
+            raise _Away(f"does not answer: {status}; wait", answer)
+        if not answer.is_success:
+            raise ImageProblem(
+                f"{reference}: the registry {reference.host} answered {status}, which is no answer of a registry; "
+                "check its name, and any proxy on the way"
+            )
+
+    def _missing(self) -> ImageProblem:
+        host = self._reference.host
+        return ImageProblem(f"{self._reference}: {host} has no such image; check repository and tag")
+
+    def _refused(self, why: str) -> ImageProblem:
+        host = self._reference.host
+        return ImageOutOfSight(
+            f"{self._reference}: {host} {why}; the image may not exist there, or this account may not read it: "
+            f"check the name, then log in with `{login_command(host)}`"
         )
-    return parse_json(content, kind, where=f"{reference}: {url}", fix="push the image anew")
 
 
-def _download(reference: ImageReference, client: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
-    with _asked(reference, client, "GET", url, headers) as answer:
-        if answer.status_code == 404:
-            raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
-        _require_success(reference, answer)
-        content = b""
-        for chunk in answer.iter_bytes():
-            content += chunk
-            if len(content) > MOST_BYTES:
-                raise ImageProblem(
-                    f"{reference}: {reference.host} sent more than {MOST_BYTES:,} bytes for {url}, which is "
-                    "neither a manifest nor a config; do not use this registry"
-                )
-        return content
+def _hash(content: bytes) -> str:
+    return f"sha256:{sha256(content).hexdigest()}"
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# A function, for the variables of one that raises an error are shown by its traceback.
+def _token_request(client: httpx.Client, said: Mapping[str, str], login: Login | None) -> httpx.Request:
+    scope = {key: value for key, value in said.items() if key in {"service", "scope"}}
+    if login and login.username == "<token>":
+        form = {**scope, "grant_type": "refresh_token", "client_id": "train-litgpt", "refresh_token": login.secret}
+        return client.build_request("POST", said["realm"], data=form)
+    account = {"Authorization": _basic(login)} if login else {}
+    return client.build_request("GET", said["realm"], params=scope, headers=account)
 
 
-def _require_success(reference: ImageReference, answer: httpx.Response) -> None:
-    status = answer.status_code
-    if status in {401, 403}:
-        raise _refused(reference, f"answered {status}")
-    if status in _TRANSIENT:
-        raise _Away(f"does not answer: {status}; wait", answer)
-    if not answer.is_success:
-        raise ImageProblem(
-            f"{reference}: the registry {reference.host} answered {status}, which is no answer of a registry; check "
-            "its name, and any proxy on the way"
-        )
-
-
-def _refused(reference: ImageReference, why: str) -> ImageProblem:
-    return ImageOutOfSight(
-        f"{reference}: {reference.host} {why}; the image may not exist there, or this account may not read it: "
-        f"check the name, then log in with `{login_command(reference.host)}`"
-    )
+# --- credentials ------------------------------------------------------------------------------------------------------
 
 
 def login_command(host: str, engine: str = "docker") -> str:
@@ -471,9 +404,6 @@ def login_command(host: str, engine: str = "docker") -> str:
     if host.endswith((".pkg.dev", "gcr.io")):
         return f"gcloud auth configure-docker {host}"
     return f"{engine} login" if host == _HUB else f"{engine} login {host}"
-
-
-# --- tokens and credentials -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,49 +415,6 @@ class Login:
     secret: str = field(repr=False)
 
 
-def _authorization(reference: ImageReference, client: httpx.Client, challenge: str) -> str | None:
-    """The header that answers a 401's `WWW-Authenticate`; None if that takes an account and there is none."""
-    scheme, _, rest = challenge.partition(" ")
-    said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-    login = stored_login(reference.host)
-    if scheme.lower() == "bearer" and "realm" in said:
-        return f"Bearer {_token(reference, client, said, login)}"
-    if scheme.lower() == "basic" and login:
-        return _basic(login)
-    return None
-
-
-def _token(reference: ImageReference, client: httpx.Client, said: Mapping[str, str], login: Login | None) -> str:
-    """An access token from the service that the registry names (https://distribution.github.io/distribution/spec/auth/token/)."""
-    realm = said["realm"]
-    if not is_protected(realm):
-        raise ImageProblem(
-            f"{reference}: {reference.host} wants the password sent to {origin_of(realm)}, which is not encrypted; "
-            "use another registry"
-        )
-    # No redirect is followed: it would take the password, or the token that stands for it, to another address.
-    answer = client.send(_token_request(client, said, login))
-    if answer.status_code in _TRANSIENT:
-        raise _Away(f"has a token service that does not answer: {answer.status_code}; wait", answer)
-    if not answer.is_success:
-        raise _refused(reference, f"gave no token (its token service answered {answer.status_code})")
-    grant = Grant.read(answer.content)
-    if grant is None:
-        raise ImageProblem(
-            f"{reference}: the token service of {reference.host} answered without a token; try again later"
-        )
-    return grant.token.get_secret_value()
-
-
-def _token_request(client: httpx.Client, said: Mapping[str, str], login: Login | None) -> httpx.Request:
-    scope = {key: value for key, value in said.items() if key in {"service", "scope"}}
-    if login and login.username == "<token>":
-        form = {**scope, "grant_type": "refresh_token", "client_id": "train-litgpt", "refresh_token": login.secret}
-        return client.build_request("POST", said["realm"], data=form)
-    account = {"Authorization": _basic(login)} if login else {}
-    return client.build_request("GET", said["realm"], params=scope, headers=account)
-
-
 def _basic(login: Login) -> str:
     return "Basic " + base64.b64encode(f"{login.username}:{login.secret}".encode()).decode()
 
@@ -535,17 +422,13 @@ def _basic(login: Login) -> str:
 def stored_login(host: str) -> Login | None:
     """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
 
-    Docker's is in $DOCKER_CONFIG or ~/.docker, and Podman's where
-    https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says.
-
-    Raises:
-        ImageProblem: the configuration cannot be read, or its credential helper fails.
+    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An ImageProblem
+    if one cannot be read, or its credential helper fails.
     """
     docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
-    files = [Path(given)] if (given := os.environ.get("REGISTRY_AUTH_FILE")) else [podman]
-    found = (_login_of(file, host) for file in (*files, docker))
-    return next(filter(None, found), None)
+    first = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman)
+    return _login_of(first, host) or _login_of(docker, host)
 
 
 def _login_of(file: Path, host: str) -> Login | None:

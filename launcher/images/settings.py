@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -40,8 +40,6 @@ class BuiltImage(Settings):
     """The settings of every image that is built; not again while nothing that goes into it has changed."""
 
     kind: str
-    through_bucket: ClassVar[bool] = False
-    """The builder gets its files through the root's bucket, where others may read them."""
     repository: str
     """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
@@ -83,35 +81,26 @@ class BuiltImage(Settings):
 
     @property
     def installed(self) -> Stack | None:
-        """Return the stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
+        """The stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
         if self.stack is not None:
             return STACKS[self.stack]
         return DEFAULT_STACK if self.dockerfile is None else None
 
     @property
     def contents(self) -> Contents:
-        """Return what the image will hold, as far as it is known before it is built."""
+        """What the image will hold, as far as it is known before it is built."""
         architecture = self.platform.split("/")[1]
         if self.installed is None:
             return Contents(architecture=architecture)
         return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
 
     @model_validator(mode="after")
-    def _configures_our_own_pip(self) -> Self:
-        if self.pip_config is not None and self.through_bucket:
-            raise ValueError(
-                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
-                "for the builder; take image.kind=docker, or leave it out"
-            )
+    def _agrees_with_itself(self) -> Self:
         if self.pip_config is not None and self.dockerfile is not None:
             raise ValueError(
                 f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
                 "another; leave one out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sets_its_stack_once(self) -> Self:
         ours = ("STACK", "LABELS") if self.dockerfile is None else ("STACK",) if self.stack is not None else ()
         for name in ours:
             if name in self.build_args:
@@ -119,10 +108,6 @@ class BuiltImage(Settings):
                     f"image.build_args.{name}={self.build_args[name]!r} would be overwritten: it follows from "
                     "image.stack; leave it out, and set image.stack to name a stack"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _has_one_base(self) -> Self:
         if self.base is not None and "BASE" in self.build_args:
             raise ValueError(
                 f"image.base={self.base!r} and image.build_args.BASE={self.build_args['BASE']!r} set the same thing; "
@@ -146,7 +131,6 @@ class CloudBuildImage(BuiltImage):
 
     model_config = ConfigDict(title="Built with Google Cloud Build")
 
-    through_bucket: ClassVar[bool] = True
     kind: Literal["cloudbuild"] = Kind("cloudbuild")
     project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")
     """Google Cloud project of the build; empty is that of the repository in Artifact Registry."""
@@ -163,27 +147,25 @@ class CloudBuildImage(BuiltImage):
 
     @property
     def billed(self) -> str:
-        """Return the project of the build."""
-        found = artifact_project(self.repository)
-        return self.project or found or ""
+        """Return the project of the build; empty where neither `project` nor an Artifact Registry says it."""
+        reference = ImageReference.parse(self.repository)
+        # https://cloud.google.com/artifact-registry/docs/transition/setup-gcr-repo: gcr.io is served by it since 2025
+        google = re.fullmatch(r".*-docker\.pkg\.dev|([a-z]+\.)?gcr\.io", reference.host)
+        return self.project or (reference.path.partition("/")[0] if google else "")
 
     @model_validator(mode="after")
-    def _has_a_project(self) -> Self:
+    def _can_be_built_there(self) -> Self:
+        if self.pip_config is not None:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
+                "for the builder; take image.kind=docker, or leave it out"
+            )
         if not self.billed:
             raise ValueError(
                 f"image.repository={self.repository!r} is not in Artifact Registry, which would tell the project of "
                 "the build; set image.project"
             )
         return self
-
-
-def artifact_project(repository: str) -> str | None:
-    """Return the Google Cloud project of a repository, None where it is not in Artifact Registry."""
-    reference = ImageReference.parse(repository)
-    if reference.host.endswith("-docker.pkg.dev"):
-        return reference.path.partition("/")[0]
-    # https://cloud.google.com/artifact-registry/docs/transition/setup-gcr-repo: gcr.io is served by it since 2025
-    return reference.path.partition("/")[0] if re.fullmatch(r"([a-z]+\.)?gcr\.io", reference.host) else None
 
 
 Image = Annotated[NoImage | PrebuiltImage | DockerImage | CloudBuildImage, Field(discriminator="kind")]

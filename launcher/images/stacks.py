@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Self
 
@@ -40,13 +40,10 @@ class Contents:
 
     @property
     def said(self) -> dict[str, str]:
-        """Return what is known, by name."""
-        every = ((field.name, str(getattr(self, field.name))) for field in fields(self))
-        return {name: value for name, value in every if value}
+        return {name: value for name, value in asdict(self).items() if value}
 
     @property
     def labels(self) -> dict[str, str]:
-        """Return the labels of an image that holds this."""
         return {LABELS + name: value for name, value in self.said.items()}
 
     @classmethod
@@ -99,44 +96,20 @@ class Stack:
         return f"torch=={self.torch}", f"nvidia-nccl-cu13=={self.nccl}"
 
     def contents(self, architecture: str = "", *, own_base: bool = True) -> Contents:
-        """Return what an image of this stack holds.
-
-        Args:
-            own_base: it is built upon the product's own base, whose Python and glibc are known.
-        """
+        """Return what an image of this stack holds. Python and glibc are known of the product's own base."""
         base = {"python": self.python, "glibc": self.glibc} if own_base else {}
         return Contents(
             stack=self.name, torch=self.torch, nccl=self.nccl, cuda=self.cuda, architecture=architecture, **base
         )
 
-    def expected(self, contents: Contents) -> dict[str, str]:
-        """Return what installed.py compares with what it finds: an image on another base has a C library of its own."""
-        least = {"least-glibc": self.least_glibc} if self.least_glibc and not contents.glibc else {}
-        return {**contents.said, **least}
-
 
 # The default comes first. python:3.11.15-bookworm is Debian 12, which has glibc 2.36
 # (https://packages.debian.org/bookworm/libc6).
 _ALL = (
-    Stack(
-        name="default",
-        python="3.11.15",
-        glibc="2.36",
-        torch="2.13.0",
-        cuda="13.0",
-        nccl="2.29.7",
-    ),
+    Stack(name="default", python="3.11.15", glibc="2.36", torch="2.13.0", cuda="13.0", nccl="2.29.7"),
     # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
     # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
-    Stack(
-        name="tcpxo",
-        python="3.11.15",
-        glibc="2.36",
-        least_glibc="2.35",
-        torch="2.11.0",
-        cuda="13.0",
-        nccl="2.28.9",
-    ),
+    Stack(name="tcpxo", python="3.11.15", glibc="2.36", least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9"),
 )
 
 STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _ALL})

@@ -5,29 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from launcher.job import Object
-from launcher.networks.profile import (
-    GIB,
-    OTHERS_FILES,
-    Choice,
-    Installer,
-    Network,
-    NetworkCapability,
-    PluginOptions,
-    Profile,
-    ReleasePair,
-    Variable,
-    check_registry,
-    chosen_pair,
-    host_path,
-    installed_images,
-    interface_annotations,
-    library_path,
-    mount,
-    nccl_rules,
-    released_image,
-    reported,
-    variables,
-)
+from launcher.networks import profile as net
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
 from litgpt_demo.node.network import NodeNetwork
 
@@ -35,8 +13,8 @@ _REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib"
 PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gib"
 ARM_IMAGE = f"{_REGISTRY}/nccl-plugin-gib-arm64"
 
-_MANIFEST = f"{CEA}/gpudirect-rdma/nccl-test.yaml"
 _CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
+_JOBSET = f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml"
 _SLURM = f"{CTK}/examples/machine-learning"
 """The script that sets these lies in the image; its values are those of CTK's A3 Ultra and A4 Slurm images."""
 
@@ -50,34 +28,27 @@ _NOTES = "https://docs.cloud.google.com/ai-hypercomputer/docs/nccl/release-notes
 
 # What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
 PAIRS = (
-    ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
-    ReleasePair(plugin="v1.1.2", daemon=None, nccl=(), released="2026-05-14", source=f"{_NOTES}x86"),
-    ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
-    ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
-    ReleasePair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
-    ReleasePair(plugin="v1.0.3", daemon=None, nccl=(), released="", source=GR),
+    net.ReleasePair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}x86"),
+    net.ReleasePair("v1.1.0", None, "2025", _CHART),
+    net.ReleasePair("v1.0.6", None, "", GR),
+    net.ReleasePair("v1.0.5", None, "", GR),
+    net.ReleasePair("v1.0.3", None, "", GR),
 )
 ARM_PAIRS = (
-    ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
+    net.ReleasePair("v1.1.0", None, "", _INSTALLERS["arm64"]),
     # The row of A4X; A4X Max, which we do not have, needs 2.28.9.
-    ReleasePair(
-        plugin="v1.1.2",
-        daemon=None,
-        nccl=(">=2.25",),
-        released="2026-05-14",
-        source=f"{_NOTES}arm64",
-        driver="580.95.05",
-    ),
-    ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
-    ReleasePair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
-    ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}arm64", (">=2.25",), driver="580.95.05"),
+    net.ReleasePair("v1.1.1", None, "", GR),
+    net.ReleasePair("v1.0.7", None, "", GR),
+    net.ReleasePair("v1.0.6", None, "", GR),
 )
 
 ROOT = "/usr/local/gib"
 FOLDERS = (f"{ROOT}/lib64", "/usr/local/nvidia/lib64")
 SCRIPT = f"{ROOT}/scripts/set_nccl_env.sh"
 
-SCRIPTED = variables(
+SCRIPTED = net.variables(
     {
         "NCCL_CROSS_NIC": "0",
         "NCCL_NET_GDR_LEVEL": "PIX",
@@ -98,11 +69,11 @@ TUNERS = {"a4-highgpu-8g": "tuner_config_a4.txtpb", "a4x-highgpu-4g": "tuner_con
 # A4 683 GB/s all-reduce (https://github.com/dstackai/dstack). Nothing is published for A4X.
 FLOORS = {"a3-ultragpu-8g": {2: 195.0}, "a4-highgpu-8g": {2: 410.0}}
 
-SHM = 250 * GIB
+SHM = 250 * net.GIB
 """https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test.yaml"""
 
 
-class Options(PluginOptions):
+class Options(net.PluginOptions):
     """The settings of gIB."""
 
     network_attach: Literal["networks", "dra"] = "networks"
@@ -111,21 +82,17 @@ class Options(PluginOptions):
     """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
 
 
-def network(choice: Choice, options: Options) -> Network:
-    """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network.
-
-    Raises:
-        ConfigProblem: a release that we do not know.
-    """
-    machine = choice.machine
-    name, cards = (machine.name, machine.nics) if machine else ("", 8)
-    arm = choice.arch == "arm64"
-    pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
-    plugin = released_image(
-        ARM_IMAGE if arm else PLUGIN_IMAGE,
-        tag=pair.plugin,
-        given=options.network_plugin,
-        registry=options.network_registry,
+def network(choice: net.Choice, options: Options) -> net.Network:
+    """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network."""
+    assert choice.machine is not None  # it belongs to particular machines
+    machine, cards, arm = choice.machine.name, choice.machine.nics, choice.machine.arch == "arm64"
+    release = net.released(
+        options,
+        ARM_PAIRS if arm else PAIRS,
+        network="gib",
+        plugin=ARM_IMAGE if arm else PLUGIN_IMAGE,
+        installed=(PLUGIN_IMAGE, ARM_IMAGE),
+        manifest=_INSTALLERS[choice.machine.arch],
     )
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
@@ -133,67 +100,48 @@ def network(choice: Choice, options: Options) -> Network:
     attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
     named = () if by_claim or choice.host_network else ("eth0", *attached)
     claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
-    return Network(
-        name="gib",
-        node=_node(pair, options, choice, named),
-        annotations=interface_annotations(attached) if named else {},
-        init_containers=(installer(plugin),) if in_pod else (),
-        volumes=(
-            host_path("libraries", "/home/kubernetes/bin/nvidia"),
-            {"name": "gib", "emptyDir": {}} if in_pod else host_path("gib", "/home/kubernetes/bin/gib"),
+    recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
+    tuned = {}
+    if machine in TUNERS:
+        tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
+        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
+        tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
+    return net.Network(
+        node=NodeNetwork(
+            name="gib",
+            nccl_net="gIB",
+            scripts=(SCRIPT,),
+            library_paths=FOLDERS,
+            interfaces=named,
+            shm_bytes=8 * net.GIB,
+            floor_gbytes=FLOORS.get(machine, {}),
+            **release.node,
         ),
-        mounts=(mount("libraries", "/usr/local/nvidia"), mount("gib", ROOT)),
+        annotations=net.interface_annotations(attached) if named else {},
+        init_containers=(installer(release.plugin),) if in_pod else (),
+        volumes=(
+            net.host_path("libraries", "/home/kubernetes/bin/nvidia"),
+            {"name": "gib", "emptyDir": {}} if in_pod else net.host_path("gib", "/home/kubernetes/bin/gib"),
+        ),
+        mounts=(net.mount("libraries", "/usr/local/nvidia"), net.mount("gib", ROOT)),
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
-        capabilities=("IPC_LOCK", OTHERS_FILES),
+        capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=choice.host_network,
-        root=True,
         claims=claims,
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
-        environment=environment(name, extra_nic=options.extra_nic),
-        scripted=(*SCRIPTED, library_path(*FOLDERS, source=_CHART)),
-        shm_bytes=SHM,
-        pair=pair,
-        installer=None
-        if in_pod
-        else Installer(
-            images=installed_images(PLUGIN_IMAGE, ARM_IMAGE, options=options), manifest=_INSTALLERS[choice.arch]
+        environment=(
+            net.Variable(
+                "NCCL_NET", "gIB", _JOBSET, "without the plug-in NCCL stops, instead of using sockets", after=True
+            ),
+            net.Variable("GLOO_SOCKET_IFNAME", "eth0", recipe, after=True),
+            *net.variables(tuned, source=recipe, after=True),
+            *net.reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms"),
         ),
+        scripted=(*SCRIPTED, net.library_path(*FOLDERS, source=_CHART)),
+        shm_bytes=SHM,
+        **release.network,
     )
-
-
-def _node(pair: ReleasePair, options: Options, choice: Choice, interfaces: tuple[str, ...]) -> NodeNetwork:
-    """The part that the node checks, sources and proves."""
-    return NodeNetwork(
-        name="gib",
-        nccl_net="gIB",
-        scripts=(SCRIPT,),
-        library_paths=FOLDERS,
-        interfaces=interfaces,
-        shm_bytes=8 * GIB,
-        floor_gbytes=FLOORS.get(choice.machine.name, {}) if choice.machine else {},
-        **nccl_rules(pair, options, known=ARM_PAIRS if choice.arch == "arm64" else PAIRS),
-    )
-
-
-def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
-    """Variables that are set next to the script."""
-    net = Variable(
-        name="NCCL_NET",
-        value="gIB",
-        source=f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml",
-        why="without the plug-in NCCL stops, instead of using sockets",
-        after=True,
-    )
-    recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}" if machine else GR
-    gloo = Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=recipe, after=True)
-    more = {}
-    if machine in TUNERS:
-        more["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
-        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
-        more["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if extra_nic else "eth0"
-    said = reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms")
-    return (net, gloo, *variables(more, source=recipe, after=True), *said)
 
 
 def installer(image: str) -> Object:
@@ -208,21 +156,15 @@ def installer(image: str) -> Object:
         "name": "nccl-plugin-installer",
         "image": image,
         "command": ["/bin/sh", "-c", "; ".join(commands)],
-        "volumeMounts": [mount("gib", f"/target{ROOT}")],
+        "volumeMounts": [net.mount("gib", f"/target{ROOT}")],
     }
 
 
-PROFILE = Profile(
+PROFILE = net.Profile(
     name="gib",
     summary="GPUDirect-RDMA of A3 Ultra, A4 and A4X",
     options=Options,
     make=network,
-    carried_by=(
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.CLAIMS}),
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
-    ),
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
-    pairs={"amd64": PAIRS, "arm64": ARM_PAIRS},
-    check=check_registry,
 )

@@ -8,10 +8,10 @@ pod, and from one plug-in version to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -21,8 +21,6 @@ from launcher.machines import Machine
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
-
-"""A Kubernetes object, or a part of one."""
 
 GIB = 2**30
 OTHERS_FILES = "DAC_OVERRIDE"
@@ -44,16 +42,9 @@ REGISTRY = "us-docker.pkg.dev"
 class NetworkCapability(StrEnum):
     """A thing that a platform can give a job's nodes, and that networks need."""
 
-    POD_PARTS = "volumes, sidecars and capabilities of the network's own"
-    POD_NETWORKS = "further interfaces by GKE's Network objects"
-    CLAIMS = "devices by resource claims (dynamic resource allocation)"
+    PODS = "volumes, sidecars, capabilities, claims, GKE's Network objects and the host's network of a job's own pods"
     MULTUS = "further interfaces by Multus, and devices as extended resources"
-    HOST_NETWORK = "the host's network namespace"
     SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
-
-
-class NoOptions(Settings):
-    """The settings of a network that has none."""
 
 
 class PluginOptions(Settings):
@@ -78,7 +69,7 @@ class DaemonOptions(PluginOptions):
     plug-in."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variable:
     """An environment variable that a profile sets, or that one of its scripts sets on the node."""
 
@@ -93,9 +84,7 @@ class Variable:
 
 def variables(values: Mapping[str, str], *, source: str, why: str = "", after: bool = False) -> tuple[Variable, ...]:
     """Variables that share a source."""
-    return tuple(
-        Variable(name=name, value=value, source=source, why=why, after=after) for name, value in values.items()
-    )
+    return tuple(Variable(name, value, source, why, after) for name, value in values.items())
 
 
 def reported(*, source: str) -> tuple[Variable, ...]:
@@ -107,20 +96,20 @@ def reported(*, source: str) -> tuple[Variable, ...]:
 def library_path(*folders: str, source: str) -> Variable:
     """The placeholder of an explanation for the folders that the node puts first."""
     value = ":".join((*folders, "$LD_LIBRARY_PATH"))
-    return Variable(name="LD_LIBRARY_PATH", value=value, source=source, why="put before the image's own, on the node")
+    return Variable("LD_LIBRARY_PATH", value, source, "put before the image's own, on the node")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReleasePair:
     """A plug-in and the daemon it was released with."""
 
     plugin: str
     daemon: str | None
-    nccl: tuple[str, ...]
-    """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     released: str
     """ISO date, or as much of one as is known."""
     source: str
+    nccl: tuple[str, ...] = ()
+    """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     nccl_loads: tuple[str, ...] = ()
     """NCCL versions that are known to load the plug-in, as ranges; that is no proof that they work with it."""
     nccl_fails: tuple[str, ...] = ()
@@ -129,23 +118,6 @@ class ReleasePair:
     """The oldest GPU driver that the publisher names."""
     since: tuple[int, int] | None = None
     """Kubernetes version from which on the nodes need this release or a newer one."""
-
-
-def nccl_rules(pair: ReleasePair, options: PluginOptions, *, known: Sequence[ReleasePair]) -> dict[str, Any]:
-    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds.
-
-    Args:
-        known: all releases. Where nothing is known of this one, what fails or loads with another may do so with it.
-    """
-    other = next((one for one in known if one.nccl), pair)
-    return {
-        "nccl_versions": pair.nccl,
-        "nccl_elsewhere": () if pair.nccl else other.nccl,
-        "nccl_loads": pair.nccl_loads if pair.nccl else other.nccl_loads,
-        "nccl_fails": pair.nccl_fails if pair.nccl else other.nccl_fails,
-        "allow_unqualified": options.allow_unqualified_nccl,
-        "drivers": (f">={pair.driver}",) if pair.driver else (),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +140,11 @@ class Choice:
     host_network: bool = False
     """Pods share the network namespace of their machine."""
 
-    @property
-    def arch(self) -> str:
-        return self.machine.arch if self.machine else "amd64"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """A network made for one choice and its options."""
 
-    name: str
     node: NodeNetwork
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -187,11 +154,8 @@ class Network:
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
-    root: bool = False
-    """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
-    capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
     capabilities: tuple[str, ...] = ()
-    """All capabilities that the training's container has, as root; without root it has none."""
+    """All capabilities that the training's container has, as root; without them it is not root."""
     privileged: bool = False
     alone: Mapping[str, str] = field(default_factory=dict)
     """The label of pods that must not share a machine with this one: one daemon per node."""
@@ -206,10 +170,24 @@ class Network:
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: ReleasePair | None = None
+    known: tuple[ReleasePair, ...] = ()
+    """The releases that we know for the nodes' processor, the default first."""
+    problems: tuple[Finding, ...] = ()
+    """What is wrong with a choice and options that are each fine by themselves."""
     without_stack: str = ""
     """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def root(self) -> bool:
+        """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
+        capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
+        return bool(self.capabilities)
 
 
 Options = TypeVar("Options", bound=Settings)
@@ -225,19 +203,14 @@ class Profile(Generic[Options]):
     options: type[Options]
     """Its settings: they become settings of every platform that can carry it."""
     make: Callable[[Choice, Options], Network]
-    carried_by: tuple[frozenset[NetworkCapability], ...]
-    """Ways to carry it; a platform needs everything that one of them names."""
+    carried_by: frozenset[NetworkCapability] = frozenset()
+    """A platform needs one of these to carry it; where there are none, any does."""
     machines: tuple[str, ...] = ()
     """Machine types that have its hardware."""
     unlisted: bool = False
     """Machines that are not in our table may have it."""
-    pairs: Mapping[str, tuple[ReleasePair, ...]] = field(default_factory=dict)
-    """Known releases by processor architecture, the default first."""
-    check: Callable[[Choice, Options], Iterable[Finding]] = lambda choice, options: ()
-    """Yield what is wrong with a choice and options that are each fine by themselves."""
 
 
-DEFAULT_INTERFACE = "networking.gke.io/default-interface"
 INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
 
@@ -246,7 +219,7 @@ def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
     """The pod's network interfaces besides eth0: interface to the Network object it is attached to."""
     rows = [{"interfaceName": name, "network": network} for name, network in {"eth0": "default", **networks}.items()]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return {DEFAULT_INTERFACE: "eth0", INTERFACES: f"[\n{lines}\n]\n"}
+    return {"networking.gke.io/default-interface": "eth0", INTERFACES: f"[\n{lines}\n]\n"}
 
 
 def device_annotation(container: str, paths: Iterable[str]) -> dict[str, str]:
@@ -266,70 +239,101 @@ MULTUS = "k8s.v1.cni.cncf.io/networks"
 """Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 
 
-def chosen_pair(
-    pairs: tuple[ReleasePair, ...], *, network: str, tag: str | None, daemon: str | None = None
-) -> ReleasePair:
-    """Return the plug-in and daemon that tags mean; the default comes first in the table.
+class Released(NamedTuple):
+    """A plug-in and its daemon, as the options of a network want them."""
+
+    pair: ReleasePair
+    plugin: str
+    """The image to pull."""
+    daemon: str
+    node: dict[str, Any]
+    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
+    network: dict[str, Any]
+    """The fields of a Network that follow from the release."""
+
+
+def released(
+    options: PluginOptions,
+    pairs: tuple[ReleasePair, ...],
+    *,
+    network: str,
+    plugin: str,
+    daemon: str = "",
+    installed: tuple[str, ...] = (),
+    manifest: str,
+) -> Released:
+    """Return the plug-in and daemon that options mean; the default comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
     says which release it is, and only a known one what it is qualified for.
 
+    Args:
+        plugin: the publisher's image, without tag; and so is `daemon`.
+        installed: images by which the installer on the nodes is known, where `plugin` is not the only one.
+        manifest: address of the installer's.
+
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    tag, daemon = tag_of(tag), tag_of(daemon)
-    for setting, given in (("network_plugin", tag), ("network_daemon", daemon)):
-        if given == "latest":
+    given = {"network_plugin": options.network_plugin}
+    if isinstance(options, DaemonOptions):
+        given["network_daemon"] = options.network_daemon
+    tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
+    releases = ", ".join(one.plugin for one in pairs)
+    for setting, tag in tags.items():
+        if tag == "latest":
             raise ConfigProblem(
                 f"platform.{setting}=latest is another build each time, and the plug-in and its daemon have to match; "
-                f"name a release: {', '.join(pair.plugin for pair in pairs)}"
+                f"name a release: {releases}"
             )
-    plugin = tag or pairs[0].plugin
-    known = next((pair for pair in pairs if pair.plugin == plugin), None)
-    if known is None:
-        if daemon is None and pairs[0].daemon is not None:
+    tag, daemon_tag = tags["network_plugin"], tags.get("network_daemon")
+    chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
+    if chosen is None:
+        if daemon_tag is None and pairs[0].daemon is not None:
             raise ConfigProblem(
-                f"platform.network_plugin={plugin} is no {network} release that we know, nor is the daemon it needs; "
-                f"give platform.network_daemon too, or take one of {', '.join(pair.plugin for pair in pairs)}"
+                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs; "
+                f"give platform.network_daemon too, or take one of {releases}"
             )
-        return ReleasePair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
-    if daemon is not None and daemon != known.daemon:
-        return replace(known, daemon=daemon, source="platform.network_daemon")
-    return known
+        chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
+    elif daemon_tag not in {None, chosen.daemon}:
+        chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
+    registry = options.network_registry
 
-def tag_of(release: str | None) -> str | None:
-    """Return the tag of what a setting names, which is a tag or a whole image."""
-    return None if release is None else release.partition("@")[0].rpartition("/")[2].rpartition(":")[2]
+    def mirrored(image: str) -> str:
+        return image if registry is None else image.replace(REGISTRY, registry, 1)
 
+    def pulled(setting: str, image: str, tag: str | None) -> str:
+        whole = given.get(setting) or ""
+        return whole if "/" in whole else f"{mirrored(image)}:{tag}"
 
-def mirrored(image: str, registry: str | None) -> str:
-    """Return the name of a publisher's image, without tag, where a mirror has it."""
-    return image if registry is None else image.replace(REGISTRY, registry, 1)
-
-
-def released_image(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
-    """Return the image to pull: the whole one that a setting gives, or the publisher's of that tag, by its mirror.
-
-    Args:
-        image: the publisher's, without tag.
-        given: the setting, which is a tag or a whole image.
-    """
-    return given if given is not None and "/" in given else f"{mirrored(image, registry)}:{tag}"
-
-
-def installed_images(*images: str, options: PluginOptions) -> tuple[str, ...]:
-    """Return the names by which an installer of these images is known: the publisher's, a mirror's, the user's own."""
+    problems: tuple[Finding, ...] = ()
+    if registry is not None and all("/" in (one or "") for one in given.values()):
+        named = " and ".join(f"platform.{name}" for name in given)
+        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given in {named}"
+        problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
+    # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
+    images = installed or (plugin,)
     own = options.network_plugin.partition("@")[0].rpartition(":")[0] if options.network_plugin else ""
-    mirrors = (mirrored(image, options.network_registry) for image in images)
-    return tuple(dict.fromkeys(filter(None, (*images, *mirrors, own))))
-
-
-def check_registry(_choice: Choice, options: PluginOptions) -> Iterator[Finding]:
-    """Yield a mirror that nothing would be pulled from."""
-    images = [name for name in ("network_plugin", "network_daemon") if name in type(options).model_fields]
-    if options.network_registry is not None and all("/" in (getattr(options, name) or "") for name in images):
-        named = " and ".join(f"platform.{name}" for name in images)
-        mirror = f"platform.network_registry={options.network_registry}"
-        what = f"{mirror} mirrors nothing: full image paths are given in {named}"
-        yield Finding("error", "network.registry", what, "leave it out, or give tags")
+    names = tuple(dict.fromkeys(filter(None, (*images, *map(mirrored, images), own))))
+    # Where nothing is known of this release, what fails or loads with another may do so with it.
+    other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
+    return Released(
+        pair=chosen,
+        plugin=pulled("network_plugin", plugin, chosen.plugin),
+        daemon=pulled("network_daemon", daemon, chosen.daemon),
+        node={
+            "nccl_versions": chosen.nccl,
+            "nccl_elsewhere": () if chosen.nccl else other.nccl,
+            "nccl_loads": other.nccl_loads,
+            "nccl_fails": other.nccl_fails,
+            "allow_unqualified": options.allow_unqualified_nccl,
+            "drivers": (f">={chosen.driver}",) if chosen.driver else (),
+        },
+        network={
+            "pair": chosen,
+            "known": pairs,
+            "problems": problems,
+            "installer": Installer(images=names, manifest=manifest) if options.network_install == "node" else None,
+        },
+    )

@@ -4,21 +4,11 @@ interfaces come to the pod by Multus or are those of the host's network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from pydantic import Field
 
-from launcher.networks.profile import (
-    GIB,
-    MULTUS,
-    OTHERS_FILES,
-    Choice,
-    Network,
-    NetworkCapability,
-    Profile,
-    reported,
-    variables,
-)
+from launcher.networks import profile as net
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
@@ -30,7 +20,7 @@ ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
 
 # NCCL_SOCKET_NTHREADS times NCCL_NSOCKS_PERTHREAD may be 64 at most; they are for what does not go by RDMA.
-ENVIRONMENT = variables(
+ENVIRONMENT = net.variables(
     {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "8"}, source=_EPFL
 )
 
@@ -57,55 +47,46 @@ class Options(Settings):
     """The names of the RoCE interfaces on the nodes, joined by commas; empty is Multus' own: net1, net2, …"""
 
 
-def network(choice: Choice, options: Options) -> Network:
+def network(choice: net.Choice, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100)."""
     gpus = choice.machine.gpus if choice.machine else 0
-    attachments, resources = names(choice, options)
-    return Network(
-        name="roce",
+    by_site = net.NetworkCapability.SITE_NAMES in choice.carries
+    attached = options.roce_network or (ATTACHMENT if by_site else "")
+    attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
+    counts = (one.partition("=") for one in (options.roce_resource or (RESOURCE if by_site else "")).split(",") if one)
+    resources = {name: int(count or 1) for name, _, count in counts}
+    # Those that the user or the attachments name, else as Multus counts them from net1
+    # (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
+    # where the node takes every card that has an address.
+    interfaces = tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
+    if options.roce_interface:
+        interfaces = tuple(options.roce_interface.split(","))
+    return net.Network(
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
-            interfaces=interfaces(attachments, options),
+            interfaces=interfaces,
             hca="mlx5",
             gpus=gpus,
-            shm_bytes=GIB,
+            shm_bytes=net.GIB,
             # Of one site's cards; what others' reach is not known.
-            floor_gbytes=FLOOR if NetworkCapability.SITE_NAMES in choice.carries else {},
+            floor_gbytes=FLOOR if by_site else {},
         ),
-        annotations={MULTUS: ",".join(attachments)} if attachments else {},
+        annotations={net.MULTUS: ",".join(attachments)} if attachments else {},
         resources=resources,
         # RDMA pins memory (https://github.com/Mellanox/k8s-rdma-shared-dev-plugin/blob/2a8045c9/example/test-hca-pod.yaml).
-        capabilities=("IPC_LOCK", OTHERS_FILES),
-        root=True,
-        environment=(*ENVIRONMENT, *reported(source=_EPFL)),
-        shm_bytes=16 * GIB,
+        capabilities=("IPC_LOCK", net.OTHERS_FILES),
+        environment=(*ENVIRONMENT, *net.reported(source=_EPFL)),
+        shm_bytes=16 * net.GIB,
+        problems=tuple(problems(choice, options, attachments, resources)),
     )
 
 
-def names(choice: Choice, options: Options) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the attachments of a pod, none on the host's network, and its extended resources with their counts."""
-    by_site = NetworkCapability.SITE_NAMES in choice.carries
-    attached = options.roce_network or (ATTACHMENT if by_site else "")
-    asked = options.roce_resource or (RESOURCE if by_site else "")
-    counts = (one.partition("=") for one in asked.split(",") if one)
-    attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
-    return attachments, {name: int(count or 1) for name, _, count in counts}
-
-
-def interfaces(attachments: tuple[str, ...], options: Options) -> tuple[str, ...]:
-    """Return the cards' interfaces: those that the user or the attachments name, else as Multus counts them from net1
-    (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
-    where the node takes every card that has an address."""
-    if options.roce_interface:
-        return tuple(options.roce_interface.split(","))
-    return tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
-
-
-def check(choice: Choice, options: Options) -> Iterator[Finding]:
+def problems(
+    choice: net.Choice, options: Options, attachments: Collection[str], resources: Collection[str]
+) -> Iterator[Finding]:
     """Yield the names that only the cluster's administrator knows and that are missing, or that have no meaning."""
-    attachments, resources = names(choice, options)
     if not resources:
         what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
         fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
@@ -124,7 +105,7 @@ def check(choice: Choice, options: Options) -> Iterator[Finding]:
         yield Finding("error", "network.roce-resource", what, "name it as kubectl describe node does: rdma/shared")
 
 
-PROFILE = Profile(
+PROFILE = net.Profile(
     name="roce",
     summary="RDMA over Ethernet on clusters of other machines",
     options=Options,
@@ -132,10 +113,6 @@ PROFILE = Profile(
     # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
     # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
-    carried_by=(
-        frozenset({NetworkCapability.MULTUS}),
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
-    ),
+    carried_by=frozenset({net.NetworkCapability.PODS, net.NetworkCapability.MULTUS}),
     unlisted=True,
-    check=check,
 )

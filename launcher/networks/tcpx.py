@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from launcher.job import Object
-from launcher.networks.profile import (
-    GIB,
-    OTHERS_FILES,
-    Choice,
-    DaemonOptions,
-    Installer,
-    Network,
-    NetworkCapability,
-    Profile,
-    ReleasePair,
-    Variable,
-    check_registry,
-    chosen_pair,
-    device_annotation,
-    host_path,
-    installed_images,
-    interface_annotations,
-    library_path,
-    mount,
-    nccl_rules,
-    released_image,
-    reported,
-    variables,
-)
-from launcher.sources import AIP, CEA, CEA_98C, XPK
+from launcher.networks import profile as net
+from launcher.sources import AIP, CEA, CEA_98C
 from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpx-daemon"
@@ -38,7 +17,8 @@ PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
 DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 
 _README = f"{CEA_98C}/gpudirect-tcpx/README.md"
-_MANIFEST = f"{CEA}/gpudirect-tcpx/nccl-test-latest.yaml"
+# Annotations, daemon, volumes, mounts and capabilities: CEA's gpudirect-tcpx/nccl-test-latest.yaml, and XPK's
+# src/xpk/core/workload_decorators/tcpx_decorator.py (launcher/sources.py has their addresses).
 _INSTALLER = f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml"
 _CONFIG = f"{CEA_98C}/gpudirect-tcpx/nccl-config.yaml"
 _OLD_CONFIG = (
@@ -49,39 +29,21 @@ _DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tr
 # v3.1.12 is for GKE from 1.34 on (COS 125, devmem TCP of kernel 6.12: messages of CEA's commits 21ed6613, e3ae253a).
 # That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
 # 2026: what counts is what the nodes have.
-NCCL_2_19 = (">=2.19,<2.20",)
-# NCCL_NET=GPUDirectTCPX_v7: the plug-in speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5 to
-# v7), 2.28.7 and 2.29.7 (v6 to v11) hold; that those between them do is INFERRED.
-_LOADS = (">=2.19.3,<=2.29.7",)
-# With 2.21.5 one node worked and several did not, with 2.18.1 they did:
-# https://github.com/GoogleCloudPlatform/container-engine-accelerators/issues/414
-# The issue is from the time of v3.1.9; nothing says that v3.1.12 mends it.
-_FAILS = ("==2.21.5",)
+_TRIED: dict[str, Any] = {
+    # NCCL_NET=GPUDirectTCPX_v7: the plug-in speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5
+    # to v7), 2.28.7 and 2.29.7 (v6 to v11) hold; that those between them do is INFERRED.
+    "nccl_loads": (">=2.19.3,<=2.29.7",),
+    # With 2.21.5 one node worked and several did not, with 2.18.1 they did:
+    # https://github.com/GoogleCloudPlatform/container-engine-accelerators/issues/414
+    # The issue is from the time of v3.1.9; nothing says that v3.1.12 mends it.
+    "nccl_fails": ("==2.21.5",),
+}
 PAIRS = (
-    ReleasePair(
-        plugin="v3.1.12",
-        daemon="v2.0.15",
-        nccl=NCCL_2_19,
-        released="2026-06-22",
-        source=_README,
-        since=(1, 34),
-        nccl_loads=_LOADS,
-        nccl_fails=_FAILS,
-    ),
-    ReleasePair(
-        plugin="v3.1.9",
-        daemon="v2.0.12",
-        nccl=NCCL_2_19,
-        released="2024-02-15",
-        source=_README,
-        nccl_loads=_LOADS,
-        nccl_fails=_FAILS,
-    ),
-    ReleasePair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
-    ReleasePair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
-    ReleasePair(
-        plugin="v3.1.6_2023_10_06", daemon="v2.0.7", nccl=(">=2.17.1,<2.19",), released="2023-10", source=_DEMO
-    ),
+    net.ReleasePair("v3.1.12", "v2.0.15", "2026-06-22", _README, (">=2.19,<2.20",), since=(1, 34), **_TRIED),
+    net.ReleasePair("v3.1.9", "v2.0.12", "2024-02-15", _README, (">=2.19,<2.20",), **_TRIED),
+    net.ReleasePair("v3.1.7", "v2.0.11", "2024", f"{AIP}/helm/values.yaml"),
+    net.ReleasePair("v3.1.6_2023_10_23", "v2.0.9", "2023-10", _DEMO, (">=2.18,<2.19",)),
+    net.ReleasePair("v3.1.6_2023_10_06", "v2.0.7", "2023-10", _DEMO, (">=2.17.1,<2.19",)),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
@@ -98,7 +60,7 @@ RX = "eth1:22-35,126-139;eth2:22-35,126-139;eth3:74-87,178-191;eth4:74-87,178-19
 FREE_CORES = "0-7,104-111,52-59,156-163"
 """The cores that are left for the ranks (`taskset` in CEA's nccl-config.yaml)."""
 
-COMMON = variables(
+COMMON = net.variables(
     {
         "NCCL_SOCKET_IFNAME": "eth0",
         "NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0",
@@ -120,8 +82,8 @@ COMMON = variables(
     },
     source=_CONFIG,
 )
-SINCE_JUNE_2026 = variables({"NCCL_ALGO": "Ring,Tree"}, source=_CONFIG)
-BEFORE = variables(
+SINCE_JUNE_2026 = net.variables({"NCCL_ALGO": "Ring,Tree"}, source=_CONFIG)
+BEFORE = net.variables(
     {
         "NCCL_ALGO": "Ring",
         "NCCL_MAX_NCHANNELS": "8",
@@ -131,21 +93,14 @@ BEFORE = variables(
     },
     source=_OLD_CONFIG,
 )
+_STOPS = "without the plug-in NCCL stops, instead of using sockets"
+_PREFIX = "where the daemon's socket is; the default is /tmp, which would hide the image's own"
+_ENTRYPOINT = f"{AIP}/scripts/litgpt_container_entrypoint.sh"
 OURS = (
-    Variable(
-        name="NCCL_NET",
-        value="GPUDirectTCPX_v7",
-        source=f"{_DEMO}/README.md",
-        why="without the plug-in NCCL stops, instead of using sockets",
-    ),
-    Variable(
-        name="NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX",
-        value=SOCKETS,
-        source=f"{AIP}/scripts/litgpt_container_entrypoint.sh",
-        why="where the daemon's socket is; the default is /tmp, which would hide the image's own",
-    ),
-    Variable(name="NCCL_NVLS_ENABLE", value="0", source=f"{AIP}/helm/templates/litgpt.yaml"),
-    Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_CONFIG, why="as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
+    net.Variable("NCCL_NET", "GPUDirectTCPX_v7", f"{_DEMO}/README.md", _STOPS),
+    net.Variable("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", SOCKETS, _ENTRYPOINT, _PREFIX),
+    net.Variable("NCCL_NVLS_ENABLE", "0", f"{AIP}/helm/templates/litgpt.yaml"),
+    net.Variable("GLOO_SOCKET_IFNAME", "eth0", _CONFIG, "as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
 )
 
 # 66 GB/s is the least that was published for two nodes, plain gVNIC 20 to 24: a floor at 0.6 of it tells them apart.
@@ -160,11 +115,11 @@ _WITHOUT_STACK = (
     "(docs/images.md)"
 )
 
-SHM = 128 * GIB
-"""XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
+SHM = 128 * net.GIB
+"""That of XPK's decorator."""
 
 
-class Options(DaemonOptions):
+class Options(net.DaemonOptions):
     """The settings of TCPX."""
 
     disable_pmtu: bool = False
@@ -172,71 +127,56 @@ class Options(DaemonOptions):
     its own network never does; with host_network its machine is set so."""
 
 
-def network(choice: Choice, options: Options) -> Network:
-    """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
-
-    Raises:
-        ConfigProblem: a release that we do not know.
-    """
-    pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
-    in_pod = options.network_install == "pod"
-    registry = options.network_registry
-    plugin = released_image(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
-    receiver = released_image(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
+def network(choice: net.Choice, options: Options) -> net.Network:
+    """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
+    release = net.released(
+        options, PAIRS, network="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
+    )
+    in_pod, on_host = options.network_install == "pod", choice.host_network
+    # Before June 2026 there were several variables that were dropped then.
+    former = release.pair.plugin in {known.plugin for known in PAIRS[1:]}
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
-    annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
-    return Network(
-        name="tcpx",
-        node=_node(pair, options, folders),
-        annotations=annotations,
-        init_containers=(*((installer(plugin),) if in_pod else ()), daemon(receiver, privileged=choice.host_network)),
+    attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, GPUS)}
+    return net.Network(
+        node=NodeNetwork(
+            name="tcpx",
+            nccl_net="GPUDirectTCPX_v7",
+            library_paths=folders,
+            interfaces=("eth0", *NETWORKS),
+            socket=f"{SOCKETS}/rx_rule_manager",
+            shm_bytes=8 * net.GIB,
+            floor_gbytes=FLOOR,
+            cpus=FREE_CORES,
+            disable_pmtu=options.disable_pmtu,
+            **release.node,
+        ),
+        annotations={} if on_host else attached,
+        init_containers=(
+            *((installer(release.plugin),) if in_pod else ()),
+            daemon(release.daemon, privileged=on_host),
+        ),
         volumes=(
-            host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+            net.host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
             {"name": "tcpx-socket", "emptyDir": {}},
-            host_path("sys", "/sys"),
-            host_path("proc-sys", "/proc/sys"),
+            net.host_path("sys", "/sys"),
+            net.host_path("proc-sys", "/proc/sys"),
             *(({"name": "tcpx-plugin", "emptyDir": {}},) if in_pod else ()),
         ),
         mounts=(
-            mount("libraries", LIBRARIES),
-            mount("tcpx-socket", SOCKETS),
-            *((mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
+            net.mount("libraries", LIBRARIES),
+            net.mount("tcpx-socket", SOCKETS),
+            *((net.mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
         ),
-        # GPU memory is pinned; the devices and the daemon's socket are root's (MANIFESTS).
-        capabilities=("IPC_LOCK", OTHERS_FILES),
-        privileged=choice.host_network,
-        root=True,
-        environment=(*COMMON, *(BEFORE if old(pair) else SINCE_JUNE_2026), *OURS, *reported(source=_CONFIG)),
-        scripted=(library_path(*folders, source=_README),),
+        # GPU memory is pinned; the devices and the daemon's socket are root's.
+        capabilities=("IPC_LOCK", net.OTHERS_FILES),
+        privileged=on_host,
+        environment=(*COMMON, *(BEFORE if former else SINCE_JUNE_2026), *OURS, *net.reported(source=_CONFIG)),
+        scripted=(net.library_path(*folders, source=_README),),
         named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),
         shm_bytes=SHM,
-        pair=pair,
         without_stack=_WITHOUT_STACK,
-        installer=None
-        if in_pod
-        else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
+        **release.network,
     )
-
-
-def _node(pair: ReleasePair, options: Options, folders: tuple[str, ...]) -> NodeNetwork:
-    """The part that the node checks and proves."""
-    return NodeNetwork(
-        name="tcpx",
-        nccl_net="GPUDirectTCPX_v7",
-        library_paths=folders,
-        interfaces=("eth0", *NETWORKS),
-        socket=f"{SOCKETS}/rx_rule_manager",
-        shm_bytes=8 * GIB,
-        floor_gbytes=FLOOR,
-        cpus=FREE_CORES,
-        **nccl_rules(pair, options, known=PAIRS),
-        disable_pmtu=options.disable_pmtu,
-    )
-
-
-def old(pair: ReleasePair) -> bool:
-    """Return True if the release is from before June 2026, when several variables were dropped."""
-    return pair.plugin in {known.plugin for known in PAIRS[1:]}
 
 
 def daemon(image: str, *, privileged: bool) -> Object:
@@ -260,10 +200,10 @@ def daemon(image: str, *, privileged: bool) -> Object:
         "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}],
         "securityContext": security,
         "volumeMounts": [
-            mount("libraries", LIBRARIES),
-            mount("tcpx-socket", SOCKETS),
-            mount("sys", "/hostsysfs"),
-            mount("proc-sys", "/hostprocsysfs"),
+            net.mount("libraries", LIBRARIES),
+            net.mount("tcpx-socket", SOCKETS),
+            net.mount("sys", "/hostsysfs"),
+            net.mount("proc-sys", "/hostprocsysfs"),
         ],
     }  # fmt: skip
 
@@ -276,23 +216,15 @@ def installer(image: str) -> Object:
         "image": image,
         "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
         "resources": {"requests": {"cpu": "150m"}},
-        "volumeMounts": [mount("tcpx-plugin", "/var/lib/tcpx")],
+        "volumeMounts": [net.mount("tcpx-plugin", "/var/lib/tcpx")],
     }
 
 
-MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.py")
-"""The source of annotations, daemon, volumes, mounts and capabilities."""
-
-PROFILE = Profile(
+PROFILE = net.Profile(
     name="tcpx",
     summary="GPUDirect of A3 High",
     options=Options,
     make=network,
-    carried_by=(
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
-    ),
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-highgpu-8g",),
-    pairs={"amd64": PAIRS},
-    check=check_registry,
 )

@@ -5,30 +5,7 @@ from __future__ import annotations
 import re
 
 from launcher.job import Object
-from launcher.networks.profile import (
-    GIB,
-    OTHERS_FILES,
-    Choice,
-    DaemonOptions,
-    Installer,
-    Network,
-    NetworkCapability,
-    Profile,
-    ReleasePair,
-    Variable,
-    check_registry,
-    chosen_pair,
-    device_annotation,
-    host_path,
-    installed_images,
-    interface_annotations,
-    library_path,
-    mount,
-    nccl_rules,
-    released_image,
-    reported,
-    variables,
-)
+from launcher.networks import profile as net
 from launcher.sources import CEA, GR, NPX
 from litgpt_demo.node.network import NodeNetwork
 
@@ -49,27 +26,21 @@ _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 # The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in NPX), which 2.19.3 (v5 to v7), 2.28.7 and
 # 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
-
-
-def _pair(plugin: str, daemon: str, released: str, *nccl: str) -> ReleasePair:
-    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=_README, nccl_loads=_LOADS)
-
-
 PAIRS = (
-    _pair("v1.0.15", "v1.0.21", "2026-01-09", ">=2.28.7,<2.29"),
-    _pair("v1.0.14", "v1.0.20", "2025-11-19", ">=2.28.7,<2.29"),
-    _pair("v1.0.12", "v1.0.18", "2025-08-21", ">=2.26.5,<2.27"),
-    _pair("v1.0.11", "v1.0.17", "2025-06-27", ">=2.23.4,<2.24"),
-    _pair("v1.0.9-1", "v1.0.15", "2025-05-01", ">=2.21.5,<2.24"),
-    _pair("v1.0.8-1", "v1.0.14", "2025-02-06", ">=2.21.5,<2.24"),
-    _pair("v1.0.7", "v1.0.13_1", "2024-11-27"),
-    _pair("v1.0.6", "v1.0.12", "2024-10-18"),
-    _pair("v1.0.5", "v1.0.11", "2024-09-19"),
-    _pair("v1.0.4", "v1.0.10", "2024-08-06"),
-    _pair("v1.0.3", "v1.0.9", "2024-06-27"),
-    _pair("v1.0.2", "v1.0.8", "2024-05-30"),
-    _pair("v1.0.1", "v1.0.8", "2024-05-20"),
-    _pair("v1.0.0", "v1.0.6-sctp", "2024-04-17"),
+    net.ReleasePair("v1.0.15", "v1.0.21", "2026-01-09", _README, (">=2.28.7,<2.29",), _LOADS),
+    net.ReleasePair("v1.0.14", "v1.0.20", "2025-11-19", _README, (">=2.28.7,<2.29",), _LOADS),
+    net.ReleasePair("v1.0.12", "v1.0.18", "2025-08-21", _README, (">=2.26.5,<2.27",), _LOADS),
+    net.ReleasePair("v1.0.11", "v1.0.17", "2025-06-27", _README, (">=2.23.4,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.9-1", "v1.0.15", "2025-05-01", _README, (">=2.21.5,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.8-1", "v1.0.14", "2025-02-06", _README, (">=2.21.5,<2.24",), _LOADS),
+    net.ReleasePair("v1.0.7", "v1.0.13_1", "2024-11-27", _README, (), _LOADS),
+    net.ReleasePair("v1.0.6", "v1.0.12", "2024-10-18", _README, (), _LOADS),
+    net.ReleasePair("v1.0.5", "v1.0.11", "2024-09-19", _README, (), _LOADS),
+    net.ReleasePair("v1.0.4", "v1.0.10", "2024-08-06", _README, (), _LOADS),
+    net.ReleasePair("v1.0.3", "v1.0.9", "2024-06-27", _README, (), _LOADS),
+    net.ReleasePair("v1.0.2", "v1.0.8", "2024-05-30", _README, (), _LOADS),
+    net.ReleasePair("v1.0.1", "v1.0.8", "2024-05-20", _README, (), _LOADS),
+    net.ReleasePair("v1.0.0", "v1.0.6-sctp", "2024-04-17", _README, (), _LOADS),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 9)}
@@ -84,7 +55,7 @@ LIBRARIES = "/usr/local/nvidia/lib64"
 OWN = "/usr/local/nccl-plugin"
 
 # What nccl-env-profile.sh exports; it prepends NCCL_LIB_DIR to LD_LIBRARY_PATH, and finds the cards by PCI slot.
-SCRIPTED = variables(
+SCRIPTED = net.variables(
     {
         "NCCL_FASTRAK_IFNAME": "eth1,eth2,eth3,eth4,eth5,eth6,eth7,eth8",
         "NCCL_FASTRAK_CTRL_DEV": "eth0",
@@ -116,81 +87,68 @@ SCRIPTED = variables(
 # least; plain TCP has 4 GB/s there. NVIDIA's own fixed floor of 300 fails good nodes (https://github.com/NVIDIA/aicr/issues/1256).
 FLOOR = {2: 190.0}
 
-SHM = 250 * GIB
+SHM = 250 * net.GIB
 
 
-def network(choice: Choice, options: DaemonOptions) -> Network:
-    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
-
-    Raises:
-        ConfigProblem: a release that we do not know.
-    """
-    pair = chosen_pair(PAIRS, network="tcpxo", tag=options.network_plugin, daemon=options.network_daemon)
+def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
+    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
+    release = net.released(
+        options, PAIRS, network="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
+    )
     in_pod, on_host = options.network_install == "pod", choice.host_network
-    registry = options.network_registry
-    plugin = released_image(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
-    receiver = released_image(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
     folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
-    attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}
-    return Network(
-        name="tcpxo",
-        node=_node(pair, options, libraries, folders),
-        annotations=attached,
+    attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, DEVICES)}
+    devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
+    return net.Network(
+        node=NodeNetwork(
+            name="tcpxo",
+            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
+            nccl_net="FasTrak",
+            # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
+            scripts=(f"{libraries}/nccl-env-profile.sh",),
+            library_paths=folders,
+            interfaces=("eth0", *NETWORKS),
+            socket="127.0.0.1:7332",
+            glibc="2.35" if version(release.pair.plugin) >= (1, 0, 9) else None,
+            shm_bytes=8 * net.GIB,
+            floor_gbytes=FLOOR,
+            **release.node,
+        ),
+        annotations={} if on_host else attached,
         labels={"tcpxo": "daemon"},
         alone={"tcpxo": "daemon"},
-        init_containers=(*((installer(plugin),) if in_pod else ()), daemon(pair, receiver, privileged=on_host)),
+        init_containers=(
+            *((installer(release.plugin),) if in_pod else ()),
+            daemon(release.pair.daemon or "", release.daemon, privileged=on_host),
+        ),
         volumes=(
-            host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
-            host_path("sys", "/sys"),
-            host_path("proc-sys", "/proc/sys"),
-            *(() if on_host else (host_path("aperture-devices", APERTURES),)),
+            net.host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+            net.host_path("sys", "/sys"),
+            net.host_path("proc-sys", "/proc/sys"),
+            *(() if on_host else (net.host_path("aperture-devices", APERTURES),)),
             *(({"name": "nccl-plugin", "emptyDir": {}},) if in_pod else ()),
         ),
         mounts=(
-            mount("libraries", LIBRARIES),
-            *(() if on_host else (mount("aperture-devices", APERTURES),)),
-            *((mount("nccl-plugin", OWN),) if in_pod else ()),
+            net.mount("libraries", LIBRARIES),
+            *(() if on_host else (net.mount("aperture-devices", APERTURES),)),
+            *((net.mount("nccl-plugin", OWN),) if in_pod else ()),
         ),
         # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
-        capabilities=(OTHERS_FILES,),
+        capabilities=(net.OTHERS_FILES,),
         privileged=on_host,
-        root=True,
-        environment=environment(libraries, on_host=on_host),
-        scripted=(*SCRIPTED, library_path(*folders, source=_MANIFEST)),
+        # What the script needs, and must not overwrite. On the host's network the cards are seen as they are.
+        environment=(
+            net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it"),
+            *(() if on_host else (devices,)),
+            net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED"),
+            *net.reported(source=_PROFILE),
+        ),
+        scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
         named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=SHM,  # GR's chart (_CHART)
-        pair=pair,
-        installer=None
-        if in_pod
-        else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
+        **release.network,
     )
-
-
-def _node(pair: ReleasePair, options: DaemonOptions, libraries: str, folders: tuple[str, ...]) -> NodeNetwork:
-    """The part that the node checks, sources and proves."""
-    return NodeNetwork(
-        name="tcpxo",
-        # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
-        nccl_net="FasTrak",
-        # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
-        scripts=(f"{libraries}/nccl-env-profile.sh",),
-        library_paths=folders,
-        interfaces=("eth0", *NETWORKS),
-        socket="127.0.0.1:7332",
-        glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
-        shm_bytes=8 * GIB,
-        floor_gbytes=FLOOR,
-        **nccl_rules(pair, options, known=PAIRS),
-    )
-
-
-def environment(libraries: str, *, on_host: bool) -> tuple[Variable, ...]:
-    """Variables that the script needs, and must not overwrite. On the host's network the cards are seen as they are."""
-    where = Variable(name="NCCL_LIB_DIR", value=libraries, source=_PROFILE, why="the script stops without it")
-    devices = Variable(name="NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", value=APERTURES, source=_MANIFEST)
-    gloo = Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_PROFILE, why="as NCCL_SOCKET_IFNAME; INFERRED")
-    return (where, *(() if on_host else (devices,)), gloo, *reported(source=_PROFILE))
 
 
 def version(tag: str) -> tuple[int, ...]:
@@ -199,51 +157,46 @@ def version(tag: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found[1].split(".")) if found else ()
 
 
-def daemon_flags(tag: str) -> str:
-    """The daemon's command line changed twice; flags that were retired are reported as errors (NPX's README)."""
+def daemon(tag: str, image: str, *, privileged: bool) -> Object:
+    """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
+    script = "/fts/entrypoint_rxdm_container.sh"
     release = version(tag)
+    # Flags that were retired are reported as errors (NPX's README).
     flags = ["--num_hops=2"]
     if release < (1, 0, 20):
         flags.append("--num_nics=8")
     if release < (1, 0, 18):
         flags += ["--uid=", "--alsologtostderr"]
-    return " ".join(flags)
-
-
-def daemon(pair: ReleasePair, image: str, *, privileged: bool) -> Object:
-    """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
-    tag = pair.daemon or ""
-    script = "/fts/entrypoint_rxdm_container.sh"
-    probed = version(tag) >= (1, 0, 11)
+    probed = release >= (1, 0, 11)
+    probe = {
+        "exec": {"command": ["cat", HEALTH]},
+        "initialDelaySeconds": 1,
+        "periodSeconds": 5,
+        "timeoutSeconds": 1,
+        "successThreshold": 1,
+        # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
+        "failureThreshold": 24,
+    }
     health = [{"name": "HEALTH_CHECK_LOG_FILE", "value": HEALTH}] if probed else []
     security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN", "NET_BIND_SERVICE"]}}
     return {
         "name": DAEMON,
         "image": image,
         "restartPolicy": "Always",
-        "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {daemon_flags(tag)}"],
+        "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {' '.join(flags)}"],
         "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}, *health],
         "securityContext": security,
-        **({"startupProbe": PROBE} if probed else {}),
+        **({"startupProbe": probe} if probed else {}),
         "volumeMounts": [
-            mount("libraries", LIBRARIES),
-            mount("sys", "/hostsysfs"),
-            mount("proc-sys", "/hostprocsysfs"),
+            net.mount("libraries", LIBRARIES),
+            net.mount("sys", "/hostsysfs"),
+            net.mount("proc-sys", "/hostprocsysfs"),
         ],
     }
 
 
 HEALTH = "/run/health-check"
 """Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
-PROBE = {
-    "exec": {"command": ["cat", HEALTH]},
-    "initialDelaySeconds": 1,
-    "periodSeconds": 5,
-    "timeoutSeconds": 1,
-    "successThreshold": 1,
-    # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
-    "failureThreshold": 24,
-}
 
 
 def installer(image: str) -> Object:
@@ -258,22 +211,17 @@ def installer(image: str) -> Object:
         "name": "nccl-plugin-installer",
         "image": image,
         "command": ["/bin/sh", "-c", "; ".join(commands)],
-        "volumeMounts": [mount("nccl-plugin", OWN)],
+        "volumeMounts": [net.mount("nccl-plugin", OWN)],
     }
 
 
-PROFILE = Profile(
+PROFILE = net.Profile(
     name="tcpxo",
     summary="GPUDirect of A3 Mega",
     # Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
     # gke-tcpxo-networking).
-    options=DaemonOptions,
+    options=net.DaemonOptions,
     make=network,
-    carried_by=(
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
-        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
-    ),
+    carried_by=frozenset({net.NetworkCapability.PODS}),
     machines=("a3-megagpu-8g",),
-    pairs={"amd64": PAIRS},
-    check=check_registry,
 )

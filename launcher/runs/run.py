@@ -10,8 +10,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
-from launcher.images.identity import SoftwareIdentity
-from launcher.images.sbom import SBOM, bill_of_materials
+from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of

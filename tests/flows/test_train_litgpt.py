@@ -21,7 +21,7 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import JobCancelled
 from launcher.events import Event, StepDone
-from launcher.images.sbom import SBOM
+from launcher.images.identity import SBOM
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
 from launcher.runs.index import Index

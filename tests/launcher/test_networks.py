@@ -50,7 +50,7 @@ def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() ->
 def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_was_read() -> None:
     for machine in MACHINES.values():
         assert machine.sources
-        assert all(source.startswith("https://") for source in (*machine.sources, machine.gpu.source))
+        assert all(source.startswith("https://") for source in machine.sources)
         for network in networks_of(machine):
             made = open_network(network, Choice(machine=machine))
             assert len([name for name in made.node.interfaces if name != "eth0"]) in {0, machine.nics}

@@ -200,7 +200,7 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
     if machine is not None and (machine.name.startswith("n1-") or settings.gpu_driver):
         driver = _given(driverVersion=settings.gpu_driver)
-        accelerators = [{"type": machine.gpu.label, "count": machine.gpus, **driver}]
+        accelerators = [{"type": machine.gpu, "count": machine.gpus, **driver}]
     policy = _given(
         # Google's name: an N1 with GPUs is called after both in our table (`n1-standard-8-t4`).
         machineType=re.sub(r"^(n1-\w+-\d+)-\w+$", r"\1", settings.machine),

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import pairwise
 
 from launcher.job import Object
-from launcher.networks import known_pairs, network_findings
 from launcher.networks.profile import Network
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
@@ -69,7 +68,7 @@ class Submitted:
 
 def check_settings(submitted: Submitted) -> Iterator[Finding]:
     """Yield everything that cannot be, or is a risk, by what the config says alone."""
-    yield from network_findings(submitted.settings, host_network=submitted.settings.host_network)
+    yield from submitted.fabric.problems
     yield from _releases(submitted)
     yield from _named_interfaces(submitted)
     yield from _kept(submitted)
@@ -78,7 +77,7 @@ def check_settings(submitted: Submitted) -> Iterator[Finding]:
 
 def _releases(submitted: Submitted) -> Iterator[Finding]:
     """A plug-in works with the daemon that it was released with; other pairs are somebody's own risk."""
-    chosen, pairs = submitted.fabric.pair, known_pairs(submitted.settings)
+    chosen, pairs = submitted.fabric.pair, submitted.fabric.known
     if chosen is None:
         return
     known = {pair.plugin: pair.daemon for pair in pairs}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Installer
 from launcher.platforms.kubernetes.checks import Submitted
 from launcher.platforms.kubernetes.cluster import (
@@ -58,9 +57,8 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
-    settings = submitted.settings
-    made = settings.fabric
-    pairs = known_pairs(settings)
+    made = submitted.fabric
+    pairs = made.known
     needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
         return

@@ -286,7 +286,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     machine = settings.machine_type
     selector = dict(settings.node_selector)
     if machine is not None:
-        selector |= {"cloud.google.com/gke-accelerator": machine.gpu.label, **machine.labels}
+        selector |= {"cloud.google.com/gke-accelerator": machine.gpu, **machine.labels}
     selector |= _capacity(settings)
     tolerations = [*_TOLERATIONS, *_more_tolerations(settings)]
     affinity = _affinity(network, exclude=[*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))])

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.networks import DEFAULT, network_findings
+from launcher.networks import DEFAULT
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
@@ -115,7 +115,7 @@ class RunaiPlatform:
         if network != DEFAULT and self._settings.gpus == 0:
             what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
             yield Finding("warning", f"runai.{network}", what, f"raise platform.gpus, or take network: {DEFAULT}")
-        yield from network_findings(self._settings)
+        yield from self._settings.fabric.problems
         if self._settings.interactive:
             what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
             fix = f"run this in each of them: {submission.body['node']['by_hand']}"

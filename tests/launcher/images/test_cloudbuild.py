@@ -13,8 +13,7 @@ from registry_server import Running, registry
 
 from launcher.errors import ImageProblem, ImageUnreachable, JobCancelled
 from launcher.images import cloudbuild, oci
-from launcher.images.build import Site
-from launcher.images.builders import prepare_image
+from launcher.images.build import prepare_image
 from launcher.images.settings import CloudBuildImage
 
 ROOT = "gs://cloudbuild-tests/team/runs"
@@ -53,7 +52,7 @@ def prepared(
     log: Callable[[str], None] = lambda line: None,
     pause: Callable[[float], None] = lambda seconds: None,
 ) -> str | None:
-    return prepare_image(image, log=log, site=Site(root=ROOT, pause=pause)).image
+    return prepare_image(image, log=log, root=ROOT, pause=pause).image
 
 
 def build_on_its_way(cloud: CloudBuild, image: CloudBuildImage) -> str:

@@ -14,7 +14,7 @@ from registry_server import OCI_MANIFEST, Running, registry
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem
 from launcher.findings import require
-from launcher.images.fitness import check_finished, check_fitness, chosen_image
+from launcher.images.fitness import check_fitness, chosen_image
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
 from litgpt_demo.findings import Finding
@@ -83,8 +83,8 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
     with registry() as public:
         there = public.push_image("team/mine", NEW.labels)
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
-            require(check_finished(config(mine, "tcpxo"), there))
-        assert list(check_finished(config(mine), there)) == []
+            require(check_fitness(config(mine, "tcpxo"), there))
+        assert list(check_fitness(config(mine), there)) == []
 
 
 @pytest.fixture(autouse=True)

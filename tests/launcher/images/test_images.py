@@ -12,7 +12,8 @@ import sys
 import tarfile
 import traceback
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from functools import partial
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,12 @@ from deployments.lock import constraints
 from launcher.errors import ImageProblem, ImageUnreachable
 from launcher.events import Listener
 from launcher.images import docker, oci
-from launcher.images.build import Build
-from launcher.images.builders import build_key, pin_base, prepare_image, recipes
-from launcher.images.context import Context
-from launcher.images.docker import Engine, run_engine
-from launcher.images.identity import software_identity
+from launcher.images.build import build_key, builds_of, pin_base, prepare_image
+from launcher.images.context import Build, Context
+from launcher.images.docker import build_here, run_engine
+from launcher.images.identity import SoftwareIdentity, bill_of_materials, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
-from launcher.images.settings import DockerImage, PrebuiltImage
+from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
 from launcher.images.stacks import STACKS, Stack
 
 CHECKOUT = Path(__file__).parents[3]
@@ -203,7 +203,7 @@ def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> Non
     context = write_files(tmp_path / "context", files | {".dockerignore": b"**/*.log\ndata\n!data/deep/d\n"})
     (context / "link").symlink_to("a.py")
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
-    hashed = Context.of(context, tmp_path / "Dockerfile")
+    hashed = Context(context, tmp_path / "Dockerfile")
     names = ["a.py", "data/deep/d", "link", "sub/b.py", "Dockerfile.train-litgpt"]
     assert [(member.name, member.uid) for member in members(hashed)] == [(name, 0) for name in names]
     (context / "a.py").write_bytes(b"changed")
@@ -232,18 +232,19 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docker_image(write_files(tmp_path / "context", {"a": b"x"}))
-    context = Context.of(tmp_path / "context", tmp_path / "Dockerfile")
+    context = Context(tmp_path / "context", tmp_path / "Dockerfile")
     build = Build(tag="127.0.0.1:5000/team/train:0123", context=context, platform="linux/amd64")
-    engine, once = Engine(asked="docker", pause=lambda _: None), tmp_path / "once"
+    once = tmp_path / "once"
+    make = partial(build_here, build, asked="docker", log=lambda line: None, pause=lambda _: None)
     hung_up = "error parsing HTTP 503 response body: 503 Service Unavailable: unexpected EOF"
     cut = f'[ $1 = push ] || exit 0; [ -e {once} ] && echo "v: digest: {DIGEST} size: 1" && exit; : > {once}; '
     program(tmp_path, "docker", f'{cut} echo "{hung_up}"; exit 1', monkeypatch)
-    assert engine.build(build, log=lambda line: None) == DIGEST
+    assert make() == DIGEST
     refused = "denied: requested access to the resource is denied"
     for said, error, fix in ((hung_up, ImageUnreachable, "does not answer"), (refused, ImageProblem, "docker login")):
         program(tmp_path, "docker", f'[ $1 = push ] || exit 0; echo "{said}"; exit 1', monkeypatch)
         with pytest.raises(ImageProblem, match=f"{said}(.|\n)*{fix}") as caught:
-            engine.build(build, log=lambda line: None)
+            make()
         assert type(caught.value) is error
 
 
@@ -349,8 +350,33 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
     file.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
     configured = OWN.model_copy(update={"pip_config": str(file)})
     assert build_key(configured) == build_key(OWN)
-    packages, ours = recipes(configured)
+    packages, ours = builds_of(configured)
     assert "pip.conf" in [member.name for member in members(packages.context)]
     assert "pip.conf" not in [member.name for member in members(ours.context)]
     with pytest.raises(ImageProblem, match="may hold a password"):
         packages.context.store(str(tmp_path / "bucket"))
+
+
+@each_stack
+def test_the_bill_of_an_image_is_valid_and_names_it_and_the_packages_of_its_stack(stack: Stack) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    named, built = f"gcr.io/train@{DIGEST}", OWN.model_copy(update={"stack": stack.name})
+    identity = SoftwareIdentity(image=named, commit="70af7e1" * 5, dirty=False)
+    text = bill_of_materials(identity, built)
+    assert text is not None
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    image = json.loads(text)["metadata"]["component"]
+    assert f"{image['name']}@{image['version']}" == named
+    found = {part["name"]: part["version"] for part in json.loads(text)["components"]}
+    assert (found["torch"], found["nvidia-nccl-cu13"]) == (stack.torch, stack.nccl)
+    assert "colorama" not in found, "for Windows only"
+    assert bill_of_materials(identity, built) == text
+    assert bill_of_materials(identity, PrebuiltImage(kind="prebuilt", reference=named)) is None, "nobody knows"
+
+
+def test_without_an_image_the_bill_has_what_is_installed_here() -> None:
+    text = bill_of_materials(SoftwareIdentity(image=None, commit=None, dirty=False), NoImage(kind="none"))
+    parts = {part["name"]: part["version"] for part in json.loads(str(text))["components"]}
+    assert parts["litgpt"] == version("litgpt")

@@ -19,7 +19,7 @@ import yaml
 from waiting import until
 
 from launcher.errors import ImageProblem
-from launcher.images.builders import build_key, prepare_image
+from launcher.images.build import build_key, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS
@@ -113,7 +113,7 @@ def test_a_private_registry_takes_the_image_after_docker_login(
         with pytest.raises(ImageProblem, match=f"log in with `docker login {host}`"):
             prepare_image(private, log=print)
         docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
-        assert resolve(f"{private.repository}:{build_key(private)}") == prepare_image(private, log=print).image
+        assert prepare_image(private, log=print).image == resolve(f"{private.repository}:{build_key(private)}")
 
 
 def test_the_products_image_trains_as_an_ordinary_user_and_no_layer_holds_a_secret_of_its_builder(

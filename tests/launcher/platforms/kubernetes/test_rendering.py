@@ -118,7 +118,7 @@ def variant(name: str) -> Options:
 @cache
 def everything() -> list[Sent]:
     """What is told in golden files, one machine of each GPU and network, and the configs that we ship."""
-    families = {(one.gpu.label, network): name for name, one in MACHINES.items() for network in networks_of(one)}
+    families = {(one.gpu, network): name for name, one in MACHINES.items() for network in networks_of(one)}
     asked = [
         *SHOWN.values(),
         *map(variant, VARIANTS),
