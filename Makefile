@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --
 # That bytecode is kept: each process of a run would compile it anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -56,6 +56,9 @@ golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms;
 lock: $(VENV)/.installed ## the hashes of every package of each stack's image, after a change of constraints.txt or litgpt_demo/requirements.txt
 	@$(PIP) uv
 	$(BIN)/python -m deployments.lock $(BIN)/uv
+
+size: $(VENV)/.installed-dev ## lines, files, and what makes the source slow to read, beside what was asked
+	PYTHONPATH=tests:tests/fakes $(BIN)/python bench/size.py
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)

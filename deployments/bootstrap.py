@@ -239,16 +239,18 @@ def _end(home: Path, name: str) -> bool:
 
 
 async def _bring_up_to_date() -> None:
-    """Create or change the automations, and cancel the jobs of flow runs that were cancelled while nobody listened."""
+    """Create or change the automations, and settle what became of flow runs while nobody listened."""
     from prefect.client.orchestration import get_client
 
-    from flows.reconciling import reap_jobs
+    from flows.reconciling import crash_orphans, reap_jobs
 
     async with get_client() as client:
         for automation in yaml.safe_load(AUTOMATIONS_FILE.read_text()):
             _report("automation", await put_automation(client, automation), automation["name"])
         for reaped in await reap_jobs(client):
             _report("job", "reaped", str(reaped))
+        for name in await crash_orphans(client):
+            _report("flow run", "crashed", f"{name}: its orchestrator is dead; a deployment's is started again")
 
 
 async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -> str:

@@ -1,14 +1,19 @@
-"""Flow runs that Prefect calls cancelled while their jobs go on: a worker that died heard nothing, and ran no hook.
+"""Flow runs of which Prefect says what is not so.
 
-Prefect's server ends a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's
-platform. The next to look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+It calls them cancelled while their jobs go on: a worker that died heard nothing, and ran no hook. Prefect's server ends
+a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's platform. The next to
+look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+
+Or it calls them running, and their orchestrator died while the server was away: it heard of no crash, and an automation
+that waits for heartbeats has forgotten them. `make serve` looks at their leases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,16 +22,18 @@ from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
+from launcher.runs.lease import DEAD, Lease
 from launcher.runs.listing import RunRow
 from litgpt_demo.errors import TrainLitgptError, was_given_up
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
+    from prefect.client.schemas.objects import StateType
 
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
 LOOK_BACK = timedelta(days=14)
-"""The greatest age of a cancellation that is looked at. Jobs run for weeks; older ones are for the platform's owner."""
+"""The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,10 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
 
     A problem with one flow run does not keep the others from being looked at.
     """
+    from prefect.client.schemas.objects import StateType
+
     found = []
-    for flow_run in await _cancelled(client):
+    for flow_run in await _flow_runs(client, StateType.CANCELLED):
         try:
             jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
         except TrainLitgptError as error:
@@ -114,8 +123,42 @@ def reap_here() -> list[Reaped]:
         return asyncio.run(reap())
 
 
-async def _cancelled(client: PrefectClient) -> list[Any]:
-    """Every flow run of ours that was cancelled lately, the newest first."""
+async def crash_orphans(
+    client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * DEAD)
+) -> list[str]:
+    """Set flow runs to crashed that are running to Prefect, and whose orchestrator is dead; return their names.
+
+    Dead is who holds the lease of a run and gives no sign of life meanwhile. Who holds none yet is left to heartbeats.
+    """
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    running = {str(flow_run.id): flow_run for flow_run in await _flow_runs(client, StateType.RUNNING)}
+    before = await asyncio.to_thread(lambda: {number: _beats(number, one) for number, one in running.items()})
+    if not any(before.values()):
+        return []
+    await wait()
+    dead = []
+    for number, flow_run in running.items():
+        silent = before[number] and before[number] == await asyncio.to_thread(_beats, number, flow_run)
+        if silent and (await client.read_flow_run(flow_run.id)).state_type is StateType.RUNNING:
+            message = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
+            await client.set_flow_run_state(flow_run.id, Crashed(message=message))
+            dead.append(flow_run.name)
+    return dead
+
+
+def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, bytes | None]]:
+    """The last sign of life of each lease that a flow run holds; none where its root cannot be read from here."""
+    with suppress(TrainLitgptError, KeyError):
+        index = Index.of(root_of(flow_run.parameters))
+        held = {run: Lease(index, run).beat_of(number) for run in index.followed_by(number)}
+        return {run: beat for run, beat in held.items() if beat is not None}
+    return {}
+
+
+async def _flow_runs(client: PrefectClient, state: StateType) -> list[Any]:
+    """Every flow run of ours of the last days that is in this state, the newest first."""
     from prefect.client.schemas.filters import (
         FlowFilter,
         FlowFilterName,
@@ -124,7 +167,6 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
         FlowRunFilterState,
         FlowRunFilterStateType,
     )
-    from prefect.client.schemas.objects import StateType
     from prefect.client.schemas.sorting import FlowRunSort
 
     from flows.submission import KINDS
@@ -134,7 +176,7 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
         some = await client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=list(KINDS))),
             flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
                 expected_start_time=FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - LOOK_BACK),
             ),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,

@@ -135,6 +135,12 @@ class Lease:
         released = self._released(newest) if newest else None
         return bool(attempt) and released is not None and released.stopped == attempt
 
+    def beat_of(self, flow_run: str) -> tuple[int, bytes | None] | None:
+        """Return the term of a flow run and its last beat; None if it does not hold the lease."""
+        newest = max(self._terms(), default=0)
+        holder = self._holder(newest) if newest and self._released(newest) is None else None
+        return (newest, self._read(f"{newest}.beat")) if holder and holder.flow_run == flow_run else None
+
     def release(self, *, stopped: int = 0) -> None:
         """Let go of it, if it is held; the next may take it at once."""
         term = self._term

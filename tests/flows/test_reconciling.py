@@ -4,36 +4,75 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
 from claims import running_job
 from prefect.client.orchestration import get_client
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
+from waiting import until
 
 from flows.reap import reap
-from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
+from flows.reconciling import Reaped, contradicted, crash_orphans, is_abandoned, reap_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobStatus
 from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
+from launcher.runs.lease import Lease
 from launcher.runs.listing import run_rows
 
 Tiny = Callable[..., RunConfig]
 
 
-def cancelled(config: RunConfig) -> UUID:
-    """A flow run of a training with this config, named after its root, whose cancellation no hook saw."""
+def flow_run_of(config: RunConfig, state: State[Any]) -> UUID:
+    """A flow run of a training with this config, named after its root, in a state that no engine gave it."""
     with get_client(sync_client=True) as client:
         parameters = {name: getattr(config, name) for name in RunConfig.model_fields}
         made = client.create_flow_run(train_litgpt, parameters=parameters, name=config.root)
-        client.set_flow_run_state(made.id, Cancelled(), force=True)
+        client.set_flow_run_state(made.id, state, force=True)
         return made.id
+
+
+@pytest.mark.prefect
+def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_that_lives_goes_on(
+    tiny_under: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.runs.lease.BEAT", 0.05)
+
+    async def crashed() -> list[str]:
+        async with get_client() as client:
+            return await crash_orphans(client, wait=partial(asyncio.to_thread, beaten))
+
+    def beaten() -> None:
+        (beat,) = (tmp_path / "lives").rglob("1.beat")
+        before = beat.read_text()
+        until(lambda: beat.read_text() != before)
+
+    with ExitStack() as leases, get_client(sync_client=True) as client:
+        for name in ("dies", "lives", "over"):
+            config = tiny_under(tmp_path / name)
+            flow_run = flow_run_of(config, Running())
+            claim = replace(claim_of(config), flow_runs=[str(flow_run)])
+            claim.take()
+            lease = leases.enter_context(Lease(claim.attempts.index, claim.attempts.run, flow_run=str(flow_run)))
+            assert lease.take()
+            lease._stop.set() if name == "dies" else lease.release() if name == "over" else None
+        found = [name for name in asyncio.run(crashed()) if name.startswith(str(tmp_path))]
+        assert found == [str(tmp_path / "dies")]
+        states = {one.name: one.state_type for one in client.read_flow_runs()}
+    assert [states[str(tmp_path / name)].value for name in ("dies", "lives", "over")] == [
+        "CRASHED",
+        "RUNNING",
+        "RUNNING",
+    ]
 
 
 def reaped(root: Path) -> list[Reaped]:
@@ -52,7 +91,7 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 ) -> None:
     from prefect.settings import get_current_settings
 
-    claim = running_job(tiny(), cancelled(tiny()))
+    claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     [row] = contradicted(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
@@ -68,7 +107,7 @@ def test_the_automations_flow_asks_a_platform_again_that_is_away_just_then(
     tiny: Tiny, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else may look: the automation starts the flow once for each cancelled flow run."""
-    claim, asked, status = running_job(tiny(), cancelled(tiny())), list[str](), platform.status
+    claim, asked, status = running_job(tiny(), flow_run_of(tiny(), Cancelled())), list[str](), platform.status
 
     def away(job_id: JobId) -> JobStatus:
         asked.append(job_id)
@@ -87,9 +126,9 @@ def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_a
     tiny: Tiny, tiny_under: Tiny, platform: StrictPlatform, tmp_path: Path
 ) -> None:
     broken = tiny_under(tmp_path / "broken")
-    record = replace(claim_of(broken), flow_runs=[str(cancelled(broken))]).take()
+    record = replace(claim_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).take()
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
-    claim = running_job(tiny(), cancelled(tiny()))
+    claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     found = reaped(tmp_path)
     assert any("1.json is not" in one.problem for one in found)
     assert claim.attempts.live() is None
