@@ -64,10 +64,6 @@ class Beat:
     stacks: str
     """The file that SIGUSR1 has the stacks written to."""
 
-    def silent_for(self, now: float) -> float:
-        """Seconds, `now` being one on the monotonic clock."""
-        return now - self.ticks
-
 
 class Heartbeat:
     """A rank's side; without a node above it, it does nothing."""

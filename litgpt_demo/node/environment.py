@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import NodeError, UserError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.node.roce import find_cards, is_card_prefix
+from litgpt_demo.node.roce import find_cards
 from litgpt_demo.storage.private import make_temporary
 
 GRACE = "LITGPT_GRACE"
@@ -36,30 +37,24 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
         NodeError: a script is not there, or a card has no usable address.
         UserError: a script fails, or the image has no bash to run it with.
     """
-    mine = with_libraries(environ, network.library_paths)
+    mine = _with_libraries(environ, network.library_paths)
     if network.scripts:
-        mine = with_libraries(sourced(network.scripts, mine), network.library_paths)
-    mine |= network.environment
-    mine |= network.overrides
+        mine = _with_libraries(sourced(network.scripts, mine), network.library_paths)
+    mine |= network.environment | network.overrides
     if network.hca is not None:
         mine |= rdma(network, mine, root / "sys")
     return mine
 
 
-def with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[str, str]:
+def _with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[str, str]:
     """LD_LIBRARY_PATH with these folders first, each of them once."""
     there = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     path = ":".join(dict.fromkeys((*folders, *there)))
     return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
 
 
-def sourced(scripts: Sequence[str], environ: Mapping[str, str], *, bash: str = "bash") -> dict[str, str]:
-    """The environment that shell scripts leave.
-
-    Raises:
-        NodeError: one is not there.
-        UserError: one fails, or there is no bash.
-    """
+def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment that shell scripts leave; see `of_network` for its errors."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
         raise NodeError(
             f"the network's script {', '.join(missing)} is not on this node; see whether the installer's DaemonSet is "
@@ -68,9 +63,8 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str], *, bash: str = "
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
-            done = subprocess.run(
-                [bash, "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ), check=False
-            )
+            command = ["bash", "-c", _SOURCE, "source", str(target), *scripts]
+            done = subprocess.run(command, env=dict(environ), check=False)
         except FileNotFoundError as error:
             raise UserError(f"the network's scripts need bash, and the image has none ({error}); install it") from error
         if done.returncode != 0 or not target.exists():
@@ -83,17 +77,15 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str], *, bash: str = "
 
 
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
-    """NCCL's card and GID index, where the user has not set them.
-
-    Raises:
-        NodeError: no card, no usable address, or more than one.
-    """
+    """NCCL's card and GID index, where the user has not set them; for errors see `find_cards`."""
     if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    if not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
+    if not re.fullmatch(r"[A-Za-z0-9_]+", prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
-    return find_cards(sys, prefix, network.interfaces).environment()
+    cards = find_cards(sys, prefix, network.interfaces)
+    # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
+    return {"NCCL_IB_HCA": f"={','.join(cards.names)}", "NCCL_IB_GID_INDEX": str(cards.index)}
 
 
 # --- what torch.compile leaves for the next start ---------------------------------------------------------------------
@@ -132,31 +124,17 @@ def require_executable_cache(environ: Mapping[str, str]) -> None:
         )
 
 
-# --- the driver's library ---------------------------------------------------------------------------------------------
-
-
-def with_libcuda(
-    environ: Mapping[str, str], *, root: Path = Path("/"), ldconfig: str = "/sbin/ldconfig"
-) -> dict[str, str]:
+def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
     """Let triton and the linker find libcuda where only LD_LIBRARY_PATH leads to it, as on GKE (triton#2507).
 
     triton asks TRITON_LIBCUDA_PATH first, then the loader's cache; a compiler asks LIBRARY_PATH.
     """
-    if gpu.cached_libraries(ldconfig):
-        return dict(environ)
-    folder = gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
-    if folder is None:
-        return dict(environ)
+    mine = dict(environ)
+    if gpu.libcuda_is_cached() or (folder := gpu.libcuda_folder(environ)) is None:
+        return mine
     if os.geteuid() == 0:
         # Folders apart: ldconfig takes `a:b` for one folder, and says nothing. Failing is no harm: see below.
-        subprocess.run([ldconfig, folder], capture_output=True, check=False)
-    mine = dict(environ)
+        subprocess.run(["/sbin/ldconfig", folder], capture_output=True, check=False)
     mine.setdefault("TRITON_LIBCUDA_PATH", folder)
     mine["LIBRARY_PATH"] = ":".join(dict.fromkeys((*filter(None, environ.get("LIBRARY_PATH", "").split(":")), folder)))
     return mine
-
-
-def driver_folders(environ: Mapping[str, str], root: Path) -> Iterator[str]:
-    """Yield the folders that may have the driver's library, other than those in the loader's cache."""
-    yield from environ.get("LD_LIBRARY_PATH", "").split(":")
-    yield str(root / gpu.NVIDIA / "lib64")
