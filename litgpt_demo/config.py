@@ -85,7 +85,6 @@ def _some_time(value: timedelta) -> timedelta:
     return value
 
 
-# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
 def _written_out(place: str) -> str:
     """Return a path or an address, which whoever reads a config reads as it stands."""
     if variable := re.search(r"\$(\w+|\{\w+\})", place):
@@ -97,6 +96,7 @@ def _written_out(place: str) -> str:
 
 Place = Annotated[str, AfterValidator(_written_out)]
 
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
 Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
@@ -240,10 +240,7 @@ class HubTokenizer(Settings):
     """Branch, tag or commit."""
 
 
-Tokenizer = Annotated[
-    TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer,
-    Field(discriminator="kind"),
-]
+Tokenizer = Annotated[TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer, Field(discriminator="kind")]
 
 
 class Filters(Settings):
@@ -574,12 +571,9 @@ class TrainConfig(Settings):
 # --- what the nodes are told ------------------------------------------------------------------------------------------
 
 
-_GONE_FROM_TRAIN = {"warn_slower"}
-
-
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `train` section of an earlier version's record without the settings that are gone."""
-    return {name: value for name, value in train.items() if name not in _GONE_FROM_TRAIN}
+    return {name: value for name, value in train.items() if name != "warn_slower"}
 
 
 class TrainingSpec(Settings):
@@ -602,6 +596,4 @@ class TrainingSpec(Settings):
     def _of_an_earlier_version(cls, given: Any) -> Any:
         """Read the record of a run that was written when there were more settings."""
         train = given.get("train") if isinstance(given, Mapping) else None
-        if not isinstance(train, Mapping):
-            return given
-        return {**given, "train": readable_train(train)}
+        return {**given, "train": readable_train(train)} if isinstance(train, Mapping) else given

@@ -66,7 +66,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         name = "JSON object" if kind.__module__ == "builtins" else kind.__name__
         problems = f"{error.error_count()} problems, first: {first_problem(error)}"
         raise DataError(f"{where} is not a valid {name} of this version ({problems}); {fix}") from error
-    except (_BrokenSealError, _NumberTooLargeError) as error:
+    except ValueError as error:
         raise DataError(f"{where} is not as it was written: {error}; {fix}") from error
     return value
 
@@ -88,7 +88,7 @@ def _check_numbers(text: bytes) -> None:
     while left:
         value = left.pop()
         if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
-            raise _NumberTooLargeError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
+            raise ValueError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
@@ -104,14 +104,6 @@ _NAMES = "|".join(get_args(Sealed))
 _SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL)
 
 
-class _BrokenSealError(Exception):
-    pass
-
-
-class _NumberTooLargeError(Exception):
-    pass
-
-
 def sealed(text: bytes, name: Sealed) -> bytes:
     """Return a JSON object, written with an indent of 1, with `<name>_crc32c` as its last member."""
     inside = text.removesuffix(b"\n}")
@@ -123,7 +115,7 @@ def _unsealed(content: bytes) -> bytes:
     if (seal := _SEAL.fullmatch(content)) is None:
         return content
     if (found := _crc32c(seal["text"])) != seal["crc32c"]:
-        raise _BrokenSealError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
+        raise ValueError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
     return seal["text"] + b"\n}"
 
 

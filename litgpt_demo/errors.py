@@ -9,7 +9,7 @@ TrainLitgptError         unknown            1
   NetworkError           network fault      44   the other nodes cannot be reached
   Preempted              preempted          45   the machine was asked to leave; the state was saved before
   Hung                   hang               46   a rank gives no sign of life
-  DiskFull               disk full          47   there is no room for what is written
+  DiskFull               disk full          47   a disk, quota or file system has no room; the message has the bytes
   LauncherError          user error         40   the branch of the launching side: launcher.errors draws it
 
 Out of memory (42) has no exception of ours: torch, the kernel and the platforms raise it.
@@ -127,8 +127,6 @@ class Unreachable(UserError):
 
 
 class DataError(TrainLitgptError):
-    """A corpus, dataset or checkpoint is not what it says it is."""
-
     fault = Fault.DATA
 
 
@@ -137,32 +135,22 @@ class TooLarge(DataError):
 
 
 class DiskFull(TrainLitgptError):
-    """A disk, a quota or a file system has no room for what was to be written; the message has the bytes."""
-
     fault = Fault.DISK_FULL
 
 
 class NodeError(TrainLitgptError):
-    """This machine is not fit for the job."""
-
     fault = Fault.NODE
 
 
 class NetworkError(TrainLitgptError):
-    """The other nodes cannot be reached."""
-
     fault = Fault.NETWORK
 
 
 class Preempted(TrainLitgptError):
-    """The machine was asked to leave; the state was saved before."""
-
     fault = Fault.PREEMPTED
 
 
 class Hung(TrainLitgptError):
-    """A rank gives no sign of life any more."""
-
     fault = Fault.HANG
 
 
@@ -181,124 +169,47 @@ def words_of(error: BaseException | str) -> str:
     return " ".join(redacted(str(error)).split()).rstrip(".")
 
 
-_BY_NAME = {
-    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
-} | {
-    "MemoryError": Fault.OUT_OF_MEMORY,
-    "OutOfMemoryError": Fault.OUT_OF_MEMORY,
-    "DistNetworkError": Fault.NETWORK,
-    "DistStoreError": Fault.NETWORK,
-    **dict.fromkeys(
-        ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
-        Fault.NETWORK,
-    ),
+_KINDS = {
+    Fault.OUT_OF_MEMORY: "MemoryError OutOfMemoryError",
+    Fault.NETWORK: "DistNetworkError DistStoreError BrokenPipeError ConnectionError ConnectionRefusedError "
+    "ConnectionResetError TimeoutError",
     # Mistakes in the program or its settings: they come back however often it is started.
-    **dict.fromkeys(
-        (
-            "ArgumentError", "AssertionError", "AttributeError", "FileNotFoundError", "FloatingPointError",
-            "ImportError", "IndentationError", "IndexError", "IsADirectoryError", "KeyError", "ModuleNotFoundError",
-            "NameError", "NotADirectoryError", "NotImplementedError", "OverflowError", "PermissionError",
-            "RecursionError", "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ValueError",
-            "ZeroDivisionError",
-        ),
-        Fault.USER,
-    ),
+    Fault.USER: "ArgumentError AssertionError AttributeError FileNotFoundError FloatingPointError ImportError "
+    "IndentationError IndexError IsADirectoryError KeyError ModuleNotFoundError NameError NotADirectoryError "
+    "NotImplementedError OverflowError PermissionError RecursionError SyntaxError TabError TypeError "
+    "UnboundLocalError ValueError ZeroDivisionError",
     # What readers of files say of bytes that are none of their kind.
-    **dict.fromkeys(
-        (
-            "ArrowInvalid", "BadGzipFile", "BadZipFile", "JSONDecodeError", "LZMAError", "ReadError",
-            "SafetensorError", "UnicodeDecodeError", "UnpicklingError",
-        ),
-        Fault.DATA,
-    ),
-}  # fmt: skip
+    Fault.DATA: "ArrowInvalid BadGzipFile BadZipFile JSONDecodeError LZMAError ReadError SafetensorError "
+    "UnicodeDecodeError UnpicklingError",
+}
+_BY_NAME = {name: fault for fault, names in _KINDS.items() for name in names.split()} | {
+    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
+}
 
 # Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
 # that their sources print. The first that is found counts.
-_BY_PHRASE = (
-    (
-        Fault.OUT_OF_MEMORY,
-        (
-            "out of memory",
-            "outofmemoryerror",
-            "can't allocate memory",
-            "cannot allocate memory",
-            "out of shared memory",
-            "unable to allocate shared memory",
-        ),
-    ),
+_PHRASES = {
+    Fault.OUT_OF_MEMORY: "out of memory|outofmemoryerror|can't allocate memory|cannot allocate memory"
+    "|out of shared memory|unable to allocate shared memory",
     # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
-    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded", ". unexpected pos ")),
-    (
-        Fault.NODE,
-        (
-            "uncorrectable ecc error",
-            "uncorrectable nvlink error",
-            "no cuda-capable device is detected",
-            "cuda-capable device(s) is/are busy or unavailable",
-            "system not yet initialized",
-            "hardware stack error",
-            "driver/library version mismatch",
-            "input/output error",
-            "stale file handle",
-            "transport endpoint is not connected",
-            "is killed by signal",
-        ),
-    ),
-    (
-        Fault.DATA,
-        (
-            "pytorchstreamreader failed",
-            "invalid magic number; corrupt file",
-            "magic bytes not found",
-            "ran out of input",
-            "unexpected eof",
-        ),
-    ),
-    (
-        Fault.USER,
-        (
-            "shapes cannot be multiplied",
-            "is invalid for input of size",
-            "must match the size of tensor",
-            "must match the existing size",
-            "expected all tensors to be on the same device",
-            "error(s) in loading state_dict",
-            "does not require grad and does not have a grad_fn",
-            "expected to have finished reduction in the prior iteration",
-            "device-side assert triggered",
-            "an illegal memory access was encountered",
-            "detected mismatch between collectives",
-        ),
-    ),
-    (
-        Fault.HANG,
-        (
-            "watchdog caught collective operation timeout",
-            "ms for recv operation to complete",
-            "ms for send operation to complete",
-            "failed to pass monitoredbarrier",
-        ),
-    ),
-    (
-        Fault.NETWORK,
-        (
-            "connection closed by peer",
-            "connection reset by peer",
-            "connection refused",
-            "socket timeout",
-            "broken pipe",
-            "remote process exited or there was a network error",
-            "ncclremoteerror",
-            "ncclsystemerror",
-            "distnetworkerror",
-            "distbackenderror",
-            "name or service not known",
-            "temporary failure in name resolution",
-            "no route to host",
-        ),
-    ),
-)
+    Fault.DISK_FULL: "no space left on device|disk quota exceeded|. unexpected pos ",
+    Fault.NODE: "uncorrectable ecc error|uncorrectable nvlink error|no cuda-capable device is detected"
+    "|cuda-capable device(s) is/are busy or unavailable|system not yet initialized|hardware stack error"
+    "|driver/library version mismatch|input/output error|stale file handle|transport endpoint is not connected"
+    "|is killed by signal",
+    Fault.DATA: "pytorchstreamreader failed|invalid magic number; corrupt file|magic bytes not found"
+    "|ran out of input|unexpected eof",
+    Fault.USER: "shapes cannot be multiplied|is invalid for input of size|must match the size of tensor"
+    "|must match the existing size|expected all tensors to be on the same device|error(s) in loading state_dict"
+    "|does not require grad and does not have a grad_fn|expected to have finished reduction in the prior iteration"
+    "|device-side assert triggered|an illegal memory access was encountered|detected mismatch between collectives",
+    Fault.HANG: "watchdog caught collective operation timeout|ms for recv operation to complete"
+    "|ms for send operation to complete|failed to pass monitoredbarrier",
+    Fault.NETWORK: "connection closed by peer|connection reset by peer|connection refused|socket timeout|broken pipe"
+    "|remote process exited or there was a network error|ncclremoteerror|ncclsystemerror|distnetworkerror"
+    "|distbackenderror|name or service not known|temporary failure in name resolution|no route to host",
+}
+_BY_PHRASE = {phrase: fault for fault, phrases in _PHRASES.items() for phrase in phrases.split("|")}
 
 
 def fault_of_exception(error: BaseException | str) -> Fault:
@@ -313,7 +224,7 @@ def fault_of_exception(error: BaseException | str) -> Fault:
     if name and name[1] in _BY_NAME:
         return _BY_NAME[name[1]]
     lower = text.lower()
-    return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
+    return next((fault for phrase, fault in _BY_PHRASE.items() if phrase in lower), Fault.UNKNOWN)
 
 
 def gave_up_waiting(message: str) -> bool:

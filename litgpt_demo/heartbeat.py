@@ -34,13 +34,11 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.processes import is_there, send_signals, started
 from litgpt_demo.storage.local import explaining
 
-# In the environment of every process below a node: its own folder.
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
+"""The environment variable of every process below a node with the node's own folder."""
 
 _BEATS = "heartbeats"
-
-# Bytes: each sign of life is written over the last one, in one write and blanks to this length.
-_LENGTH = 1024
+_LENGTH = 1024  # bytes: each sign of life is written over the last one, in one write and blanks to this length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +162,6 @@ def is_held(beat: Beat) -> bool:
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
-# Seconds that a pause of one second may take. What takes longer has held up the watcher, and its ranks with it: a
-# container that was paused, a machine that was moved or had no time for them.
-_STOOD_STILL = 5.0
-
-
 class Watcher:
     """The node's look at silence, which counts anew when the node has stood still itself."""
 
@@ -184,13 +177,12 @@ class Watcher:
         Args:
             paused: when the pause of a second began that is just over.
         """
-        if now - paused > _STOOD_STILL:
+        # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
+        # machine that was moved or had no time for them.
+        if now - paused > 5.0:
             self._since = now
-
-        def order(beat: Beat) -> tuple[bool, int, float]:
-            return not is_held(beat), beat.step, beat.ticks
-
-        return sorted((beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow), key=order)
+        silent = [beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow]
+        return sorted(silent, key=lambda beat: (not is_held(beat), beat.step, beat.ticks))
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
@@ -211,8 +203,8 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
             break
         seen = sizes
     for beat, status in asked.items():
-        if Path(beat.stacks).stat().st_size == 0:
-            Path(beat.stacks).write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
+        if not (stacks := Path(beat.stacks)).stat().st_size:
+            stacks.write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
 
 
 # Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
@@ -221,7 +213,6 @@ _WAITS = re.compile(
     r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward|training/exchange\.py"
     r"|training/ranks\.py"
 )
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
 
 def waits(beat: Beat) -> bool:
@@ -232,4 +223,4 @@ def waits(beat: Beat) -> bool:
     path = Path(beat.stacks)
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
-    return bool(current) and _WAITS.search(_THREAD.split(rest)[0]) is not None
+    return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None

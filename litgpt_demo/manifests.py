@@ -57,9 +57,7 @@ def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
     """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        return [
-            difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference
-        ]
+        return list(filter(None, pool.map(lambda record: _difference(folder, record), records)))
 
 
 def _difference(folder: Path, record: FileRecord) -> str | None:
@@ -85,20 +83,19 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
     records = list(records)
     if (folder := storage.local_path()) is None:
         folder = scratch()
+
+        def fetch(record: FileRecord) -> None:
+            try:
+                if _difference(folder, record) is not None:
+                    storage.download(record.path, folder / record.path)
+            except FileNotFoundError as error:
+                raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
+
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(lambda record: _fetch(storage, record, folder), records))
+            list(pool.map(fetch, records))
     if wrong := differences(folder, records):
         raise DataError(
             f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}. A dataset is prepared anew "
             "when that folder is removed, a training goes on from the checkpoint before"
         )
     return folder
-
-
-def _fetch(storage: Storage, record: FileRecord, folder: Path) -> None:
-    if _difference(folder, record) is None:
-        return
-    try:
-        storage.download(record.path, folder / record.path)
-    except FileNotFoundError as error:
-        raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error

@@ -99,9 +99,6 @@ class _Row(BaseModel):
     why: _Text = ""
 
 
-_MOST_COLUMNS = 64
-
-
 def marked(row: Row) -> str:
     """The line that carries `row` through a log. A loss that is not a number is kept as text: JSON has no NaN."""
     finite = {
@@ -137,8 +134,8 @@ def _row(text: bytes, bad: Unreadable | None) -> dict[str, Any] | None:
         if len(text) > MOST_LINE:
             raise ValueError(f"it has {len(text):,} bytes, and no row has more than {MOST_LINE:,}")
         row = _Row.model_validate_json(text).model_dump(exclude_unset=True, exclude_none=True)
-        if len(row) > _MOST_COLUMNS:
-            raise ValueError(f"it has {len(row)} columns, and no row has more than {_MOST_COLUMNS}")
+        if len(row) > 64:
+            raise ValueError(f"it has {len(row)} columns, and no row has more than 64")
     except ValueError as error:
         if bad is not None:
             why = first_problem(error) if isinstance(error, ValidationError) else str(error)

@@ -50,7 +50,7 @@ class RunDocument(Settings):
     run: dict[str, JsonValue] = Field({})
     """The config as the user wrote it."""
     training: TrainingSpec
-    """Return the settings that the nodes get."""
+    """The settings that every rank reads."""
     software: dict[str, JsonValue] = Field({})
     """The identity of the code: image, commit, dirty, packages."""
     price: RecordedPrice | None = None
@@ -92,9 +92,5 @@ def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, 
 
 
 def read_spec(run: Storage) -> TrainingSpec:
-    """The nodes' settings of this run.
-
-    Raises:
-        DataError: as `read_document`.
-    """
+    """The nodes' settings of this run; for errors see `read_document`."""
     return read_document(run).training
