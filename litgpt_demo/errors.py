@@ -27,45 +27,38 @@ from litgpt_demo.secrets import redacted
 
 
 class Fault(StrEnum):
-    """The class of a failure. A job ends with one of `JOB_FAULTS`; the others are the launching side's."""
+    """The class of a failure, and the exit code that carries it out of a process. A job ends with one of `JOB_FAULTS`;
+    the others are the launching side's.
 
-    USER = "user error"
-    DATA = "data error"
-    OUT_OF_MEMORY = "out of memory"
-    NODE = "node fault"
-    NETWORK = "network fault"
-    PREEMPTED = "preempted"
-    HANG = "hang"
-    DISK_FULL = "disk full"
+    64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
+    and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
+    """
+
+    exit_code: int
+
+    def __new__(cls, words: str, exit_code: int = 1) -> Fault:
+        fault = str.__new__(cls, words)
+        fault._value_, fault.exit_code = words, exit_code
+        return fault
+
+    USER = "user error", 40
+    DATA = "data error", 41
+    OUT_OF_MEMORY = "out of memory", 42
+    NODE = "node fault", 43
+    NETWORK = "network fault", 44
+    PREEMPTED = "preempted", 45
+    HANG = "hang", 46
+    DISK_FULL = "disk full", 47
     UNKNOWN = "unknown"
-    UNREACHABLE = "platform unreachable"
-    UNKNOWN_RUN = "unknown run"
-    LIVE = "run is live"
-    CANCELLED = "cancelled"
-    SERVER = "server unreachable"
-    REFUSED = "platform refused"
+    UNREACHABLE = "platform unreachable", 50
+    UNKNOWN_RUN = "unknown run", 51
+    LIVE = "run is live", 52
+    CANCELLED = "cancelled", 53
+    SERVER = "server unreachable", 54
+    REFUSED = "platform refused", 55
 
 
-# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
-# and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
-EXIT_CODES: dict[Fault, int] = {
-    Fault.UNKNOWN: 1,
-    Fault.USER: 40,
-    Fault.DATA: 41,
-    Fault.OUT_OF_MEMORY: 42,
-    Fault.NODE: 43,
-    Fault.NETWORK: 44,
-    Fault.PREEMPTED: 45,
-    Fault.HANG: 46,
-    Fault.DISK_FULL: 47,
-    Fault.UNREACHABLE: 50,
-    Fault.UNKNOWN_RUN: 51,
-    Fault.LIVE: 52,
-    Fault.CANCELLED: 53,
-    Fault.SERVER: 54,
-    Fault.REFUSED: 55,
-}
-
+EXIT_CODES = {fault: fault.exit_code for fault in Fault}
 JOB_FAULTS = tuple(fault for fault in Fault if EXIT_CODES[fault] < 50)
 """The classes that a node can end with; each has exactly one action (launcher.runs.diagnosis)."""
 
@@ -225,14 +218,6 @@ def fault_of_exception(error: BaseException | str) -> Fault:
         return _BY_NAME[name[1]]
     lower = text.lower()
     return next((fault for phrase, fault in _BY_PHRASE.items() if phrase in lower), Fault.UNKNOWN)
-
-
-def gave_up_waiting(message: str) -> bool:
-    """Return True if an exception says that a rank waited for the others until its patience was over.
-
-    A rank that its own node found silent says where it hung, and may have been the one that the others waited for.
-    """
-    return fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message)
 
 
 @dataclass(frozen=True, kw_only=True)

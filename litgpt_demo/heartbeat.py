@@ -107,8 +107,13 @@ class Heartbeat:
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
 
-    def close(self) -> None:
-        """Ignore silence from here on."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Silence means nothing from here on."""
         if self._file is None or self._stacks is None:
             return
         self._path.unlink(missing_ok=True)
@@ -117,14 +122,6 @@ class Heartbeat:
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 # --- the node's side --------------------------------------------------------------------------------------------------

@@ -36,11 +36,7 @@ Manifest = TypeVar("Manifest", bound=Settings)
 
 
 def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
-    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done.
-
-    Raises:
-        DataError: there is a manifest, but it is not one of this kind, or not as it was written.
-    """
+    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done."""
     try:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
@@ -76,9 +72,6 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
 
     A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
     those that are there already and right, and going on with those that an interrupted fetch began.
-
-    Raises:
-        DataError: names each file that is not what the manifest says.
     """
     records = list(records)
     if (folder := storage.local_path()) is None:

@@ -190,10 +190,6 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
-        """Append what still waits.
-
-        Raises:
-            DiskFull: there is no room for it.
-        """
+        """Append what still waits; DiskFull where there is no room for it."""
         with explaining(self._file.name, needed=len(self._waiting)), self._file:
             self._append()

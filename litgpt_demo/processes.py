@@ -17,9 +17,6 @@ def started(pid: int) -> float:
 
     On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
     moves when the machine's clock is set.
-
-    Raises:
-        ProcessLookupError: there is none.
     """
     try:
         if sys.platform == "linux":
@@ -38,11 +35,7 @@ def is_there(pid: int, began: float) -> bool:
 
 
 def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
-    """Send signals to the process of this pid that began then, and to no other.
-
-    Raises:
-        ProcessLookupError: it is gone.
-    """
+    """Send signals to the process of this pid that began then, and to no other."""
     process = None
     try:
         if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does

@@ -66,11 +66,7 @@ def write_document(run: Storage, document: RunDocument) -> None:
 
 
 def read_document(run: Storage) -> RunDocument:
-    """Return the config of the run. One of an older version has no checksum, and is read all the same.
-
-    Raises:
-        DataError: the run has no config.json, or not one of this version, or not as it was written.
-    """
+    """Return the config of the run. One of an older version has no checksum, and is read all the same."""
     try:
         content = run.read(CONFIG)
     except FileNotFoundError as error:
@@ -92,5 +88,5 @@ def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, 
 
 
 def read_spec(run: Storage) -> TrainingSpec:
-    """The nodes' settings of this run; for errors see `read_document`."""
+    """The nodes' settings of this run."""
     return read_document(run).training

@@ -145,11 +145,7 @@ class Result:
 
 
 def read_result(content: bytes, where: str) -> Result:
-    """The Result whose `document` was stored at the address `where`.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The Result whose `document` was stored at the address `where`."""
     fix = "measure the network again"
     document = parse_json(content, dict[str, Any], where=where, fix=fix)
     names = ("ranks", "bytes", "seconds", "repeats")
@@ -224,9 +220,6 @@ class Ranks:
 
         Args:
             seconds: for everything that is measured, from now on.
-
-        Raises:
-            NetworkError: it does not.
         """
         import torch
         import torch.distributed as dist

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from litgpt_demo.errors import NodeError, UserError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.node.roce import find_cards
 from litgpt_demo.storage.private import make_temporary
 
 GRACE = "LITGPT_GRACE"
@@ -32,10 +32,6 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 
     What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
     user's last of all.
-
-    Raises:
-        NodeError: a script is not there, or a card has no usable address.
-        UserError: a script fails, or the image has no bash to run it with.
     """
     mine = _with_libraries(environ, network.library_paths)
     if network.scripts:
@@ -54,7 +50,7 @@ def _with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[
 
 
 def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that shell scripts leave; see `of_network` for its errors."""
+    """The environment that shell scripts leave."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
         raise NodeError(
             f"the network's script {', '.join(missing)} is not on this node; see whether the installer's DaemonSet is "
@@ -76,8 +72,106 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     return {name: value for name, _, value in pairs if name not in _OF_BASH or name in environ}
 
 
+# --- RDMA over Ethernet: which card, and which entry of its table of addresses (GIDs) ---------------------------------
+# The entry that is RoCE v2 over IPv4 has another number in each pod (k8snetworkplumbingwg/multus-cni#1100, and
+# NVIDIA/nccl#1573 for tables with gaps), so it is found on the node and never configured. The kernel's layout of
+# /sys/class/infiniband: https://docs.kernel.org/admin-guide/abi-stable.html
+
+_IPV4 = "0000:0000:0000:0000:0000:ffff:"
+_UNUSED = "0000:0000:0000:0000:0000:0000:0000:0000"
+
+_ANNOTATION = "the pod's annotation k8s.v1.cni.cncf.io/networks and its request for the extended resource (rdma/rdma)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gid:
+    """One address of a card's port."""
+
+    card: str
+    """The port as NCCL names it: `device:port`."""
+    index: int
+    address: str
+    kind: str
+    """`RoCE v2`, or `IB/RoCE v1`."""
+    interface: str
+    """The interface of the network; empty if the kernel does not tell, as for one of another network namespace."""
+
+    @property
+    def usable(self) -> bool:
+        """Return True if NCCL can reach peers in other subnets by it: RoCE v2, over IPv4."""
+        mapped = self.address.startswith(_IPV4) and not self.address.endswith(":0000:0000")
+        return mapped and self.kind == "RoCE v2"
+
+    def __str__(self) -> str:
+        return f"{self.card:<16} {self.index:>3}  {self.address}  {self.kind:<11}  {self.interface or '-'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cards:
+    """The ports to use, `device:port` each, and the index that is right for all of them."""
+
+    names: tuple[str, ...]
+    index: int
+
+
+def gids(sys: Path, prefix: str) -> list[Gid]:
+    """The addresses on every port of every card whose name begins with `prefix`; entries not in use are left out."""
+    found = []
+    for device in sorted((sys / "class/infiniband").glob(f"{prefix}*")):
+        for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name)):
+            for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+                # The type of an entry that is not in use cannot be read (EINVAL).
+                with contextlib.suppress(OSError):
+                    if (address := path.read_text().strip()) == _UNUSED:
+                        continue
+                    kind, interface = (port / "gid_attrs/types" / path.name).read_text().strip(), ""
+                    with contextlib.suppress(OSError):
+                        interface = (port / "gid_attrs/ndevs" / path.name).read_text().strip()
+                    card, index = f"{device.name}:{port.name}", int(path.name)
+                    found.append(Gid(card=card, index=index, address=address, kind=kind, interface=interface))
+    return found
+
+
+def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> Cards:
+    """The cards and the index for NCCL.
+
+    Args:
+        interfaces: the pod's own on the RoCE network; other pods' addresses can be in the same table.
+    """
+    cards = sorted(path.name for path in (sys / "class/infiniband").glob("*"))
+    if not any(card.startswith(prefix) for card in cards):
+        there = f"there are {', '.join(cards)}" if cards else "there are none"
+        raise NodeError(
+            f"no RDMA card is called {prefix}*: {there}; look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA"
+        )
+    listed = gids(sys, prefix)
+    table = "\n".join(f"  {gid}" for gid in listed) or "  (empty)"
+    told = f" in the table\n{table}\n"
+    mine = [gid for gid in listed if gid.usable]
+    # Where the kernel tells no interface at all, there is nothing to choose by.
+    if interfaces and any(gid.interface for gid in mine):
+        mine = [gid for gid in mine if gid.interface in interfaces]
+    if not mine:
+        raise NodeError(
+            f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}{told}"
+            f"Look at {_ANNOTATION}: the second interface has got no IPv4 address"
+        )
+    names = [gid.card for gid in mine]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise NodeError(
+            f"{', '.join(double)} has more than one address that is RoCE v2 over IPv4{told}Give the interface one "
+            "address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
+        )
+    if len({gid.index for gid in mine}) > 1:
+        raise NodeError(
+            f"the ports {', '.join(names)} have it at different indices{told}Set NCCL_IB_HCA in platform.overrides to "
+            "one card's name, or leave the index to NCCL 2.21 or newer by NCCL_IB_GID_INDEX=-1"
+        )
+    return Cards(names=tuple(names), index=mine[0].index)
+
+
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
-    """NCCL's card and GID index, where the user has not set them; for errors see `find_cards`."""
+    """NCCL's card and GID index, where the user has not set them."""
     if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
@@ -98,23 +192,16 @@ def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
     Its own choice, `torchinductor_<user>` in the temporary folder, is taken whoever made it
     (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
-
-    Raises:
-        UserError: another user could change the folder.
     """
     mine = dict(environ)
-    with suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
+    with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
         if _COMPILED not in mine:
             mine[_COMPILED] = str(make_temporary("torchinductor"))
     return mine
 
 
 def require_executable_cache(environ: Mapping[str, str]) -> None:
-    """Check that code which torch.compile makes can be run from where it is kept.
-
-    Raises:
-        UserError: that is on a file system mounted noexec.
-    """
+    """Check that code which torch.compile makes can be run from where it is kept."""
     folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):

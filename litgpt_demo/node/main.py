@@ -31,15 +31,7 @@ from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, 
 from litgpt_demo.node.evidence import recorder_prefix
 from litgpt_demo.node.gate import measured, place_of, ranks_by_place
 from litgpt_demo.node.log_upload import LogUploader, tee
-from litgpt_demo.node.rendezvous import (
-    Node,
-    await_name,
-    contradictions,
-    machine_name,
-    parse,
-    unpack,
-    without_leftovers,
-)
+from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack, without_leftovers
 from litgpt_demo.node.times import TIMES, NodeTimes
 from litgpt_demo.storage.reserving import reserve, write_whole
 

@@ -25,11 +25,7 @@ _COMPARED: Mapping[str, Callable[[Version, Version], bool]] = {
 
 
 def version(text: str) -> Version:
-    """`535.161.08` as (535, 161, 8); what follows the numbers is left out.
-
-    Raises:
-        ValueError: it does not begin with a number.
-    """
+    """`535.161.08` as (535, 161, 8); what follows the numbers is left out."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no version; write numbers with dots between them, as in 2.19.4")
@@ -171,11 +167,7 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """Return the network that the environment names; a plain one, that is not measured, where it names none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the network that the environment names; a plain one, that is not measured, where it names none."""
     if NETWORK not in environ:
         return UNTOLD
     try:

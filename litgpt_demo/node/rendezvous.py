@@ -212,11 +212,7 @@ def pack(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """The arguments that a command line means, whose variables are then in `environ`; others are returned as they are.
-
-    Raises:
-        UserError: the word is not one of `pack`'s.
-    """
+    """The arguments that a command line means, whose variables are then in `environ`; others come back as they are."""
     if not argv or argv[0] != SPEC:
         return list(argv)
     word = argv[1] if len(argv) == 2 else ""
@@ -284,13 +280,8 @@ def _table(environ: Mapping[str, str]) -> str:
 
 
 def await_name(host: str) -> None:
-    """Return when node 0's name resolves: a headless Service knows its pods only once they are there.
-
-    Raises:
-        NetworkError: it does not for as long as torchrun's own rendezvous waits
-            (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py).
-    """
-    limit = 600.0
+    """Return when node 0's name resolves: a headless Service knows its pods only once they are there."""
+    limit = 600.0  # seconds: as torchrun's own rendezvous waits (elastic/rendezvous/static_tcp_rendezvous.py)
     deadline, pause = time.monotonic() + limit, 0.5
     while True:
         try:

@@ -64,11 +64,7 @@ def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> Torc
 def answer_of(
     command: Sequence[str], environ: Mapping[str, str], *, patience: float, hung: str
 ) -> tuple[int, str, str]:
-    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind.
-
-    Raises:
-        NodeError: it does not end; `hung` is the message.
-    """
+    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
     process = subprocess.Popen(
         command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )

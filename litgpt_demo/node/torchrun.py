@@ -26,7 +26,7 @@ from typing import Any
 
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, gave_up_waiting
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, fault_of_exception
 from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
@@ -257,7 +257,8 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
                 message=message,
                 traceback=tuple(traceback[-_TRACEBACK_LINES:]),
                 time=one["time"] if when is None else when,
-                waits=gave_up_waiting(message),
+                # Who was found silent may have been the one that the others waited for.
+                waits=fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
             )
         )
     return found

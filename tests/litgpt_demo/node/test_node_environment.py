@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, NodeError, UserError
-from litgpt_demo.node.environment import of_network, rdma, require_executable_cache, sourced
+from litgpt_demo.node.environment import Cards, find_cards, of_network, rdma, require_executable_cache, sourced
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.network_use import NetworkUse, PortCounters
-from litgpt_demo.node.roce import Cards, find_cards
 
 BASE = {"PATH": os.environ["PATH"]}
 
