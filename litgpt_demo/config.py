@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -56,10 +57,8 @@ def slug(text: str, limit: int = 40) -> str:
 def _whole_number(value: object) -> object:
     """Accept 20e9 and "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            return value
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value

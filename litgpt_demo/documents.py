@@ -18,6 +18,7 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage.checksums import copy_with_crc
 
 T = TypeVar("T")
+_adapter = cache(TypeAdapter)
 
 MOST_BYTES = 64 << 20
 """Bytes of the largest document that is parsed. The manifest of 100,000 files takes 20 MB."""
@@ -90,11 +91,6 @@ def _check_numbers(text: bytes) -> None:
         if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
             raise ValueError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 Sealed: TypeAlias = Literal["manifest", "config", "record"]

@@ -73,7 +73,6 @@ class Heartbeat:
         """
         environ = os.environ if environ is None else environ
         self._allow = allow
-        self._file: int | None = None
         self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
@@ -90,7 +89,7 @@ class Heartbeat:
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
-        if self._file is None or self._stacks is None:
+        if self._stacks is None:
             return
         told = Beat(
             rank=self._rank,
@@ -114,14 +113,14 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Silence means nothing from here on."""
-        if self._file is None or self._stacks is None:
+        if self._stacks is None:
             return
         self._path.unlink(missing_ok=True)
         os.close(self._file)
         # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
-        self._file = None
+        self._stacks = None
 
 
 # --- the node's side --------------------------------------------------------------------------------------------------

@@ -91,7 +91,17 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
         fix = "mount an emptyDir of medium Memory at /dev/shm (platform.shm), or give docker --shm-size"
         yield Finding("error", "node.shared-memory", what, fix)
-    yield from stop_probing(network, root)
+    # TCP is kept from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
+    # networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
+    # container may not write; a container on the machine's own network is privileged, and may.
+    probing = root / "proc/sys/net/ipv4/tcp_mtu_probing"
+    try:
+        if network.disable_pmtu and probing.read_text().strip() != "0":
+            probing.write_text("0\n")
+    except OSError as error:
+        what = f"TCP probes for its path's MTU, and {probing} cannot be set to 0: {error.strerror}"
+        fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
+        yield Finding("error", "network.pmtu", what, fix)
     # A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead.
     found = os.confstr("CS_GNU_LIBC_VERSION") or ""
     name, _, number = found.partition(" ")
@@ -106,7 +116,9 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
 def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
     """Yield what torch itself says against this machine, if anything depends on it: importing it takes seconds."""
     network = node.network
-    about_gpus = gpu.wants_torch(network, environ, root)
+    # About GPUs that were asked for, or are just there. An empty list of visible ones, or -1, is a wish for CPUs.
+    visible = environ.get(gpu.VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
+    about_gpus = network.gpus > 0 or visible
     about_nccl = node.meet.nodes > 1 and wants_version(network)
     if not (about_gpus or about_nccl):
         return
@@ -179,23 +191,6 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
         if name in there and state.exists() and state.read_text().strip() == "down":
             fix = "run elsewhere: exclude this node, and have its network card looked at"
             yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, Fault.NODE)
-
-
-def stop_probing(network: NodeNetwork, root: Path) -> Iterator[Finding]:
-    """Keep TCP from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
-    networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
-    container may not write; a container on the machine's own network is privileged, and may.
-    """
-    setting = root / "proc/sys/net/ipv4/tcp_mtu_probing"
-    if not network.disable_pmtu:
-        return
-    try:
-        if setting.read_text().strip() != "0":
-            setting.write_text("0\n")
-    except OSError as error:
-        what = f"TCP probes for its path's MTU, and {setting} cannot be set to 0: {error.strerror}"
-        fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
-        yield Finding("error", "network.pmtu", what, fix)
 
 
 def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:

@@ -87,25 +87,22 @@ def fetch_code(address: str, folder: Path) -> UnpackedCode:
         raise UserError("this Python cannot unpack an archive safely; take an image with Python 3.11.4 or newer")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
+    files, size, times = 0, 0, dict[str, float]()
     try:
-        return UnpackedCode(folder=folder, times=_unpacked(content, folder, where=address))
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            # One by one: a list of all would be made before anything of it could be refused.
+            for member in tar:
+                files, size = files + 1, size + member.size
+                if files > MOST_FILES or not 0 <= member.size <= MOST_BYTES or size > MOST_BYTES:
+                    raise DataError(f"{address} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
+                if member.type != tarfile.REGTYPE:
+                    words = "which is no plain file as the launcher writes them"
+                    raise DataError(f"{address} holds {member.name!r}, {words}")
+                tar.extract(member, folder, set_attrs=True, filter="data")
+                times[member.name.lstrip("/")] = member.mtime
     except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise DataError(f"{address} cannot be unpacked: {error}; remove it, and run the same command again") from error
-
-
-def _unpacked(archive: bytes, folder: Path, *, where: str) -> dict[str, float]:
-    files, size, times = 0, 0, dict[str, float]()
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
-        # One by one: a list of all would be made before anything of it could be refused.
-        for member in tar:
-            files, size = files + 1, size + member.size
-            if files > MOST_FILES or not 0 <= member.size <= MOST_BYTES or size > MOST_BYTES:
-                raise DataError(f"{where} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
-            if member.type != tarfile.REGTYPE:
-                raise DataError(f"{where} holds {member.name!r}, which is no plain file as the launcher writes them")
-            tar.extract(member, folder, set_attrs=True, filter="data")
-            times[member.name.lstrip("/")] = member.mtime
-    return times
+    return UnpackedCode(folder=folder, times=times)
 
 
 def enter_code(environ: MutableMapping[str, str]) -> None:

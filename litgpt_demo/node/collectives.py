@@ -11,7 +11,6 @@ busbw. GB/s are 10^9 bytes per second; 1 GB/s = 8 Gbit/s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
 from litgpt_demo.node.rendezvous import machine_name
+from litgpt_demo.storage.reserving import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -413,9 +413,7 @@ def main(argv: Sequence[str]) -> int:
             heart.beat(1, "measuring the network")
             result = ranks.measure(floor=asked.floor, table=asked.table)
             if ranks.rank % ranks.per_node == 0 and (folder := os.environ.get(NODE_DIRECTORY)):
-                aside = Path(folder) / f".{RESULT}"
-                aside.write_text(json.dumps(result.document(), indent=1))
-                aside.replace(aside.with_name(RESULT))
+                write_whole(Path(folder) / RESULT, result.document())
             if ranks.rank == 0:
                 print(marked(result.row()), flush=True)
             dist.barrier()

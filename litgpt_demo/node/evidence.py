@@ -75,7 +75,11 @@ def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: 
     if killed:
         text = f"the kernel killed {killed} of this container's processes for want of memory"
         found.append(Trace(source="memory", text=text))
-    found += [Trace(source="kernel", text=text) for text in kernel_lines(_kernel_log(), since=since)]
+    log, klogctl = ctypes.create_string_buffer(_KERNEL_BYTES), getattr(ctypes.CDLL(None), "klogctl", None)
+    # Linux alone has it, and it may not be read in most containers.
+    if klogctl is not None and (read := klogctl(_READ_ALL, log, _KERNEL_BYTES)) > 0:
+        lines = kernel_lines(log.raw[:read].decode(errors="replace"), since=since)
+        found += [Trace(source="kernel", text=text) for text in lines]
     for rank in ranks:
         if come := recorded(Path(f"{recorder_prefix(recorders)}{rank}")):
             found.append(Trace(source="recorder", text=come, rank=rank))
@@ -91,14 +95,6 @@ def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: 
 
 def _short(line: str) -> str:
     return redacted(line.strip())[:_LONGEST]
-
-
-def _kernel_log() -> str:
-    """What the kernel's log holds; nothing where it may not be read, as in most containers."""
-    content = ctypes.create_string_buffer(_KERNEL_BYTES)
-    klogctl = getattr(ctypes.CDLL(None), "klogctl", None)  # Linux alone has it
-    read = 0 if klogctl is None else klogctl(_READ_ALL, content, _KERNEL_BYTES)
-    return content.raw[:read].decode(errors="replace") if read > 0 else ""
 
 
 def kernel_lines(log: str, *, since: float) -> list[str]:

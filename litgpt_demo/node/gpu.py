@@ -103,16 +103,6 @@ DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "5
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def wants_torch(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> bool:
-    """Return True if torch has to say whether it can use GPUs: those that were asked for, or that are just there.
-
-    An empty list of visible GPUs, or -1, is how a user asks for CPUs.
-    """
-    if network.gpus:
-        return True
-    return environ.get(VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
-
-
 def check_used(
     network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
 ) -> Iterator[Finding]:

@@ -24,19 +24,17 @@ _LINES = 30
 # What NCCL and the plug-ins print, and what is behind it. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
 # another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
 # GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
-_HINTS = (
-    (
-        "ould not find: libnccl-net",
-        "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?",
-    ),
-    ("No plugin found", "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?"),
-    ("Failed to find ncclNetPlugin", "the plug-in is of another version than this NCCL: see network_plugin"),
-    ("NET/IB : No device found", "the pod has no RDMA devices: look at its network annotations, or its resource claim"),
-    ("Inappropriate ioctl", "the plug-in does not fit the GPU driver of this node; never use `latest` of either"),
-    ("gpu_tx_reg_mr failed", "the plug-in does not fit the GPU driver of this node; never use `latest` of either"),
-    ("onnection refused, retrying", "the receive daemon does not answer: look at the sidecar's log"),
-)
-
+_NOT_THERE = "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?"
+_MISFIT = "the plug-in does not fit the GPU driver of this node; never use `latest` of either"
+_HINTS = {
+    "ould not find: libnccl-net": _NOT_THERE,
+    "No plugin found": _NOT_THERE,
+    "Failed to find ncclNetPlugin": "the plug-in is of another version than this NCCL: see network_plugin",
+    "NET/IB : No device found": "the pod has no RDMA devices: look at its network annotations, or its resource claim",
+    "Inappropriate ioctl": _MISFIT,
+    "gpu_tx_reg_mr failed": _MISFIT,
+    "onnection refused, retrying": "the receive daemon does not answer: look at the sidecar's log",
+}
 
 # Bytes that have to have moved between the ranks before anything is said: less is set-up, or a small model.
 _ENOUGH = 256 * 2**20
@@ -131,7 +129,7 @@ class NetworkUse:
                     self._seen.add(said["name"])
 
     def _finding(self, what: str, fault: Fault) -> RankFailure | None:
-        hints = dict.fromkeys(hint for words, hint in _HINTS if any(words in line for line in self._tail))
+        hints = dict.fromkeys(hint for words, hint in _HINTS.items() if any(words in line for line in self._tail))
         message = f"{what} (platform.network={self._network.name})" + "".join(f"; {hint}" for hint in hints)
         if self._network.allow_sockets:
             self._expected = None  # that is said once

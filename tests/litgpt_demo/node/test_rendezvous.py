@@ -74,15 +74,11 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
 
 
-def of_2_13(rank: int, nodes: int) -> dict[str, str]:
-    """Run:ai of 2.13, whose WORLD_SIZE counts pods."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}
-
-
-def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
-    """Run:ai of 2.18, whose WORLD_SIZE counts GPUs."""
-    own = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "WORLD_SIZE": nodes * gpus, "RUNAI_NUM_OF_GPUS": gpus}
-    return of_2_13(rank, nodes) | {name: str(value) for name, value in own.items()}
+def runai(rank: int, nodes: int, gpus: int | None) -> dict[str, str]:
+    """Run:ai of 2.13, whose WORLD_SIZE counts pods, or of 2.18, whose counts GPUs."""
+    told = {"RANK": rank, "WORLD_SIZE": nodes * (gpus or 1), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 23456}
+    newer = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "RUNAI_NUM_OF_GPUS": gpus} if gpus else {}
+    return {name: str(value) for name, value in (told | newer).items()}
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
@@ -90,19 +86,16 @@ def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
     nodes: int, gpus: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, nodes - 1))
-    argv = (
-        AUTO.replace("--nodes auto", f"--nodes {nodes}")
-        .replace("auto", "pytorchjob")
-        .replace("processes 8", f"processes {gpus}")
-    )
-    for environ in (of_2_13(rank, nodes), of_2_18(rank, nodes, gpus)):
+    argv = AUTO.replace("--nodes auto", f"--nodes {nodes}").replace("auto", "pytorchjob")
+    argv = argv.replace("processes 8", f"processes {gpus}")
+    for environ in (runai(rank, nodes, None), runai(rank, nodes, gpus)):
         node = parse(argv.split(), environ)
         assert node.meet == Rendezvous(nodes=nodes, node_rank=rank, host="10.0.0.7", port=23456, run_id="r")
         named = {"HOSTNAME": f"run-worker-{rank - 1}" if rank else "run-master-0"}
         assert list(contradictions(node, environ | named)) == []
         (other,) = contradictions(node, environ | {"HOSTNAME": f"run-worker-{rank}"})
         assert f"the pod's name run-worker-{rank}: node={rank + 1}" in other.what
-    told = [one.what for one in contradictions(node, of_2_18(rank, nodes + 1, gpus))]
+    told = [one.what for one in contradictions(node, runai(rank, nodes + 1, gpus))]
     assert told[0] == f"PET_NNODES={nodes + 1} does not agree with --nodes={nodes}"
     with pytest.raises(UserError, match="does not know which node it is"):
         parse(argv.split(), {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
