@@ -560,8 +560,7 @@ class TrainConfig(Settings):
     def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes: the part of the run's key that training contributes.
 
-        Args:
-            in_old_keys: whether to return those that were in the keys of earlier versions.
+        With `in_old_keys`, those that were in the keys of earlier versions.
         """
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
         return self.model_dump(mode="json", exclude=set(left_out))

@@ -82,11 +82,7 @@ class TrainLitgptError(Exception):
     fault: Fault = Fault.UNKNOWN
 
     def __init__(self, *args: object, fault: Fault | None = None, given_up: bool = False) -> None:
-        """Take the message, and a class where the error's own does not say it.
-
-        Args:
-            given_up: trying again further up does not help (`give_up`).
-        """
+        """Take the message, a class where the error's own does not say it, and whether nobody is to try again."""
         super().__init__(*args)
         if fault is not None:
             self.fault = fault

@@ -67,10 +67,7 @@ class Heartbeat:
     """A rank's side; without a node above it, it does nothing."""
 
     def __init__(self, *, allow: float, environ: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
-            allow: seconds of silence that mean nothing yet, where a sign of life says nothing else.
-        """
+        """Silence of `allow` seconds means nothing yet, where a sign of life says nothing else."""
         environ = os.environ if environ is None else environ
         self._allow = allow
         self._stacks: IO[str] | None = None
@@ -168,10 +165,7 @@ class Watcher:
         """Return those that have been silent for longer than they may.
 
         First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
-        least far, then the longest silent.
-
-        Args:
-            paused: when the pause of a second began that is just over.
+        least far, then the longest silent. A pause of a second began at `paused` and is just over.
         """
         # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
         # machine that was moved or had no time for them.

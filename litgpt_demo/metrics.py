@@ -90,8 +90,7 @@ def marked(row: Row) -> str:
 def parsed(line: str, bad: Unreadable | None = None) -> dict[str, Any] | None:
     """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none.
 
-    Args:
-        bad: counts a line that carries the mark and no row: one that a kill cut short, or that a script made up.
+    `bad` counts a line that carries the mark and no row: one that a kill cut short, or that a script made up.
     """
     _, mark, text = line.partition(METRICS_MARK)
     return _row(text.encode(errors="replace"), bad) if mark else None

@@ -30,10 +30,10 @@ _LOOK = 1.0
 class Ending:
     """The end of torchrun, and whether it had been asked to stop."""
 
-    exit_code: int
-    asked: float | None
+    exit_code: int = 0
+    asked: float | None = None
     """When SIGTERM or SIGINT came, seconds since the epoch."""
-    host_ran_out_of_memory: bool
+    host_ran_out_of_memory: bool = False
     failures: tuple[RankFailure, ...] = ()
     agent: str | None = None
     """The exception that torchrun itself fell over."""
@@ -55,10 +55,8 @@ def run_ranks(
 ) -> Ending:
     """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
 
-    Args:
-        place: the node's number among the ranks, where that is another than its own.
-
-    NODE_DIRECTORY in the environment of all its processes is how strays are found.
+    `place` is the node's number among the ranks, where that is another than its own. NODE_DIRECTORY in the environment
+    of all its processes is how strays are found.
     """
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
@@ -80,7 +78,7 @@ def run_ranks(
     ended = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, counters=counters))
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
-        return Ending(exit_code=0, asked=leave.asked, host_ran_out_of_memory=False, agent=agent_failure(logs))
+        return Ending(asked=leave.asked, agent=agent_failure(logs))
     kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures = ended or tuple(read_failures(logs))

@@ -65,12 +65,7 @@ def port_is_free(port: int) -> bool:
 
 
 def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what this machine lacks of what its network profile requires.
-
-    Args:
-        environ: as the ranks will have it.
-        root: of the file system; tests make one up.
-    """
+    """Yield what this machine lacks of what its network profile requires, with the environment of the ranks."""
     network = node.network
     sick = list(gpu.check_gpus(network, environ, root=root))
     if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
@@ -196,8 +191,7 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
 def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
     """Check that the network's receive daemon answers.
 
-    Args:
-        patience: seconds that it has to come up, where the platform has not waited for it: TCPXO's takes 30.
+    It has `patience` seconds to come up, where the platform has not waited for it: TCPXO's takes 30.
     """
     if network.socket is None:
         return

@@ -218,8 +218,7 @@ class Ranks:
     def __init__(self, *, seconds: float, largest: int | None, heart: Heartbeat) -> None:
         """Meet all other ranks, and see that a sum comes out right: a link may be fast and wrong.
 
-        Args:
-            seconds: for everything that is measured, from now on.
+        The `seconds` are for everything that is measured from now on.
         """
         import torch
         import torch.distributed as dist
@@ -304,8 +303,7 @@ class Ranks:
     def pairs(self, algbw: float) -> dict[NodePair, float]:
         """GB/s between pairs of nodes, all their ranks sending and receiving at once, every rank over its own card.
 
-        Args:
-            algbw: of the all-reduce in GB/s, from which follows how much can be sent.
+        How much can be sent follows from the all-reduce's `algbw` in GB/s.
         """
         count = int(min(max(algbw * 1e9 * _PAIR, 2**16), self.largest) // 8)
         send, receive = self._buffer[:count], self._buffer[count : 2 * count]

@@ -54,33 +54,30 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
 
 
 def report(
-    node: Node, fault: Fault | None, message: str, ending: Ending | None = None, *, place: int | None = None
+    node: Node, fault: Fault | None, message: str, ending: Ending, *, place: int | None = None
 ) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
-    Args:
-        ending: the end of its ranks, if they were started.
-        place: the node's number among the ranks, where that is another than its own.
+    Where they were not started, their ending is the default one; `place` is as in `run_ranks`.
     """
     first = (node.meet.node_rank if place is None else place) * node.processes
-    failures = () if ending is None else ending.failures
-    cause = decisive(failures)
+    cause = decisive(ending.failures)
     return {
         "node": node.meet.node_rank,
         "host": machine_name(),
         "exit_code": 0 if fault is None else EXIT_CODES[fault],
         "fault": fault,
         "message": message,
-        "asked": None if ending is None else ending.asked,
+        "asked": ending.asked,
         "ended": time.time(),
         "nodes": node.meet.nodes,
         "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
-            for one in sorted(failures, key=lambda one: one is not cause)
+            for one in sorted(ending.failures, key=lambda one: one is not cause)
         ],
-        "stopped": [] if ending is None else [first + local for local in ending.stopped],
-        "traces": [] if ending is None else [asdict(one) for one in ending.traces],
+        "stopped": [first + local for local in ending.stopped],
+        "traces": [asdict(one) for one in ending.traces],
     }
 
 
@@ -112,7 +109,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         for finding in found:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
-            return report(node, errors[0].fault, str(errors[0]))
+            return report(node, errors[0].fault, str(errors[0]), Ending())
         await_name(node.meet.host)
         if node.code is not None:
             code = fetch_code(node.code, node.own / "code")
@@ -141,7 +138,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
-        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}")
+        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", Ending())
     finally:
         if code is not None:
             code.remove()

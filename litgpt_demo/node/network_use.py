@@ -69,14 +69,9 @@ class PortCounters:
 
 
 class NetworkUse:
-    """Reads along in what the ranks of one node print."""
+    """Reads along in what the ranks of one node print into `logs`, and looks at the cards that NCCL was told to use."""
 
     def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, counters: PortCounters | None = None) -> None:
-        """
-        Args:
-            logs: where torchrun keeps its ranks' output.
-            counters: of the cards that NCCL was told to use, where it was told any.
-        """
         self._counters = counters if nodes > 1 else None
         # Within one node NCCL names a network too, and does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
@@ -88,8 +83,7 @@ class NetworkUse:
     def look(self, *, steps: int = 0) -> RankFailure | None:
         """Read what is new; what is told if the network is not the one asked for.
 
-        Args:
-            steps: how many steps the ranks have done. After the first one NCCL has begun, and has to have said so.
+        After the first of the ranks' `steps` NCCL has begun, and has to have said so.
         """
         if self._expected is None:
             return None

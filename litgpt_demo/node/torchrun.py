@@ -142,11 +142,9 @@ def _known_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
     """
     from torch.distributed.run import get_args_parser
 
-    if _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
-        return list(argv), None
     own = list(argv).index("--") if "--" in argv else len(argv)
     flag = next((word for word in argv[:own] if word.startswith(f"{_SHUTDOWN_TIMEOUT}=")), None)
-    if flag is None:
+    if flag is None or _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
         return list(argv), None
     return [word for word in argv if word is not flag], int(flag.partition("=")[2])
 
@@ -157,10 +155,7 @@ def _bound_grace(grace: int | None) -> None:
     From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal, whatever
     --shutdown-timeout says (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). A torchrun
     without that flag calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown).
-    Another torch is left as it is.
-
-    Args:
-        grace: None where torchrun itself was told.
+    Another torch is left as it is. No `grace` is where torchrun itself was told.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
