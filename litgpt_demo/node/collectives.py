@@ -344,16 +344,6 @@ class Ranks:
         found = self.all_reduce(members[self.node], groups[self.node], budget=2.0, largest=2**24)
         return self._of_nodes(max(speed.busbw for speed in found))
 
-    def machines(self) -> tuple[tuple[str, str], ...]:
-        """Name and place of each node's machine."""
-        # As numbers, because torch turns objects into tensors by way of numpy, which an image need not have.
-        mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:_NAMES].ljust(_NAMES)
-        numbers = self._torch.tensor(list(mine), dtype=self._torch.uint8, device=self.device)
-        told = [self._torch.empty_like(numbers) for _ in range(self.world)]
-        self._dist.all_gather(told, numbers)
-        lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
-        return tuple((host, place) for host, _, place in (line.partition("\n") for line in lines))
-
     def measure(self, *, floor: float | None, table: bool) -> Result:
         """The all-reduce among all ranks; and, if it is too slow or a whole table is asked for, who is slow.
 
@@ -376,12 +366,18 @@ class Ranks:
         look = self.nodes > 1 and (table or (floor is not None and best.busbw < floor))
         alone = self.alone() if look else {}
         pairs = self.pairs(best.algbw) if look else {}
-        machines = self.machines()
+        # Name and place of each node's machine, as numbers, because torch turns objects into tensors by way of numpy,
+        # which an image need not have.
+        mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:_NAMES].ljust(_NAMES)
+        numbers = self._torch.tensor(list(mine), dtype=self._torch.uint8, device=self.device)
+        told = [self._torch.empty_like(numbers) for _ in range(self.world)]
+        self._dist.all_gather(told, numbers)
+        lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
         return Result(
             backend="nccl" if self.device.type == "cuda" else "gloo",
             nodes=self.nodes,
-            hosts=tuple(host for host, _ in machines),
-            places=tuple(place for _, place in machines),
+            hosts=tuple(line.partition("\n")[0] for line in lines),
+            places=tuple(line.partition("\n")[2] for line in lines),
             speeds=tuple(speeds),
             floor=floor,
             seconds=time.monotonic() - self.begun,

@@ -120,8 +120,14 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port; give HOST:PORT, for example 10.0.0.5:29500")
+    nodes = flags.nodes
+    if nodes == AUTO:
+        nodes = next((environ[name] for name in NODE_COUNTS if environ.get(name)), None)
+        if nodes is None:
+            names = ", ".join(NODE_COUNTS)
+            raise UserError(f"--nodes=auto finds none of {names} in the environment; give the value itself")
     meet = Rendezvous(
-        nodes=_nodes(flags.nodes, environ),
+        nodes=_number("--nodes", nodes, environ),
         node_rank=_node_rank(flags.node_rank, environ),
         host=host,
         port=_number("--master's port", port, environ),
@@ -167,16 +173,6 @@ def _master(given: str, environ: Mapping[str, str]) -> str:
         "node does not know where node 0 is; give HOST:PORT itself, or submit the job as a PyTorch training with a "
         "master"
     )
-
-
-def _nodes(given: str, environ: Mapping[str, str]) -> int:
-    if given == AUTO:
-        found = [environ[name] for name in NODE_COUNTS if environ.get(name)]
-        if not found:
-            names = ", ".join(NODE_COUNTS)
-            raise UserError(f"--nodes=auto finds none of {names} in the environment; give the value itself")
-        given = found[0]
-    return _number("--nodes", given, environ)
 
 
 def _value(flag: str, given: str, environ: Mapping[str, str]) -> str:
