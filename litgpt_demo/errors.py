@@ -59,11 +59,11 @@ class Fault(StrEnum):
 
 
 EXIT_CODES = {fault: fault.exit_code for fault in Fault}
-JOB_FAULTS = tuple(fault for fault in Fault if EXIT_CODES[fault] < 50)
+JOB_FAULTS = tuple(fault for fault in Fault if fault.exit_code < 50)
 """The classes that a node can end with; each has exactly one action (launcher.runs.diagnosis)."""
 
 # A user's own script may end with 50 and more: only a node's own codes say anything about a node.
-_FAULTS = {EXIT_CODES[fault]: fault for fault in JOB_FAULTS}
+_FAULTS = {fault.exit_code: fault for fault in JOB_FAULTS}
 
 # What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
 BATCH_CODES: dict[int, tuple[Fault, str]] = {
@@ -92,7 +92,7 @@ class TrainLitgptError(Exception):
     @property
     def exit_code(self) -> int:
         """The exit code of a process that ends with this error."""
-        return EXIT_CODES[self.fault]
+        return self.fault.exit_code
 
 
 def give_up(error: BaseException) -> None:

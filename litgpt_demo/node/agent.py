@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
+from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
 from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse, PortCounters
@@ -214,6 +214,6 @@ def fault_of(ending: Ending) -> Fault | None:
     if ending.agent is not None:  # torchrun's own exception; meeting its peers is most of what it can fail at
         fault = fault_of_exception(ending.agent)
         return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
-    if ending.exit_code == EXIT_CODES[Fault.DISK_FULL]:  # there was no room for torchrun's findings
+    if ending.exit_code == Fault.DISK_FULL.exit_code:  # there was no room for torchrun's findings
         return Fault.DISK_FULL
     return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError, UserError, decisive, fault_of_exception
+from litgpt_demo.errors import Fault, TrainLitgptError, UserError, decisive, fault_of_exception
 from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
@@ -65,7 +65,7 @@ def report(
     return {
         "node": node.meet.node_rank,
         "host": machine_name(),
-        "exit_code": 0 if fault is None else EXIT_CODES[fault],
+        "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
         "asked": ending.asked,

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from litgpt_demo.errors import EXIT_CODES, Fault, RankFailure
+from litgpt_demo.errors import Fault, RankFailure
 from litgpt_demo.node.network import NodeNetwork
 
 # `host:pid:tid [device] NCCL INFO Using network <name>`: once per communicator and rank, with NCCL_DEBUG=INFO and
@@ -133,7 +133,7 @@ class NetworkUse:
         fix = "To train over plain sockets all the same, set platform.allow_sockets"
         return RankFailure(
             local_rank=0,
-            exit_code=EXIT_CODES[fault],
+            exit_code=fault.exit_code,
             message=f"{name}: {message}. {fix}",
             traceback=tuple(self._tail),
             time=time.time(),

@@ -26,7 +26,7 @@ from typing import Any
 
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, fault_of_exception
+from litgpt_demo.errors import DataError, Fault, NetworkError, RankFailure, fault_of_exception
 from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return EXIT_CODES[Fault.DISK_FULL]
+            return Fault.DISK_FULL.exit_code
         return 1
     except Exception as error:
         _write_failures(Path(arguments.log_dir), {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
