@@ -106,14 +106,6 @@ class Gid:
         return f"{self.card:<16} {self.index:>3}  {self.address}  {self.kind:<11}  {self.interface or '-'}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cards:
-    """The ports to use, `device:port` each, and the index that is right for all of them."""
-
-    names: tuple[str, ...]
-    index: int
-
-
 def gids(sys: Path, prefix: str) -> list[Gid]:
     """The addresses on every port of every card whose name begins with `prefix`; entries not in use are left out."""
     found = []
@@ -132,8 +124,8 @@ def gids(sys: Path, prefix: str) -> list[Gid]:
     return found
 
 
-def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> Cards:
-    """The cards and the index for NCCL.
+def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[str], int]:
+    """The ports for NCCL to use, `device:port` each, and the index that is right for all of them.
 
     Args:
         interfaces: the pod's own on the RoCE network; other pods' addresses can be in the same table.
@@ -167,7 +159,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> Cards:
             f"the ports {', '.join(names)} have it at different indices{told}Set NCCL_IB_HCA in platform.overrides to "
             "one card's name, or leave the index to NCCL 2.21 or newer by NCCL_IB_GID_INDEX=-1"
         )
-    return Cards(names=tuple(names), index=mine[0].index)
+    return names, mine[0].index
 
 
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
@@ -177,9 +169,9 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
     if not re.fullmatch(r"[A-Za-z0-9_]+", prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
-    cards = find_cards(sys, prefix, network.interfaces)
+    names, index = find_cards(sys, prefix, network.interfaces)
     # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
-    return {"NCCL_IB_HCA": f"={','.join(cards.names)}", "NCCL_IB_GID_INDEX": str(cards.index)}
+    return {"NCCL_IB_HCA": f"={','.join(names)}", "NCCL_IB_GID_INDEX": str(index)}
 
 
 # --- what torch.compile leaves for the next start ---------------------------------------------------------------------
