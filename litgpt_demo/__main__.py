@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError, fault_of_exception
+from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         if not isinstance(error, TrainLitgptError) and fault is not Fault.DISK_FULL:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_CODES[fault]
+        return fault.exit_code
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -56,10 +57,8 @@ def slug(text: str, limit: int = 40) -> str:
 def _whole_number(value: object) -> object:
     """Accept 20e9 and "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            return value
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value
@@ -85,7 +84,6 @@ def _some_time(value: timedelta) -> timedelta:
     return value
 
 
-# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
 def _written_out(place: str) -> str:
     """Return a path or an address, which whoever reads a config reads as it stands."""
     if variable := re.search(r"\$(\w+|\{\w+\})", place):
@@ -97,6 +95,7 @@ def _written_out(place: str) -> str:
 
 Place = Annotated[str, AfterValidator(_written_out)]
 
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
 Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
@@ -240,10 +239,7 @@ class HubTokenizer(Settings):
     """Branch, tag or commit."""
 
 
-Tokenizer = Annotated[
-    TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer,
-    Field(discriminator="kind"),
-]
+Tokenizer = Annotated[TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer, Field(discriminator="kind")]
 
 
 class Filters(Settings):
@@ -564,8 +560,7 @@ class TrainConfig(Settings):
     def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes: the part of the run's key that training contributes.
 
-        Args:
-            in_old_keys: whether to return those that were in the keys of earlier versions.
+        With `in_old_keys`, those that were in the keys of earlier versions.
         """
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
         return self.model_dump(mode="json", exclude=set(left_out))
@@ -574,12 +569,9 @@ class TrainConfig(Settings):
 # --- what the nodes are told ------------------------------------------------------------------------------------------
 
 
-_GONE_FROM_TRAIN = {"warn_slower"}
-
-
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `train` section of an earlier version's record without the settings that are gone."""
-    return {name: value for name, value in train.items() if name not in _GONE_FROM_TRAIN}
+    return {name: value for name, value in train.items() if name != "warn_slower"}
 
 
 class TrainingSpec(Settings):
@@ -602,6 +594,4 @@ class TrainingSpec(Settings):
     def _of_an_earlier_version(cls, given: Any) -> Any:
         """Read the record of a run that was written when there were more settings."""
         train = given.get("train") if isinstance(given, Mapping) else None
-        if not isinstance(train, Mapping):
-            return given
-        return {**given, "train": readable_train(train)}
+        return {**given, "train": readable_train(train)} if isinstance(train, Mapping) else given

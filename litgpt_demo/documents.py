@@ -18,6 +18,7 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage.checksums import copy_with_crc
 
 T = TypeVar("T")
+_adapter = cache(TypeAdapter)
 
 MOST_BYTES = 64 << 20
 """Bytes of the largest document that is parsed. The manifest of 100,000 files takes 20 MB."""
@@ -66,7 +67,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         name = "JSON object" if kind.__module__ == "builtins" else kind.__name__
         problems = f"{error.error_count()} problems, first: {first_problem(error)}"
         raise DataError(f"{where} is not a valid {name} of this version ({problems}); {fix}") from error
-    except (_BrokenSealError, _NumberTooLargeError) as error:
+    except ValueError as error:
         raise DataError(f"{where} is not as it was written: {error}; {fix}") from error
     return value
 
@@ -88,13 +89,8 @@ def _check_numbers(text: bytes) -> None:
     while left:
         value = left.pop()
         if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
-            raise _NumberTooLargeError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
+            raise ValueError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 Sealed: TypeAlias = Literal["manifest", "config", "record"]
@@ -102,14 +98,6 @@ Sealed: TypeAlias = Literal["manifest", "config", "record"]
 # The last line of a sealed document is the checksum of what is before it, because nothing else vouches for it.
 _NAMES = "|".join(get_args(Sealed))
 _SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL)
-
-
-class _BrokenSealError(Exception):
-    pass
-
-
-class _NumberTooLargeError(Exception):
-    pass
 
 
 def sealed(text: bytes, name: Sealed) -> bytes:
@@ -123,7 +111,7 @@ def _unsealed(content: bytes) -> bytes:
     if (seal := _SEAL.fullmatch(content)) is None:
         return content
     if (found := _crc32c(seal["text"])) != seal["crc32c"]:
-        raise _BrokenSealError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
+        raise ValueError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
     return seal["text"] + b"\n}"
 
 

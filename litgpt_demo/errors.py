@@ -9,7 +9,7 @@ TrainLitgptError         unknown            1
   NetworkError           network fault      44   the other nodes cannot be reached
   Preempted              preempted          45   the machine was asked to leave; the state was saved before
   Hung                   hang               46   a rank gives no sign of life
-  DiskFull               disk full          47   there is no room for what is written
+  DiskFull               disk full          47   a disk, quota or file system has no room; the message has the bytes
   LauncherError          user error         40   the branch of the launching side: launcher.errors draws it
 
 Out of memory (42) has no exception of ours: torch, the kernel and the platforms raise it.
@@ -27,50 +27,43 @@ from litgpt_demo.secrets import redacted
 
 
 class Fault(StrEnum):
-    """The class of a failure. A job ends with one of `JOB_FAULTS`; the others are the launching side's."""
+    """The class of a failure, and the exit code that carries it out of a process. A job ends with one of `JOB_FAULTS`;
+    the others are the launching side's.
 
-    USER = "user error"
-    DATA = "data error"
-    OUT_OF_MEMORY = "out of memory"
-    NODE = "node fault"
-    NETWORK = "network fault"
-    PREEMPTED = "preempted"
-    HANG = "hang"
-    DISK_FULL = "disk full"
+    64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
+    and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
+    """
+
+    exit_code: int
+
+    def __new__(cls, words: str, exit_code: int = 1) -> Fault:
+        fault = str.__new__(cls, words)
+        fault._value_, fault.exit_code = words, exit_code
+        return fault
+
+    USER = "user error", 40
+    DATA = "data error", 41
+    OUT_OF_MEMORY = "out of memory", 42
+    NODE = "node fault", 43
+    NETWORK = "network fault", 44
+    PREEMPTED = "preempted", 45
+    HANG = "hang", 46
+    DISK_FULL = "disk full", 47
     UNKNOWN = "unknown"
-    UNREACHABLE = "platform unreachable"
-    UNKNOWN_RUN = "unknown run"
-    LIVE = "run is live"
-    CANCELLED = "cancelled"
-    SERVER = "server unreachable"
-    REFUSED = "platform refused"
+    UNREACHABLE = "platform unreachable", 50
+    UNKNOWN_RUN = "unknown run", 51
+    LIVE = "run is live", 52
+    CANCELLED = "cancelled", 53
+    SERVER = "server unreachable", 54
+    REFUSED = "platform refused", 55
 
 
-# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
-# and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
-EXIT_CODES: dict[Fault, int] = {
-    Fault.UNKNOWN: 1,
-    Fault.USER: 40,
-    Fault.DATA: 41,
-    Fault.OUT_OF_MEMORY: 42,
-    Fault.NODE: 43,
-    Fault.NETWORK: 44,
-    Fault.PREEMPTED: 45,
-    Fault.HANG: 46,
-    Fault.DISK_FULL: 47,
-    Fault.UNREACHABLE: 50,
-    Fault.UNKNOWN_RUN: 51,
-    Fault.LIVE: 52,
-    Fault.CANCELLED: 53,
-    Fault.SERVER: 54,
-    Fault.REFUSED: 55,
-}
-
-JOB_FAULTS = tuple(fault for fault in Fault if EXIT_CODES[fault] < 50)
+EXIT_CODES = {fault: fault.exit_code for fault in Fault}
+JOB_FAULTS = tuple(fault for fault in Fault if fault.exit_code < 50)
 """The classes that a node can end with; each has exactly one action (launcher.runs.diagnosis)."""
 
 # A user's own script may end with 50 and more: only a node's own codes say anything about a node.
-_FAULTS = {EXIT_CODES[fault]: fault for fault in JOB_FAULTS}
+_FAULTS = {fault.exit_code: fault for fault in JOB_FAULTS}
 
 # What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
 BATCH_CODES: dict[int, tuple[Fault, str]] = {
@@ -89,11 +82,7 @@ class TrainLitgptError(Exception):
     fault: Fault = Fault.UNKNOWN
 
     def __init__(self, *args: object, fault: Fault | None = None, given_up: bool = False) -> None:
-        """Take the message, and a class where the error's own does not say it.
-
-        Args:
-            given_up: trying again further up does not help (`give_up`).
-        """
+        """Take the message, a class where the error's own does not say it, and whether nobody is to try again."""
         super().__init__(*args)
         if fault is not None:
             self.fault = fault
@@ -103,7 +92,7 @@ class TrainLitgptError(Exception):
     @property
     def exit_code(self) -> int:
         """The exit code of a process that ends with this error."""
-        return EXIT_CODES[self.fault]
+        return self.fault.exit_code
 
 
 def give_up(error: BaseException) -> None:
@@ -127,8 +116,6 @@ class Unreachable(UserError):
 
 
 class DataError(TrainLitgptError):
-    """A corpus, dataset or checkpoint is not what it says it is."""
-
     fault = Fault.DATA
 
 
@@ -137,32 +124,22 @@ class TooLarge(DataError):
 
 
 class DiskFull(TrainLitgptError):
-    """A disk, a quota or a file system has no room for what was to be written; the message has the bytes."""
-
     fault = Fault.DISK_FULL
 
 
 class NodeError(TrainLitgptError):
-    """This machine is not fit for the job."""
-
     fault = Fault.NODE
 
 
 class NetworkError(TrainLitgptError):
-    """The other nodes cannot be reached."""
-
     fault = Fault.NETWORK
 
 
 class Preempted(TrainLitgptError):
-    """The machine was asked to leave; the state was saved before."""
-
     fault = Fault.PREEMPTED
 
 
 class Hung(TrainLitgptError):
-    """A rank gives no sign of life any more."""
-
     fault = Fault.HANG
 
 
@@ -181,124 +158,47 @@ def words_of(error: BaseException | str) -> str:
     return " ".join(redacted(str(error)).split()).rstrip(".")
 
 
-_BY_NAME = {
-    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
-} | {
-    "MemoryError": Fault.OUT_OF_MEMORY,
-    "OutOfMemoryError": Fault.OUT_OF_MEMORY,
-    "DistNetworkError": Fault.NETWORK,
-    "DistStoreError": Fault.NETWORK,
-    **dict.fromkeys(
-        ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
-        Fault.NETWORK,
-    ),
+_KINDS = {
+    Fault.OUT_OF_MEMORY: "MemoryError OutOfMemoryError",
+    Fault.NETWORK: "DistNetworkError DistStoreError BrokenPipeError ConnectionError ConnectionRefusedError "
+    "ConnectionResetError TimeoutError",
     # Mistakes in the program or its settings: they come back however often it is started.
-    **dict.fromkeys(
-        (
-            "ArgumentError", "AssertionError", "AttributeError", "FileNotFoundError", "FloatingPointError",
-            "ImportError", "IndentationError", "IndexError", "IsADirectoryError", "KeyError", "ModuleNotFoundError",
-            "NameError", "NotADirectoryError", "NotImplementedError", "OverflowError", "PermissionError",
-            "RecursionError", "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ValueError",
-            "ZeroDivisionError",
-        ),
-        Fault.USER,
-    ),
+    Fault.USER: "ArgumentError AssertionError AttributeError FileNotFoundError FloatingPointError ImportError "
+    "IndentationError IndexError IsADirectoryError KeyError ModuleNotFoundError NameError NotADirectoryError "
+    "NotImplementedError OverflowError PermissionError RecursionError SyntaxError TabError TypeError "
+    "UnboundLocalError ValueError ZeroDivisionError",
     # What readers of files say of bytes that are none of their kind.
-    **dict.fromkeys(
-        (
-            "ArrowInvalid", "BadGzipFile", "BadZipFile", "JSONDecodeError", "LZMAError", "ReadError",
-            "SafetensorError", "UnicodeDecodeError", "UnpicklingError",
-        ),
-        Fault.DATA,
-    ),
-}  # fmt: skip
+    Fault.DATA: "ArrowInvalid BadGzipFile BadZipFile JSONDecodeError LZMAError ReadError SafetensorError "
+    "UnicodeDecodeError UnpicklingError",
+}
+_BY_NAME = {name: fault for fault, names in _KINDS.items() for name in names.split()} | {
+    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
+}
 
 # Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
 # that their sources print. The first that is found counts.
-_BY_PHRASE = (
-    (
-        Fault.OUT_OF_MEMORY,
-        (
-            "out of memory",
-            "outofmemoryerror",
-            "can't allocate memory",
-            "cannot allocate memory",
-            "out of shared memory",
-            "unable to allocate shared memory",
-        ),
-    ),
+_PHRASES = {
+    Fault.OUT_OF_MEMORY: "out of memory|outofmemoryerror|can't allocate memory|cannot allocate memory"
+    "|out of shared memory|unable to allocate shared memory",
     # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
-    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded", ". unexpected pos ")),
-    (
-        Fault.NODE,
-        (
-            "uncorrectable ecc error",
-            "uncorrectable nvlink error",
-            "no cuda-capable device is detected",
-            "cuda-capable device(s) is/are busy or unavailable",
-            "system not yet initialized",
-            "hardware stack error",
-            "driver/library version mismatch",
-            "input/output error",
-            "stale file handle",
-            "transport endpoint is not connected",
-            "is killed by signal",
-        ),
-    ),
-    (
-        Fault.DATA,
-        (
-            "pytorchstreamreader failed",
-            "invalid magic number; corrupt file",
-            "magic bytes not found",
-            "ran out of input",
-            "unexpected eof",
-        ),
-    ),
-    (
-        Fault.USER,
-        (
-            "shapes cannot be multiplied",
-            "is invalid for input of size",
-            "must match the size of tensor",
-            "must match the existing size",
-            "expected all tensors to be on the same device",
-            "error(s) in loading state_dict",
-            "does not require grad and does not have a grad_fn",
-            "expected to have finished reduction in the prior iteration",
-            "device-side assert triggered",
-            "an illegal memory access was encountered",
-            "detected mismatch between collectives",
-        ),
-    ),
-    (
-        Fault.HANG,
-        (
-            "watchdog caught collective operation timeout",
-            "ms for recv operation to complete",
-            "ms for send operation to complete",
-            "failed to pass monitoredbarrier",
-        ),
-    ),
-    (
-        Fault.NETWORK,
-        (
-            "connection closed by peer",
-            "connection reset by peer",
-            "connection refused",
-            "socket timeout",
-            "broken pipe",
-            "remote process exited or there was a network error",
-            "ncclremoteerror",
-            "ncclsystemerror",
-            "distnetworkerror",
-            "distbackenderror",
-            "name or service not known",
-            "temporary failure in name resolution",
-            "no route to host",
-        ),
-    ),
-)
+    Fault.DISK_FULL: "no space left on device|disk quota exceeded|. unexpected pos ",
+    Fault.NODE: "uncorrectable ecc error|uncorrectable nvlink error|no cuda-capable device is detected"
+    "|cuda-capable device(s) is/are busy or unavailable|system not yet initialized|hardware stack error"
+    "|driver/library version mismatch|input/output error|stale file handle|transport endpoint is not connected"
+    "|is killed by signal",
+    Fault.DATA: "pytorchstreamreader failed|invalid magic number; corrupt file|magic bytes not found"
+    "|ran out of input|unexpected eof",
+    Fault.USER: "shapes cannot be multiplied|is invalid for input of size|must match the size of tensor"
+    "|must match the existing size|expected all tensors to be on the same device|error(s) in loading state_dict"
+    "|does not require grad and does not have a grad_fn|expected to have finished reduction in the prior iteration"
+    "|device-side assert triggered|an illegal memory access was encountered|detected mismatch between collectives",
+    Fault.HANG: "watchdog caught collective operation timeout|ms for recv operation to complete"
+    "|ms for send operation to complete|failed to pass monitoredbarrier",
+    Fault.NETWORK: "connection closed by peer|connection reset by peer|connection refused|socket timeout|broken pipe"
+    "|remote process exited or there was a network error|ncclremoteerror|ncclsystemerror|distnetworkerror"
+    "|distbackenderror|name or service not known|temporary failure in name resolution|no route to host",
+}
+_BY_PHRASE = {phrase: fault for fault, phrases in _PHRASES.items() for phrase in phrases.split("|")}
 
 
 def fault_of_exception(error: BaseException | str) -> Fault:
@@ -313,15 +213,7 @@ def fault_of_exception(error: BaseException | str) -> Fault:
     if name and name[1] in _BY_NAME:
         return _BY_NAME[name[1]]
     lower = text.lower()
-    return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
-
-
-def gave_up_waiting(message: str) -> bool:
-    """Return True if an exception says that a rank waited for the others until its patience was over.
-
-    A rank that its own node found silent says where it hung, and may have been the one that the others waited for.
-    """
-    return fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message)
+    return next((fault for phrase, fault in _BY_PHRASE.items() if phrase in lower), Fault.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,13 +34,11 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.processes import is_there, send_signals, started
 from litgpt_demo.storage.local import explaining
 
-# In the environment of every process below a node: its own folder.
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
+"""The environment variable of every process below a node with the node's own folder."""
 
 _BEATS = "heartbeats"
-
-# Bytes: each sign of life is written over the last one, in one write and blanks to this length.
-_LENGTH = 1024
+_LENGTH = 1024  # bytes: each sign of life is written over the last one, in one write and blanks to this length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +62,14 @@ class Beat:
     stacks: str
     """The file that SIGUSR1 has the stacks written to."""
 
-    def silent_for(self, now: float) -> float:
-        """Seconds, `now` being one on the monotonic clock."""
-        return now - self.ticks
-
 
 class Heartbeat:
     """A rank's side; without a node above it, it does nothing."""
 
     def __init__(self, *, allow: float, environ: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
-            allow: seconds of silence that mean nothing yet, where a sign of life says nothing else.
-        """
+        """Silence of `allow` seconds means nothing yet, where a sign of life says nothing else."""
         environ = os.environ if environ is None else environ
         self._allow = allow
-        self._file: int | None = None
         self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
@@ -96,7 +86,7 @@ class Heartbeat:
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
-        if self._file is None or self._stacks is None:
+        if self._stacks is None:
             return
         told = Beat(
             rank=self._rank,
@@ -113,24 +103,21 @@ class Heartbeat:
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
 
-    def close(self) -> None:
-        """Ignore silence from here on."""
-        if self._file is None or self._stacks is None:
-            return
-        self._path.unlink(missing_ok=True)
-        os.close(self._file)
-        # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
-        faulthandler.unregister(signal.SIGUSR1)
-        self._stacks.close()
-        self._file = None
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """Silence means nothing from here on."""
+        if self._stacks is None:
+            return
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+        # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
+        faulthandler.unregister(signal.SIGUSR1)
+        self._stacks.close()
+        self._stacks = None
 
 
 # --- the node's side --------------------------------------------------------------------------------------------------
@@ -168,11 +155,6 @@ def is_held(beat: Beat) -> bool:
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
-# Seconds that a pause of one second may take. What takes longer has held up the watcher, and its ranks with it: a
-# container that was paused, a machine that was moved or had no time for them.
-_STOOD_STILL = 5.0
-
-
 class Watcher:
     """The node's look at silence, which counts anew when the node has stood still itself."""
 
@@ -183,18 +165,14 @@ class Watcher:
         """Return those that have been silent for longer than they may.
 
         First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
-        least far, then the longest silent.
-
-        Args:
-            paused: when the pause of a second began that is just over.
+        least far, then the longest silent. A pause of a second began at `paused` and is just over.
         """
-        if now - paused > _STOOD_STILL:
+        # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
+        # machine that was moved or had no time for them.
+        if now - paused > 5.0:
             self._since = now
-
-        def order(beat: Beat) -> tuple[bool, int, float]:
-            return not is_held(beat), beat.step, beat.ticks
-
-        return sorted((beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow), key=order)
+        silent = [beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow]
+        return sorted(silent, key=lambda beat: (not is_held(beat), beat.step, beat.ticks))
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
@@ -215,8 +193,8 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
             break
         seen = sizes
     for beat, status in asked.items():
-        if Path(beat.stacks).stat().st_size == 0:
-            Path(beat.stacks).write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
+        if not (stacks := Path(beat.stacks)).stat().st_size:
+            stacks.write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
 
 
 # Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
@@ -225,7 +203,6 @@ _WAITS = re.compile(
     r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward|training/exchange\.py"
     r"|training/ranks\.py"
 )
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
 
 def waits(beat: Beat) -> bool:
@@ -236,4 +213,4 @@ def waits(beat: Beat) -> bool:
     path = Path(beat.stacks)
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
-    return bool(current) and _WAITS.search(_THREAD.split(rest)[0]) is not None
+    return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None

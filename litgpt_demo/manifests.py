@@ -36,11 +36,7 @@ Manifest = TypeVar("Manifest", bound=Settings)
 
 
 def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
-    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done.
-
-    Raises:
-        DataError: there is a manifest, but it is not one of this kind, or not as it was written.
-    """
+    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done."""
     try:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
@@ -57,9 +53,7 @@ def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
     """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        return [
-            difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference
-        ]
+        return list(filter(None, pool.map(lambda record: _difference(folder, record), records)))
 
 
 def _difference(folder: Path, record: FileRecord) -> str | None:
@@ -78,27 +72,23 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
 
     A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
     those that are there already and right, and going on with those that an interrupted fetch began.
-
-    Raises:
-        DataError: names each file that is not what the manifest says.
     """
     records = list(records)
     if (folder := storage.local_path()) is None:
         folder = scratch()
+
+        def fetch(record: FileRecord) -> None:
+            try:
+                if _difference(folder, record) is not None:
+                    storage.download(record.path, folder / record.path)
+            except FileNotFoundError as error:
+                raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
+
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(lambda record: _fetch(storage, record, folder), records))
+            list(pool.map(fetch, records))
     if wrong := differences(folder, records):
         raise DataError(
             f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}. A dataset is prepared anew "
             "when that folder is removed, a training goes on from the checkpoint before"
         )
     return folder
-
-
-def _fetch(storage: Storage, record: FileRecord, folder: Path) -> None:
-    if _difference(folder, record) is None:
-        return
-    try:
-        storage.download(record.path, folder / record.path)
-    except FileNotFoundError as error:
-        raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error

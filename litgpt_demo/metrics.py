@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from litgpt_demo.documents import Unreadable, first_problem
-from litgpt_demo.storage.local import NO_ROOM, explaining
+from litgpt_demo.storage.local import NO_ROOM, explaining, replacing
 
 METRICS_MARK = "@litgpt-metrics "
 
@@ -54,7 +54,7 @@ _Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # since 
 _Scalar = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63)] | bool | float | _Text | None
 
 
-class _Row(BaseModel):
+class _Columns(BaseModel):
     """A row as far as anything of ours reads it; other columns are kept if they are as plain."""
 
     model_config = ConfigDict(extra="allow")
@@ -62,44 +62,20 @@ class _Row(BaseModel):
 
     kind: _Name
     step: _Count
-    steps: _Count = 0
-    tokens: _Count = 0
-    tokens_per_step: _Count = 0
-    parameters: _Count = 0
-    world_size: _Count = 0
-    memory: _Count = 0
-    bytes: _Count = 0
-    ranks: _Count = 0
-    nodes: _Count = 0
-    attempt: Annotated[int, Field(ge=0, lt=10**9)] = 0
-    elapsed: _Seconds = 0.0
-    node_started: _Seconds = 0.0
-    gate_seconds: _Seconds = 0.0
-    stage_seconds: _Seconds = 0.0
-    first_step_seconds: _Seconds = 0.0
-    taken: _Seconds = 0.0
+
+
+_KNOWN: tuple[tuple[Any, str], ...] = (
+    (_Count, "steps tokens tokens_per_step parameters world_size memory bytes ranks nodes"),
+    (Annotated[int, Field(ge=0, lt=10**9)], "attempt"),
+    (_Seconds, "elapsed node_started gate_seconds stage_seconds first_step_seconds taken"),
     # Whatever is not finite comes as text, because JSON has no NaN, and is a float again here.
-    loss: float = 0.0
-    validation_loss: float = 0.0
-    perplexity: float = 0.0
-    learning_rate: float = 0.0
-    grad_norm: float = 0.0
-    tokens_per_second: float = 0.0
-    mfu: float | None = None
-    seconds: float = 0.0
-    save_seconds: float = 0.0
-    step_seconds: float = 0.0
-    data_seconds: float = 0.0
-    busbw: float = 0.0
-    floor: float = 0.0
-    device: _Text = ""
-    device_name: _Text = ""
-    precision: _Text = ""
-    path: _Text = ""
-    why: _Text = ""
-
-
-_MOST_COLUMNS = 64
+    (float, "loss validation_loss perplexity learning_rate grad_norm tokens_per_second"),
+    (float | None, "mfu"),
+    (float, "seconds save_seconds step_seconds data_seconds busbw floor"),
+    (_Text, "device device_name precision path why"),
+)
+_FIELDS: dict[str, Any] = {name: (kind, None) for kind, names in _KNOWN for name in names.split()}
+_Row = create_model("_Row", __base__=_Columns, **_FIELDS)
 
 
 def marked(row: Row) -> str:
@@ -114,8 +90,7 @@ def marked(row: Row) -> str:
 def parsed(line: str, bad: Unreadable | None = None) -> dict[str, Any] | None:
     """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none.
 
-    Args:
-        bad: counts a line that carries the mark and no row: one that a kill cut short, or that a script made up.
+    `bad` counts a line that carries the mark and no row: one that a kill cut short, or that a script made up.
     """
     _, mark, text = line.partition(METRICS_MARK)
     return _row(text.encode(errors="replace"), bad) if mark else None
@@ -137,8 +112,8 @@ def _row(text: bytes, bad: Unreadable | None) -> dict[str, Any] | None:
         if len(text) > MOST_LINE:
             raise ValueError(f"it has {len(text):,} bytes, and no row has more than {MOST_LINE:,}")
         row = _Row.model_validate_json(text).model_dump(exclude_unset=True, exclude_none=True)
-        if len(row) > _MOST_COLUMNS:
-            raise ValueError(f"it has {len(row)} columns, and no row has more than {_MOST_COLUMNS}")
+        if len(row) > 64:
+            raise ValueError(f"it has {len(row)} columns, and no row has more than 64")
     except ValueError as error:
         if bad is not None:
             why = first_problem(error) if isinstance(error, ValidationError) else str(error)
@@ -163,14 +138,12 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resumed_from: int) -> None:
         """Goes on with an older attempt's file, without the steps that this attempt will repeat."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         kept = rows_of(path.read_bytes()) if path.exists() else []
         lines = [marked(row).removeprefix(METRICS_MARK) for row in kept if row["step"] <= resumed_from]
         text = "".join(f"{line}\n" for line in lines).encode()
-        aside = path.with_name(f".{path.name}.partial")
         with explaining(str(path), needed=len(text)):
-            aside.write_bytes(text)
-            aside.replace(path)
+            with replacing(path, durable=False) as aside:
+                aside.write(text)
             self._file = path.open("ab", buffering=0)
         self._waiting = b""
 
@@ -193,10 +166,6 @@ class MetricsFile:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
-        """Append what still waits.
-
-        Raises:
-            DiskFull: there is no room for it.
-        """
+        """Append what still waits; DiskFull where there is no room for it."""
         with explaining(self._file.name, needed=len(self._waiting)), self._file:
             self._append()

@@ -17,9 +17,6 @@ def started(pid: int) -> float:
 
     On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
     moves when the machine's clock is set.
-
-    Raises:
-        ProcessLookupError: there is none.
     """
     try:
         if sys.platform == "linux":
@@ -38,43 +35,23 @@ def is_there(pid: int, began: float) -> bool:
 
 
 def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
-    """Send signals to the process of this pid that began then, and to no other.
-
-    Raises:
-        ProcessLookupError: it is gone.
-    """
-    process = _descriptor(pid)
-    if process is None:  # what is left is the moment between the look and the signal
-        for number in numbers:
-            _require(pid, began)
-            os.kill(pid, number)
-        return
+    """Send signals to the process of this pid that began then, and to no other."""
+    process = None
     try:
-        _require(pid, began)
-        for number in numbers:
-            signal.pidfd_send_signal(process, number)
-    finally:
-        os.close(process)
-
-
-def _descriptor(pid: int) -> int | None:
-    """Return a descriptor that keeps what it means, whatever becomes of the pid; None where the system gives none.
-
-    Kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
-    if not hasattr(os, "pidfd_open"):  # no Linux
-        return None
-    try:
-        return os.pidfd_open(pid)
+        if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does
+            process = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except OSError:
-        return None
-
-
-def _require(pid: int, began: float) -> None:
-    if not is_there(pid, began):
-        raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
+        pass  # kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it
+    try:
+        for number in numbers:
+            if not is_there(pid, began):
+                raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
+            if process is None:  # what is left is the moment between the look and the signal
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(process, number)
+    finally:
+        if process is not None:
+            os.close(process)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
@@ -23,25 +23,18 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
     Raises:
         UserError: there is a proxy that HTTP clients cannot be made with, not even to reach other hosts.
     """
-    proxies = list(_proxies(environ))
-    for name, address in proxies:
-        _check(name, address)
-    if not proxies:
+    kinds = ("http_proxy", "https_proxy", "all_proxy")
+    named = [name for kind in kinds for name in (kind, kind.upper()) if environ.get(name, "").strip()]
+    if not named:
         return
+    for name in named:
+        _check(name, environ[name].strip())
     # Lower case wins in all clients, and an empty value is no value.
     given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     hosts = [host.strip() for host in given.split(",") if host.strip()]
     if "*" not in hosts:  # which means every host, and to urllib only where it stands alone
         hosts += [host for host in _LOOPBACK if host not in hosts]
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)
-
-
-def _proxies(environ: MutableMapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The variables that name a proxy, and the address in each."""
-    for kind in ("http_proxy", "https_proxy", "all_proxy"):
-        for name in (kind, kind.upper()):
-            if address := environ.get(name, "").strip():
-                yield name, address
 
 
 def _check(name: str, address: str) -> None:

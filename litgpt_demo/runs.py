@@ -50,7 +50,7 @@ class RunDocument(Settings):
     run: dict[str, JsonValue] = Field({})
     """The config as the user wrote it."""
     training: TrainingSpec
-    """Return the settings that the nodes get."""
+    """The settings that every rank reads."""
     software: dict[str, JsonValue] = Field({})
     """The identity of the code: image, commit, dirty, packages."""
     price: RecordedPrice | None = None
@@ -66,11 +66,7 @@ def write_document(run: Storage, document: RunDocument) -> None:
 
 
 def read_document(run: Storage) -> RunDocument:
-    """Return the config of the run. One of an older version has no checksum, and is read all the same.
-
-    Raises:
-        DataError: the run has no config.json, or not one of this version, or not as it was written.
-    """
+    """Return the config of the run. One of an older version has no checksum, and is read all the same."""
     try:
         content = run.read(CONFIG)
     except FileNotFoundError as error:
@@ -92,9 +88,5 @@ def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, 
 
 
 def read_spec(run: Storage) -> TrainingSpec:
-    """The nodes' settings of this run.
-
-    Raises:
-        DataError: as `read_document`.
-    """
+    """The nodes' settings of this run."""
     return read_document(run).training

@@ -21,7 +21,7 @@ from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding, Severity
-from litgpt_demo.node.versions import version
+from litgpt_demo.node.network import version
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30

@@ -15,12 +15,11 @@ from types import FrameType
 
 import psutil
 
-from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
+from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
 from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
-from litgpt_demo.node.network_use import NetworkUse
+from litgpt_demo.node.network_use import NetworkUse, PortCounters
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.roce import PortCounters
 from litgpt_demo.node.torchrun import FAILURES, agent_failure, rank_folders, read_failures, torchrun_command
 
 # Seconds between two looks at the ranks' signs of life.
@@ -31,10 +30,10 @@ _LOOK = 1.0
 class Ending:
     """The end of torchrun, and whether it had been asked to stop."""
 
-    exit_code: int
-    asked: float | None
+    exit_code: int = 0
+    asked: float | None = None
     """When SIGTERM or SIGINT came, seconds since the epoch."""
-    host_ran_out_of_memory: bool
+    host_ran_out_of_memory: bool = False
     failures: tuple[RankFailure, ...] = ()
     agent: str | None = None
     """The exception that torchrun itself fell over."""
@@ -56,10 +55,8 @@ def run_ranks(
 ) -> Ending:
     """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
 
-    Args:
-        place: the node's number among the ranks, where that is another than its own.
-
-    NODE_DIRECTORY in the environment of all its processes is how strays are found.
+    `place` is the node's number among the ranks, where that is another than its own. NODE_DIRECTORY in the environment
+    of all its processes is how strays are found.
     """
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
@@ -72,15 +69,21 @@ def run_ranks(
     )
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
-    ended = _watched(leave.torchrun, node, use)
+    counters = None
+    # The cards that this node found for NCCL; other values of the user's name none.
+    if node.network.hca is not None and (cards := environ.get("NCCL_IB_HCA", "")).startswith("="):
+        # Of all interfaces: sockets would take any of them.
+        interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
+        counters = PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
+    ended = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, counters=counters))
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
-        return Ending(exit_code=0, asked=leave.asked, host_ran_out_of_memory=False, agent=agent_failure(logs))
+        return Ending(asked=leave.asked, agent=agent_failure(logs))
     kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures = ended or tuple(read_failures(logs))
     folders = {int(folder.name): folder for folder in rank_folders(logs)}
+    of_ranks = {meet.node_rank * node.processes + local: folder for local, folder in sorted(folders.items())}
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
@@ -88,33 +91,13 @@ def run_ranks(
         failures=failures,
         agent=agent_failure(logs),
         stopped=tuple(sorted(folders.keys() - {one.local_rank for one in failures})),
-        traces=tuple(
-            gather(
-                {meet.node_rank * node.processes + local: folder for local, folder in sorted(folders.items())},
-                recorders=node.own,
-                since=began,
-                killed=killed,
-            )
-        ),
+        traces=tuple(gather(of_ranks, recorders=node.own, since=began, killed=killed)),
     )
-
-
-def _counters(node: Node, environ: Mapping[str, str]) -> PortCounters | None:
-    """Those of the cards that this node found for NCCL; None where it was told none by name."""
-    cards = environ.get("NCCL_IB_HCA", "")
-    if node.network.hca is None or not cards.startswith("="):
-        return None
-    # Of all interfaces: sockets would take any of them.
-    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
-    return PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
 
 
 def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> tuple[RankFailure, ...]:
     """Return when torchrun has ended. If a rank falls silent before, have all of them write their stacks and kill it;
-    kill it too if NCCL turns out to use another network than the node's.
-
-    Returns:
-        What is told of that; nothing where torchrun ended by itself.
+    kill it too if NCCL turns out to use another network than the node's. Then that is returned.
     """
     watcher = Watcher()
     while True:
@@ -126,23 +109,22 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
         if silent := watcher.overdue(beats, paused=paused, now=now):
             held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
-            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
-            return (hang_of(silent, held),)
-        if wrong := use.look(steps=max((beat.step for beat in beats), default=0)):
+            wrong: RankFailure | None = _hang_of(silent, held)
+        else:
+            wrong = use.look(steps=max((beat.step for beat in beats), default=0))
+        if wrong is not None:
             kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (wrong,)
 
 
-def hang_of(silent: Sequence[Beat], held: Collection[Beat] = ()) -> RankFailure:
-    """Return the failure of ranks that fell silent, in the name of the likeliest cause.
-
-    That is one that was held by the kernel, or whose stacks show that it does not wait for the others; else the first.
-    """
+def _hang_of(silent: Sequence[Beat], held: Collection[Beat]) -> RankFailure:
+    """The failure of ranks that fell silent, in the name of the likeliest cause: of one that was held by the kernel, or
+    whose stacks show that it does not wait for the others; else of the first."""
     waiting = {beat: beat not in held and waits(beat) for beat in silent}
     beat = min(silent, key=waiting.__getitem__)
     peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
     message = (
-        f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
+        f"Hung: rank {beat.rank} has given no sign of life for {time.monotonic() - beat.ticks:.0f} s, which may be "
         f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
         + (f"; silent too: {', '.join(peers)}" if peers else "")
         + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
@@ -232,6 +214,6 @@ def fault_of(ending: Ending) -> Fault | None:
     if ending.agent is not None:  # torchrun's own exception; meeting its peers is most of what it can fail at
         fault = fault_of_exception(ending.agent)
         return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
-    if ending.exit_code == EXIT_CODES[Fault.DISK_FULL]:  # there was no room for torchrun's findings
+    if ending.exit_code == Fault.DISK_FULL.exit_code:  # there was no room for torchrun's findings
         return Fault.DISK_FULL
     return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN

@@ -13,16 +13,11 @@ from pathlib import Path
 
 from litgpt_demo.errors import Fault, NodeError, UserError
 from litgpt_demo.findings import Finding
-from litgpt_demo.node import gpu, nccl
-from litgpt_demo.node.environment import driver_folders
-from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node import gpu
+from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torch_seen import torch_seen
-from litgpt_demo.node.versions import within
+from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
 from litgpt_demo.storage.local import NO_ROOM
-
-# Seconds that a network's daemon has to come up, where the platform has not waited for it: TCPXO's takes 30.
-DAEMON_PATIENCE = 120.0
 
 
 def check_call(node: Node) -> Iterator[Finding]:
@@ -70,32 +65,57 @@ def port_is_free(port: int) -> bool:
 
 
 def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what this machine lacks of what its network profile requires.
-
-    Args:
-        environ: as the ranks will have it.
-        root: of the file system; tests make one up.
-    """
+    """Yield what this machine lacks of what its network profile requires, with the environment of the ranks."""
     network = node.network
-    sick = [*gpu.check_gpus(network, environ, root=root), *check_libcuda(network, environ, root)]
+    sick = list(gpu.check_gpus(network, environ, root=root))
+    if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
+        what = f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH"
+        fix = "see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then"
+        sick.append(Finding("error", "gpu.libcuda", what, fix, Fault.NODE))
     yield from sick
     # A sick GPU may hang whoever uses it, and has been named.
     if not any(finding.severity == "error" for finding in sick):
         yield from check_torch(node, environ, root)
     yield from check_interfaces(network, root)
-    yield from check_shared_memory(network, root)
-    yield from stop_probing(network, root)
-    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
+    folder, size = root / "dev/shm", 0
+    if folder.exists():
+        told = os.statvfs(folder)
+        size = told.f_blocks * told.f_frsize
+    # NCCL fails with too little of it, by `No space left on device`, data loaders by a bus error (NVIDIA/nccl#290).
+    if size < network.shm_bytes:
+        what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
+        fix = "mount an emptyDir of medium Memory at /dev/shm (platform.shm), or give docker --shm-size"
+        yield Finding("error", "node.shared-memory", what, fix)
+    # TCP is kept from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
+    # networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
+    # container may not write; a container on the machine's own network is privileged, and may.
+    probing = root / "proc/sys/net/ipv4/tcp_mtu_probing"
+    try:
+        if network.disable_pmtu and probing.read_text().strip() != "0":
+            probing.write_text("0\n")
+    except OSError as error:
+        what = f"TCP probes for its path's MTU, and {probing} cannot be set to 0: {error.strerror}"
+        fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
+        yield Finding("error", "network.pmtu", what, fix)
+    # A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead.
+    found = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    name, _, number = found.partition(" ")
+    if network.glibc is not None and not (name == "glibc" and within(number, (f">={network.glibc}",))):
+        what = f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}"
+        yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
     if node.meet.nodes > 1:
         yield from check_daemon(network)
-        yield from nccl.check_plugin(network, environ)
+        yield from check_plugin(network, environ)
 
 
 def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
     """Yield what torch itself says against this machine, if anything depends on it: importing it takes seconds."""
-    network, several = node.network, node.meet.nodes > 1
-    about_gpus = gpu.wants_torch(network, environ, root)
-    if not (about_gpus or (several and nccl.wants_version(network))):
+    network = node.network
+    # About GPUs that were asked for, or are just there. An empty list of visible ones, or -1, is a wish for CPUs.
+    visible = environ.get(gpu.VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
+    about_gpus = network.gpus > 0 or visible
+    about_nccl = node.meet.nodes > 1 and wants_version(network)
+    if not (about_gpus or about_nccl):
         return
     try:
         seen = torch_seen(environ)
@@ -109,127 +129,91 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
         return
     if about_gpus:
         yield from gpu.check_used(network, seen, environ, processes=node.processes)
-    if several:
-        yield from nccl.check_nccl(network, seen)
+    if about_nccl:
+        yield from check_nccl(network, seen)
 
 
-def check_libcuda(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
-    """Check that the driver's library can be loaded, if the node is to have GPUs."""
-    on_path = gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
-    if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or on_path):
-        yield Finding(
-            "error",
-            "gpu.libcuda",
-            what=f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH",
-            fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
-            fault=Fault.NODE,
-        )
+def wants_version(network: NodeNetwork) -> bool:
+    """Return True if it matters to the network which NCCL there is."""
+    return bool(network.nccl_fails or (network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)))
+
+
+def check_nccl(network: NodeNetwork, seen: TorchSeen) -> Iterator[Finding]:
+    """Yield what is wrong with the NCCL that torch loads; the same comparison as before the job was submitted."""
+    if not wants_version(network):
+        return
+    if seen.nccl is None:
+        fix = "build the image with a CUDA build of torch"
+        yield Finding("error", "nccl.missing", f"torch {seen.torch} comes without NCCL", fix)
+        return
+    owner = f"torch {seen.torch} here, which loads {seen.nccl_path},"
+    yield from check_nccl_version(network, seen.nccl, owner=owner)
+
+
+def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
+    it stands before. Networks that need no plug-in are not asked."""
+    if not network.plugged_in:
+        return
+    folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    # NCCL_NET_PLUGIN=x means libnccl-net-x.so, or a file's name (NCCL's manual, "NCCL_NET_PLUGIN").
+    name = "libnccl-net.so"
+    if wanted := environ.get("NCCL_NET_PLUGIN"):
+        name = wanted if wanted.endswith(".so") else f"libnccl-net-{wanted}.so"
+    first = next((folder for folder in folders if (Path(folder) / name).exists()), None)
+    ours = network.library_paths
+    if first is None:
+        what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
+        fix = f"see whether the {network.name} installer's DaemonSet is ready on this node, and mounted in the pod"
+        yield Finding("error", "nccl.plugin", what, fix, Fault.NODE)
+    elif ours and first not in ours:
+        what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(ours)}"
+        fix = "remove it from the image, or see why the node lacks the right one"
+        yield Finding("error", "nccl.plugin-other", what, fix, Fault.NODE)
 
 
 def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     """Interfaces that are missing, or down."""
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
-    missing = [name for name in network.interfaces if name not in there]
-    if missing:
-        yield Finding(
-            "error",
-            "network.interfaces",
-            what=f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}",
-            fix="look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
-            "networks that the node pool has",
-            fault=Fault.NODE,
-        )
+    if missing := [name for name in network.interfaces if name not in there]:
+        what = f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}"
+        fix = "look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
+        fix += "networks that the node pool has"
+        yield Finding("error", "network.interfaces", what, fix, Fault.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
         # Virtual interfaces read `unknown` while they work.
         if name in there and state.exists() and state.read_text().strip() == "down":
-            yield Finding(
-                "error",
-                "network.interface-down",
-                what=f"the interface {name} is down",
-                fix="run elsewhere: exclude this node, and have its network card looked at",
-                fault=Fault.NODE,
-            )
+            fix = "run elsewhere: exclude this node, and have its network card looked at"
+            yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, Fault.NODE)
 
 
-def check_shared_memory(network: NodeNetwork, root: Path) -> Iterator[Finding]:
-    """Too little of the memory that processes share: NCCL then fails with `No space left on device`, data loaders with
-    a bus error (NVIDIA/nccl#290)."""
-    folder = root / "dev/shm"
-    size = 0
-    if folder.exists():
-        told = os.statvfs(folder)
-        size = told.f_blocks * told.f_frsize
-    if size < network.shm_bytes:
-        what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
-        fix = "mount an emptyDir of medium Memory at /dev/shm (platform.shm), or give docker --shm-size"
-        yield Finding("error", "node.shared-memory", what, fix)
+def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
+    """Check that the network's receive daemon answers.
 
-
-def check_glibc(network: NodeNetwork, found: str) -> Iterator[Finding]:
-    """A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead."""
-    if network.glibc is None:
-        return
-    name, _, number = found.partition(" ")
-    if name != "glibc" or not within(number, (f">={network.glibc}",)):
-        yield Finding(
-            "error",
-            "image.glibc",
-            what=f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}",
-            fix="build the image on Ubuntu 22.04, Debian 12 or newer",
-        )
-
-
-def stop_probing(network: NodeNetwork, root: Path) -> Iterator[Finding]:
-    """Keep TCP from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
-    networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
-    container may not write; a container on the machine's own network is privileged, and may.
+    It has `patience` seconds to come up, where the platform has not waited for it: TCPXO's takes 30.
     """
-    setting = root / "proc/sys/net/ipv4/tcp_mtu_probing"
-    if not network.disable_pmtu:
-        return
-    try:
-        if setting.read_text().strip() != "0":
-            setting.write_text("0\n")
-    except OSError as error:
-        yield Finding(
-            "error",
-            "network.pmtu",
-            what=f"TCP probes for its path's MTU, and {setting} cannot be set to 0: {error.strerror}",
-            fix="set it on the machine, take platform.host_network, or leave out platform.disable_pmtu",
-        )
-
-
-def check_daemon(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Finding]:
-    """Check that the network's receive daemon answers; one that is still starting is waited for."""
     if network.socket is None:
         return
     deadline = time.monotonic() + patience
-    while (problem := unanswered(network.socket)) and time.monotonic() < deadline:
+    while (problem := _unanswered(network.socket)) and time.monotonic() < deadline:
         time.sleep(min(1.0, patience))
     if problem:
-        yield Finding(
-            "error",
-            "network.daemon",
-            what=f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}",
-            fix="read the log of the pod's daemon container, and see that both mount the same folder for the socket",
-            fault=Fault.NODE,
-        )
+        what = f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}"
+        fix = "read the log of the pod's daemon container, and see that both mount the same folder for the socket"
+        yield Finding("error", "network.daemon", what, fix, Fault.NODE)
 
 
-def unanswered(place: str) -> str:
-    """Return why nothing answers there; empty if something does."""
-    if re.fullmatch(r"[^/]+:\d+", place):
-        host, _, port = place.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        except OSError as error:
-            return str(error)
-        return ""
+def _unanswered(place: str) -> str:
+    """Why nothing answers there; empty if something does."""
     try:
+        if re.fullmatch(r"[^/]+:\d+", place):
+            host, _, port = place.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return ""
         mode = Path(place).stat().st_mode
     except OSError as error:
-        return str(error.strerror)
+        return error.strerror or str(error)
     # Not connected to: a daemon may take a client that says nothing for one that died.
     return "" if stat.S_ISSOCK(mode) else "it is no socket"
 
@@ -237,8 +221,9 @@ def unanswered(place: str) -> str:
 # --- cores ------------------------------------------------------------------------------------------------------------
 
 
-def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+def usable_cores() -> int:
     """CPU cores this process may use: its affinity, and its container's quota (cgroup v2), which affinity hides."""
+    cpu_max = Path("/sys/fs/cgroup/cpu.max")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = cpu_max.read_text().split() if cpu_max.exists() else ("max", "")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -61,42 +61,27 @@ def fetch_code(address: str, folder: Path) -> UnpackedCode:
     """Bring the archive at `address` and unpack it into `folder`, which is made anew for its owner alone.
 
     Raises:
-        DataError: it is not there, or is not what its name says.
+        DataError: it is not there, is not what its name says, or is no tar of plain files within bounds.
         UserError: the address does not name an archive by its hash, or this Python is too old to unpack what others
             wrote.
     """
+    from litgpt_demo.storage import open_storage
+
     place, _, name = address.rpartition("/")
     if (named := _NAME.fullmatch(name)) is None or not place:
         raise UserError(
             f"--code={address} names no archive by its hash; give …/<sha256>.tar, as the launcher writes it"
         )
-    times = unpack_code(_fetched(place, name, named["sha256"]), folder, where=address)
-    return UnpackedCode(folder=folder, times=times)
-
-
-def _fetched(place: str, name: str, digest: str) -> bytes:
-    from litgpt_demo.storage import open_storage
-
     storage = open_storage(place)
     try:
         content = storage.read(name, most=MOST_ARCHIVE)
     except FileNotFoundError:
         raise DataError(f"{storage.address(name)} is not there; run the same command again, which writes it") from None
-    if (found := sha256(content).hexdigest()) != digest:
+    if (found := sha256(content).hexdigest()) != named["sha256"]:
         raise DataError(
             f"{storage.address(name)} has the sha256 {found}, so that somebody has changed it; see who writes there, "
             "remove it, and run the same command again"
         )
-    return content
-
-
-def unpack_code(archive: bytes, folder: Path, *, where: str) -> dict[str, float]:
-    """Unpack plain files into `folder`, which is made anew; returns them with the times of their last change.
-
-    Raises:
-        DataError: it is no tar, or holds something else, or too much.
-        UserError: this Python has no extraction filters.
-    """
     if not hasattr(tarfile, "data_filter"):  # PEP 706
         # The image's Python is that of every node: a restart elsewhere would end alike.
         raise UserError("this Python cannot unpack an archive safely; take an image with Python 3.11.4 or newer")
@@ -104,31 +89,20 @@ def unpack_code(archive: bytes, folder: Path, *, where: str) -> dict[str, float]
     folder.mkdir(mode=0o700, parents=True)
     files, size, times = 0, 0, dict[str, float]()
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             # One by one: a list of all would be made before anything of it could be refused.
             for member in tar:
                 files, size = files + 1, size + member.size
                 if files > MOST_FILES or not 0 <= member.size <= MOST_BYTES or size > MOST_BYTES:
-                    raise DataError(f"{where} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
+                    raise DataError(f"{address} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
                 if member.type != tarfile.REGTYPE:
-                    raise DataError(
-                        f"{where} holds {member.name!r}, which is no plain file as the launcher writes them"
-                    )
+                    words = "which is no plain file as the launcher writes them"
+                    raise DataError(f"{address} holds {member.name!r}, {words}")
                 tar.extract(member, folder, set_attrs=True, filter="data")
                 times[member.name.lstrip("/")] = member.mtime
     except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise DataError(f"{where} cannot be unpacked: {error}; remove it, and run the same command again") from error
-    return times
-
-
-def require_program(program: Sequence[str], folder: Path) -> None:
-    """Refuse a script that is not in the folder.
-
-    Raises:
-        UserError: it is not.
-    """
-    if not program[0].startswith("-") and not (folder / program[0]).is_file():
-        raise UserError(f"the program {program[0]} is no file of the mounted code; give its path in there")
+        raise DataError(f"{address} cannot be unpacked: {error}; remove it, and run the same command again") from error
+    return UnpackedCode(folder=folder, times=times)
 
 
 def enter_code(environ: MutableMapping[str, str]) -> None:
@@ -140,8 +114,3 @@ def enter_code(environ: MutableMapping[str, str]) -> None:
     if folder := environ.get(CODE):
         os.chdir(folder)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environ.get("PYTHONPATH"))))
-
-
-def with_code(environ: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """Return the ranks' environment with the place of their code, if they have any."""
-    return dict(environ) if folder is None else {**environ, CODE: str(folder)}

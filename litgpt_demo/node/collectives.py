@@ -11,22 +11,21 @@ busbw. GB/s are 10^9 bytes per second; 1 GB/s = 8 Gbit/s.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
-from litgpt_demo.node.pairs import NodePair, culprits, rounds
 from litgpt_demo.node.rendezvous import machine_name
-from litgpt_demo.node.topology import PLACE
+from litgpt_demo.storage.reserving import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +36,11 @@ RESULT = "network.json"
 MEASURED = "LITGPT_MEASURED"
 """The environment variable of a training's ranks with the file of what was measured before."""
 
-SMALLEST = 2**20
-LARGEST = {"cuda": 2**30, "cpu": 2**26}
-"""Bytes. A GiB is where published figures are taken; gloo gains nothing beyond some MiB."""
+PLACE = "LITGPT_PLACE"
+"""The environment variable of ranks with the place of their machine in the fabric."""
+
+# Bytes. A GiB is where published figures are taken; gloo gains nothing beyond some MiB.
+_SMALLEST, _LARGEST = 2**20, {"cuda": 2**30, "cpu": 2**26}
 
 _ITERATIONS = 20
 # Seconds for the repeats of one size, after a first one that is not counted: it sets up connections.
@@ -54,6 +55,11 @@ _DROPPED = 0.3
 _PAIR = 0.25
 # Bytes for a machine's name and place; a host name has 253 at most, three names of GCE's in a place 63 each.
 _NAMES = 1024
+# A node counts as slow below this share of what is usual. Links of one fabric are alike to some percent; a card that
+# has fallen back to a lower rate, or a cable that drops packets, costs more than half.
+_SHARE = 0.5
+
+NodePair = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +69,7 @@ class Speed:
     ranks: int
     bytes: int
     seconds: float
-    """Bandwidth of one all-reduce, by the slowest rank."""
+    """Of one all-reduce, on the slowest rank."""
     repeats: int
 
     @property
@@ -74,12 +80,7 @@ class Speed:
     @property
     def busbw(self) -> float:
         """GB/s."""
-        return self.algbw * bus_factor(self.ranks)
-
-
-def bus_factor(ranks: int) -> float:
-    """busbw by algbw of an all-reduce; of one rank nothing crosses a link."""
-    return 2 * (ranks - 1) / ranks
+        return self.algbw * 2 * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class Result:
         return culprits(self.pairs, self.alone)
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """The content of RESULT."""
         return {
             "backend": self.backend,
             "nodes": self.nodes,
@@ -144,38 +145,68 @@ class Result:
 
 
 def read_result(content: bytes, where: str) -> Result:
-    """The Result whose `document` was stored at the address `where`.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """The Result whose `document` was stored at the address `where`."""
     fix = "measure the network again"
     document = parse_json(content, dict[str, Any], where=where, fix=fix)
+    names = ("ranks", "bytes", "seconds", "repeats")
     try:
-        return _result(document)
+        return Result(
+            **{name: document[name] for name in ("backend", "nodes", "floor", "seconds")},
+            hosts=tuple(document["hosts"]),
+            places=tuple(document["places"]),
+            speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
+            pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
+            alone={one["node"]: one["busbw"] for one in document["alone"]},
+        )
     except (KeyError, TypeError, IndexError) as error:
         raise DataError(f"{where} is not the result of a measurement of this version ({error!r}); {fix}") from error
-
-
-def _result(document: Mapping[str, Any]) -> Result:
-    names = ("ranks", "bytes", "seconds", "repeats")
-    return Result(
-        backend=document["backend"],
-        nodes=document["nodes"],
-        hosts=tuple(document["hosts"]),
-        places=tuple(document["places"]),
-        speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
-        floor=document["floor"],
-        seconds=document["seconds"],
-        pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
-        alone={one["node"]: one["busbw"] for one in document["alone"]},
-    )
 
 
 def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what was measured before this training, as a metrics row; empty if nothing was."""
     path = Path(environ.get(MEASURED, ""))
     return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
+
+
+# --- the slow node of many: each is measured with several others, and a slow one is slow with all --------------------
+
+
+def rounds(nodes: int, *, most: int) -> list[list[NodePair]]:
+    """Rounds in each of which every node has one partner (or none, where their number is odd), all pairs different.
+
+    It is the circle method of tournaments: number 0 keeps its place, the others move on by one.
+
+    Args:
+        most: how many rounds at most; with fewer than all they are spread evenly, so that partners are near and far.
+    """
+    seats = nodes + nodes % 2
+    every = []
+    for turn in range(seats - 1):
+        circle = [0, *((place + turn) % (seats - 1) + 1 for place in range(seats - 1))]
+        pairs = [(circle[place], circle[-1 - place]) for place in range(seats // 2)]
+        every.append([(min(pair), max(pair)) for pair in pairs if max(pair) < nodes])
+    return every if len(every) <= most else [every[number * len(every) // most] for number in range(most)]
+
+
+def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
+    """The slow nodes, as far as the measurements tell.
+
+    Two nodes have one pair, which does not say whose fault it is; what each of them does alone may.
+
+    Args:
+        speeds: GB/s between the two nodes of a pair.
+        alone: GB/s among the ranks within each node; empty where nodes have one rank.
+    """
+    best: dict[int, float] = {}
+    for pair, speed in speeds.items():
+        for node in pair:
+            best[node] = max(speed, best.get(node, 0.0))
+    slow: set[int] = set()
+    for figures in (best, alone):
+        if len(figures) > 1:
+            usual = median(figures.values())
+            slow |= {node for node, speed in figures.items() if speed < _SHARE * usual}
+    return sorted(slow)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -185,9 +216,9 @@ class Ranks:
     """The process group, seen from one rank, with a clock that all ranks agree on."""
 
     def __init__(self, *, seconds: float, largest: int | None, heart: Heartbeat) -> None:
-        """
-        Args:
-            seconds: for everything that is measured, from now on.
+        """Meet all other ranks, and see that a sum comes out right: a link may be fast and wrong.
+
+        The `seconds` are for everything that is measured from now on.
         """
         import torch
         import torch.distributed as dist
@@ -195,25 +226,21 @@ class Ranks:
         self._torch, self._dist, self._heart = torch, dist, heart
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.node, self.nodes = self.rank // self.per_node, self.world // self.per_node
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        self.largest = largest or LARGEST[self.device.type]
-        self._small = torch.zeros(1, dtype=torch.float64, device=self.device)
-        self._greet()
+        self.largest = largest or _LARGEST[self.device.type]
+        self._small = torch.full((1,), self.rank + 1, dtype=torch.float64, device=self.device)
+        dist.all_reduce(self._small)
+        right = self.world * (self.world + 1) / 2
+        if float(self._small) != right:
+            raise NetworkError(
+                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
+                "corrupts data; run NVIDIA's dcgmi diag on the nodes"
+            )
         self._buffer = torch.zeros(self.largest // 4, dtype=torch.float32, device=self.device)
-        self._begun = time.monotonic()
-        self._end = self._begun + seconds
-
-    @property
-    def nodes(self) -> int:
-        return self.world // self.per_node
-
-    @property
-    def node(self) -> int:
-        return self.rank // self.per_node
-
-    def spent(self) -> float:
-        return time.monotonic() - self._begun
+        self.begun = time.monotonic()
+        self._end = self.begun + seconds
 
     def left(self) -> float:
         """Seconds until the end, by rank 0's clock, the same on all ranks: they have to decide alike."""
@@ -221,40 +248,36 @@ class Ranks:
         self._dist.broadcast(self._small, src=0)
         return float(self._small)
 
-    def _greet(self) -> None:
-        """Meet all other ranks, and see that a sum comes out right: a link may be fast and wrong.
-
-        Raises:
-            NetworkError: it does not.
-        """
-        self._small.fill_(self.rank + 1)
-        self._dist.all_reduce(self._small)
-        right = self.world * (self.world + 1) / 2
-        if float(self._small) != right:
-            raise NetworkError(
-                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
-                "corrupts data; run NVIDIA's dcgmi diag on the nodes"
-            )
-
     def _slowest(self, seconds: float, group: Any) -> float:
         """The longest of the ranks' times."""
         self._small.fill_(seconds)
         self._dist.all_reduce(self._small, op=self._dist.ReduceOp.MAX, group=group)
         return float(self._small)
 
-    def _timed(self, buffer: torch.Tensor, repeats: int, group: Any) -> float:
-        """Seconds that one all-reduce takes, over some repeats."""
-        self._slowest(0.0, group)  # all begin together
+    def _of_nodes(self, mine: float) -> dict[int, float]:
+        """What the ranks of each node say, the largest of it."""
+        told = self._torch.zeros(self.nodes, dtype=self._torch.float64, device=self.device)
+        told[self.node] = mine
+        self._dist.all_reduce(told, op=self._dist.ReduceOp.MAX)
+        return dict(enumerate(told.tolist()))
+
+    def _together(self, group: Any) -> float:
+        """Let all begin together; returns that moment of `time.perf_counter`."""
+        self._slowest(0.0, group)
         self._synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            self._dist.all_reduce(buffer, group=group)
-        self._synchronize()
-        return self._slowest((time.perf_counter() - start) / repeats, group)
+        return time.perf_counter()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             self._torch.cuda.synchronize(self.device)
+
+    def _timed(self, buffer: torch.Tensor, repeats: int, group: Any) -> float:
+        """Seconds that one all-reduce takes, over some repeats."""
+        start = self._together(group)
+        for _ in range(repeats):
+            self._dist.all_reduce(buffer, group=group)
+        self._synchronize()
+        return self._slowest((time.perf_counter() - start) / repeats, group)
 
     def all_reduce(
         self, members: Sequence[int], group: Any, *, budget: float, largest: int | None = None
@@ -263,7 +286,7 @@ class Ranks:
 
         The smallest size is measured whatever it takes.
         """
-        size, spent, predicted = min(SMALLEST, self.largest), 0.0, 0.0
+        size, spent, predicted = min(_SMALLEST, self.largest), 0.0, 0.0
         found: list[Speed] = []
         while size <= (largest or self.largest) and (not found or spent + 3 * predicted < budget):
             buffer = self._buffer[: size // 4]
@@ -280,8 +303,7 @@ class Ranks:
     def pairs(self, algbw: float) -> dict[NodePair, float]:
         """GB/s between pairs of nodes, all their ranks sending and receiving at once, every rank over its own card.
 
-        Args:
-            algbw: of the all-reduce in GB/s, from which follows how much can be sent.
+        How much can be sent follows from the all-reduce's `algbw` in GB/s.
         """
         count = int(min(max(algbw * 1e9 * _PAIR, 2**16), self.largest) // 8)
         send, receive = self._buffer[:count], self._buffer[count : 2 * count]
@@ -300,9 +322,7 @@ class Ranks:
 
     def _exchange(self, pair: NodePair | None, send: torch.Tensor, receive: torch.Tensor) -> dict[int, float]:
         """One exchange with the partner node; the time it took on each node, by its slowest rank."""
-        self._slowest(0.0, None)
-        self._synchronize()
-        start = time.perf_counter()
+        start = self._together(None)
         if pair is not None:
             other = pair[0] if self.node == pair[1] else pair[1]
             peer = other * self.per_node + self.rank % self.per_node
@@ -313,10 +333,7 @@ class Ranks:
             for work in self._dist.batch_isend_irecv(both):
                 work.wait()
             self._synchronize()
-        times = self._torch.zeros(self.nodes, dtype=self._torch.float64, device=self.device)
-        times[self.node] = time.perf_counter() - start
-        self._dist.all_reduce(times, op=self._dist.ReduceOp.MAX)
-        return dict(enumerate(times.tolist()))
+        return self._of_nodes(time.perf_counter() - start)
 
     def alone(self) -> dict[int, float]:
         """busbw in GB/s within each node, all nodes at the same time; empty where they have one rank."""
@@ -325,61 +342,48 @@ class Ranks:
         members = [list(range(first, first + self.per_node)) for first in range(0, self.world, self.per_node)]
         groups = [self._dist.new_group(ranks) for ranks in members]
         found = self.all_reduce(members[self.node], groups[self.node], budget=2.0, largest=2**24)
-        speeds = self._torch.zeros(self.nodes, dtype=self._torch.float64, device=self.device)
-        speeds[self.node] = max(speed.busbw for speed in found)
-        self._dist.all_reduce(speeds, op=self._dist.ReduceOp.MAX)
-        return dict(enumerate(speeds.tolist()))
+        return self._of_nodes(max(speed.busbw for speed in found))
 
-    def machines(self) -> tuple[tuple[str, str], ...]:
-        """Name and place of each node's machine."""
-        # As numbers, because torch turns objects into tensors by way of numpy, which an image need not have.
+    def measure(self, *, floor: float | None, table: bool) -> Result:
+        """The all-reduce among all ranks; and, if it is too slow or a whole table is asked for, who is slow.
+
+        Args:
+            table: measure among the first 2, 4, 8, … ranks too, one line of the benchmark's table each, and between
+                pairs of nodes whatever comes of it.
+        """
+        groups: list[tuple[list[int], Any]] = []
+        if table:
+            sizes = [2**power for power in range(1, self.world.bit_length()) if 2**power < self.world]
+            groups = [(list(range(size)), self._dist.new_group(list(range(size)))) for size in sizes]
+        groups.append((list(range(self.world)), None))
+        # Half for the all-reduce; the other is for naming the slow node, if there is one.
+        budget = self.left() / 2 / len(groups)
+        speeds: list[Speed] = []
+        for members, group in groups:
+            speeds += self.all_reduce(members, group, budget=budget) if self.rank in members else []
+            self.left()  # the others wait here
+        best = max((speed for speed in speeds if speed.ranks == self.world), key=lambda speed: speed.algbw)
+        look = self.nodes > 1 and (table or (floor is not None and best.busbw < floor))
+        alone = self.alone() if look else {}
+        pairs = self.pairs(best.algbw) if look else {}
+        # Name and place of each node's machine, as numbers, because torch turns objects into tensors by way of numpy,
+        # which an image need not have.
         mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:_NAMES].ljust(_NAMES)
         numbers = self._torch.tensor(list(mine), dtype=self._torch.uint8, device=self.device)
         told = [self._torch.empty_like(numbers) for _ in range(self.world)]
         self._dist.all_gather(told, numbers)
         lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
-        return tuple((host, place) for host, _, place in (line.partition("\n") for line in lines))
-
-    def groups(self) -> list[tuple[list[int], Any]]:
-        """The first 2, 4, 8, … ranks and all of them: one line of the benchmark's table each."""
-        sizes = [2**power for power in range(1, self.world.bit_length()) if 2**power < self.world]
-        return [
-            *((list(range(size)), self._dist.new_group(list(range(size)))) for size in sizes),
-            (list(range(self.world)), None),
-        ]
-
-
-def measure(ranks: Ranks, *, floor: float | None, table: bool) -> Result:
-    """The all-reduce among all ranks; and, if it is too slow or a whole table is asked for, who is slow.
-
-    Args:
-        table: measure among fewer ranks too, and between pairs of nodes whatever comes of it.
-    """
-    groups = ranks.groups() if table else [(list(range(ranks.world)), None)]
-    # Half for the all-reduce; the other is for naming the slow node, if there is one.
-    budget = ranks.left() / 2 / len(groups)
-    speeds: list[Speed] = []
-    for members, group in groups:
-        mine = ranks.all_reduce(members, group, budget=budget) if ranks.rank in members else []
-        ranks.left()  # the others wait here
-        speeds += mine
-    best = max(speed.busbw for speed in speeds if speed.ranks == ranks.world)
-    algbw = best / bus_factor(ranks.world) if ranks.world > 1 else best
-    look = ranks.nodes > 1 and (table or (floor is not None and best < floor))
-    alone = ranks.alone() if look else {}
-    pairs = ranks.pairs(algbw) if look else {}
-    machines = ranks.machines()
-    return Result(
-        backend="nccl" if ranks.device.type == "cuda" else "gloo",
-        nodes=ranks.nodes,
-        hosts=tuple(host for host, _ in machines),
-        places=tuple(place for _, place in machines),
-        speeds=tuple(speeds),
-        floor=floor,
-        seconds=ranks.spent(),
-        pairs=pairs,
-        alone=alone,
-    )
+        return Result(
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+            nodes=self.nodes,
+            hosts=tuple(line.partition("\n")[0] for line in lines),
+            places=tuple(line.partition("\n")[2] for line in lines),
+            speeds=tuple(speeds),
+            floor=floor,
+            seconds=time.monotonic() - self.begun,
+            pairs=pairs,
+            alone=alone,
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -401,19 +405,13 @@ def main(argv: Sequence[str]) -> int:
         with Heartbeat(allow=asked.seconds + _HUNG) as heart:
             ranks = Ranks(seconds=asked.seconds, largest=asked.largest, heart=heart)
             heart.beat(1, "measuring the network")
-            _tell(measure(ranks, floor=asked.floor, table=asked.table), ranks)
+            result = ranks.measure(floor=asked.floor, table=asked.table)
+            if ranks.rank % ranks.per_node == 0 and (folder := os.environ.get(NODE_DIRECTORY)):
+                write_whole(Path(folder) / RESULT, result.document())
+            if ranks.rank == 0:
+                print(marked(result.row()), flush=True)
             dist.barrier()
     finally:
         time.sleep(_DROPPED)
         dist.destroy_process_group()
     return 0
-
-
-def _tell(result: Result, ranks: Ranks) -> None:
-    if ranks.rank % ranks.per_node == 0 and (folder := os.environ.get(NODE_DIRECTORY)):
-        path = Path(folder) / RESULT
-        aside = path.with_name(f".{RESULT}")
-        aside.write_text(json.dumps(result.document(), indent=1))
-        aside.replace(path)
-    if ranks.rank == 0:
-        print(marked(result.row()), flush=True)

@@ -12,7 +12,8 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Never
@@ -70,23 +71,30 @@ def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: 
         since: seconds since the epoch; what the kernel said before is of an earlier job.
         killed: processes of this container that the kernel killed for want of memory since then.
     """
-    memory = [f"the kernel killed {killed} of this container's processes for want of memory"] if killed else []
-    dumped = {rank: text for rank in ranks if (text := recorded(Path(f"{recorder_prefix(recorders)}{rank}")))}
-    found = [
-        *(Trace(source="memory", text=text) for text in memory),
-        *(Trace(source="kernel", text=text) for text in kernel_lines(kernel_log(), since=since)),
-        *(Trace(source="recorder", text=text, rank=rank) for rank, text in dumped.items()),
-        *(Trace(source="output", text=text, rank=rank) for rank, folder in ranks.items() for text in _said(folder)),
-    ]
+    found = []
+    if killed:
+        text = f"the kernel killed {killed} of this container's processes for want of memory"
+        found.append(Trace(source="memory", text=text))
+    log, klogctl = ctypes.create_string_buffer(_KERNEL_BYTES), getattr(ctypes.CDLL(None), "klogctl", None)
+    # Linux alone has it, and it may not be read in most containers.
+    if klogctl is not None and (read := klogctl(_READ_ALL, log, _KERNEL_BYTES)) > 0:
+        lines = kernel_lines(log.raw[:read].decode(errors="replace"), since=since)
+        found += [Trace(source="kernel", text=text) for text in lines]
+    for rank in ranks:
+        if come := recorded(Path(f"{recorder_prefix(recorders)}{rank}")):
+            found.append(Trace(source="recorder", text=come, rank=rank))
+    for rank, folder in ranks.items():
+        with suppress(OSError), (folder / "stderr.log").open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _OUTPUT_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            telling = list(dict.fromkeys(_short(line) for line in lines if _OUTPUT.search(line)))[-_OF_A_RANK:]
+            found += [Trace(source="output", text=text, rank=rank) for text in telling]
     return found[:MOST_TRACES]
 
 
-def kernel_log() -> str:
-    """Return what the kernel's log holds; nothing where it may not be read, as in most containers."""
-    content = ctypes.create_string_buffer(_KERNEL_BYTES)
-    klogctl = getattr(ctypes.CDLL(None), "klogctl", None)  # Linux alone has it
-    read = 0 if klogctl is None else klogctl(_READ_ALL, content, _KERNEL_BYTES)
-    return content.raw[:read].decode(errors="replace") if read > 0 else ""
+def _short(line: str) -> str:
+    return redacted(line.strip())[:_LONGEST]
 
 
 def kernel_lines(log: str, *, since: float) -> list[str]:
@@ -99,18 +107,6 @@ def kernel_lines(log: str, *, since: float) -> list[str]:
         if told is not None and float(told[1]) >= begun and _KERNEL.search(told[2]):
             found.append(_short(told[2]))
     return found[-_OF_THE_KERNEL:]
-
-
-def _said(folder: Path) -> list[str]:
-    """Return the last telling lines of a rank's error output, each once."""
-    try:
-        with (folder / "stderr.log").open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _OUTPUT_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return list(dict.fromkeys(_short(line) for line in text.splitlines() if _OUTPUT.search(line)))[-_OF_A_RANK:]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -137,32 +133,20 @@ def recorded(dump: Path) -> str | None:
     return f"its flight recorder: last enqueued work: {begun}, last completed work: {ended}"
 
 
-def _short(line: str) -> str:
-    return redacted(line.strip())[:_LONGEST]
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def out_of_memory_kills(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
+def out_of_memory_kills() -> int:
     """Return how often the kernel killed a process of this container for want of memory; 0 where nobody counts.
 
-    A container with a namespace of its own is the root of what it sees; without one the group's path leads to it.
+    The count is in cgroup v2's memory.events or v1's memory.oom_control. A container with a namespace of its own is the
+    root of what it sees; without one the group's path leads to it.
     """
-    for counter in _counters(root, groups):
-        words = counter.read_text().split() if counter.exists() else []
-        if "oom_kill" in words:
-            return int(words[words.index("oom_kill") + 1])
-    return 0
-
-
-def _counters(root: Path, groups: Path) -> Iterable[Path]:
-    """Yield the files that may hold the count: cgroup v2's memory.events, v1's memory.oom_control."""
-    told: dict[str, str] = {}
+    root, groups, told = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), dict[str, str]()
     for line in groups.read_text().splitlines() if groups.exists() else ():
         # Controllers and path of each hierarchy: `4:memory:/docker/1f…`, `0::/` in version 2.
         _, controllers, path = line.split(":", 2)
         told |= dict.fromkeys(controllers.split(","), path)
-    for folder, name in ((root, "memory.events"), (root / "memory", "memory.oom_control")):
-        group = told.get("memory" if folder.name == "memory" else "", "/").strip("/")
-        yield from (folder / group / name, folder / name)
+    for folder, controller, name in ((root, "", "memory.events"), (root / "memory", "memory", "memory.oom_control")):
+        for counter in (folder / told.get(controller, "/").strip("/") / name, folder / name):
+            words = counter.read_text().split() if counter.exists() else []
+            if "oom_kill" in words:
+                return int(words[words.index("oom_kill") + 1])
+    return 0

@@ -8,54 +8,40 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any
 
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork, within
 from litgpt_demo.node.torch_seen import TorchSeen, answer_of
-from litgpt_demo.node.versions import within
-
-# Where GKE mounts the driver's programs and libraries into containers that ask for GPUs.
-NVIDIA = "usr/local/nvidia"
 
 LIBCUDA = "libcuda.so.1"
+_MOUNTED = "usr/local/nvidia/lib64"
+"""The folder in which GKE mounts the driver's libraries into containers that ask for GPUs."""
 
 # Seconds. It takes 10 with eight GPUs and no persistence daemon; forever, when a GPU has fallen off the bus.
 _PATIENCE = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """One GPU, as its driver tells of it."""
-
-    index: int
-    name: str
-    driver: str
-    errors: int | None
-    """Memory errors since the driver was loaded that ECC could not correct; None where they are not counted."""
-
-
-def gpus(environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu] | None:
-    """Return what the driver says, None if its library is not here; a process asks that can be left behind, hung.
-
-    Raises:
-        NodeError: the driver does not answer, or answers with an error.
-    """
-    hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
-    code, told, words = answer_of([*PYTHON, "-m", __name__], environ, patience=patience, hung=hung)
+def _asked(environ: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """What `main` finds of each GPU, None if the driver's library is not here. A process is asked that can be left
+    behind, hung."""
+    hung = f"the driver did not answer for {_PATIENCE:.0f} s: a GPU of this machine has hung"
+    code, told, words = answer_of([*PYTHON, "-m", __name__], environ, patience=_PATIENCE, hung=hung)
     if code != 0:
         raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
-    found = json.loads(told.splitlines()[-1])
-    return None if found is None else [Gpu(**gpu) for gpu in found]
+    found: list[dict[str, Any]] | None = json.loads(told.splitlines()[-1])
+    return found
 
 
 def main() -> None:
-    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library."""
+    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library.
+
+    Of errors, those of memory since the driver was loaded that ECC could not correct; null where they are not counted.
+    """
     import pynvml as nvml
 
     found, asked = None, "the driver"
@@ -81,30 +67,31 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     """Yield what is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
-    folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / NVIDIA / "lib64")))
+    folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
     try:
-        there = gpus({**environ, "LD_LIBRARY_PATH": ":".join(folders)})
+        gpus = _asked({**environ, "LD_LIBRARY_PATH": ":".join(folders)})
     except NodeError as error:
-        yield _finding("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
+        fix = "run elsewhere: exclude this node, and have it repaired"
+        yield Finding("error", "gpu.driver", str(error), fix, Fault.NODE)
         return
-    if there is None:
-        found = len(list((root / "dev").glob("nvidia[0-9]*")))
-        if found < network.gpus:
-            yield _too_few(found, network.gpus)
-        else:
-            what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
-            yield _finding("gpu.unseen", what, f"let LD_LIBRARY_PATH have /{NVIDIA}/lib64", severity="warning")
-        return
-    if len(there) < network.gpus:
-        yield _too_few(len(there), network.gpus)
-    for gpu in there:
-        if gpu.errors:
-            what = f"GPU {gpu.index} ({gpu.name}) has {gpu.errors} memory errors that ECC could not correct"
-            yield _finding("gpu.ecc", what, "run elsewhere: exclude this node, and have the GPU reset or replaced")
-    for driver in sorted({gpu.driver for gpu in there}):
+    count = len(list((root / "dev").glob("nvidia[0-9]*")) if gpus is None else gpus)
+    if count < network.gpus:
+        what = f"{count} GPUs are here, and the job was given machines with {network.gpus}"
+        fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
+        yield Finding("error", "gpu.count", what, fix, Fault.NODE)
+    elif gpus is None:
+        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
+        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", Fault.NODE)
+    for gpu in gpus or ():
+        if gpu["errors"]:
+            what = f"GPU {gpu['index']} ({gpu['name']}) has {gpu['errors']} memory errors that ECC could not correct"
+            fix = "run elsewhere: exclude this node, and have the GPU reset or replaced"
+            yield Finding("error", "gpu.ecc", what, fix, Fault.NODE)
+    for driver in sorted({gpu["driver"] for gpu in gpus or ()}):
         if not within(driver, network.drivers):
             what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
-            yield _finding("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
+            fix = "use node pools whose driver version is not `latest`"
+            yield Finding("error", "gpu.driver-version", what, fix, Fault.NODE)
 
 
 # --- the GPUs as torch has them ---------------------------------------------------------------------------------------
@@ -116,16 +103,6 @@ DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "5
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def wants_torch(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> bool:
-    """Return True if torch has to say whether it can use GPUs: those that were asked for, or that are just there.
-
-    An empty list of visible GPUs, or -1, is how a user asks for CPUs.
-    """
-    if network.gpus:
-        return True
-    return environ.get(VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
-
-
 def check_used(
     network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
 ) -> Iterator[Finding]:
@@ -135,9 +112,9 @@ def check_used(
     """
     if not network.gpus:
         if seen.gpus == 0:
-            what, fix, _ = _why_unused(seen, environ)
+            what, fix, fault = _why_unused(seen, environ)
             fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
-            yield _finding("gpu.unused", f"{what}; the ranks run on CPUs", fix, severity="warning")
+            yield Finding("warning", "gpu.unused", f"{what}; the ranks run on CPUs", fix, fault)
     elif seen.gpus == 0:
         what, fix, fault = _why_unused(seen, environ)
         yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
@@ -170,30 +147,22 @@ def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, 
     return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
 
 
-def _too_few(found: int, wanted: int) -> Finding:
-    what = f"{found} GPUs are here, and the job was given machines with {wanted}"
-    return _finding("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
-
-
-def _finding(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Finding:
-    return Finding(severity, code, what, fix, Fault.NODE)
-
-
 # --- the driver's library ---------------------------------------------------------------------------------------------
 
 
-def cached_libraries(ldconfig: str, name: str = LIBCUDA) -> list[str]:
-    """Return where the loader's cache has a library."""
+def libcuda_is_cached() -> bool:
+    """Return True if the loader finds the driver's library by itself."""
     try:
-        listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:  # an image without ldconfig, such as a distroless one
-        return []
-    return re.findall(rf"^\s*{re.escape(name)} .*=> (\S+)$", listed, re.MULTILINE)
+        return False
+    return re.search(rf"^\s*{re.escape(LIBCUDA)} .*=> \S+$", listed, re.MULTILINE) is not None
 
 
-def folder_of(name: str, folders: Iterator[str] | tuple[str, ...] | list[str]) -> str | None:
-    """The first of these folders that has a library; None if none has."""
-    return next((folder for folder in folders if folder and (Path(folder) / name).is_file()), None)
+def libcuda_folder(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """Return the first folder of LD_LIBRARY_PATH, or GKE's, that has the driver's library; None if none has."""
+    folders = (*environ.get("LD_LIBRARY_PATH", "").split(":"), str(root / _MOUNTED))
+    return next((folder for folder in folders if folder and (Path(folder) / LIBCUDA).is_file()), None)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,6 @@ from litgpt_demo.node.printing import LossyLog
 if TYPE_CHECKING:
     from litgpt_demo.storage import Storage
 
-# Seconds between two looks: what a machine that is gone took with it.
-INTERVAL = 60.0
-
 # Objects in a bucket cannot grow: each copy is a whole one. A file of n times this many bytes is copied at every n-th
 # look only, so that a log of a week costs no more per minute than one of an hour; at the end all are copied.
 _CHEAP = 8 * 2**20
@@ -32,24 +29,21 @@ _LAST = 60.0
 class LogUploader:
     """Copies a node's log, its report, and what its ranks left, to `address`, as long as it is entered."""
 
-    def __init__(self, directory: Path, address: str, node: int, *, life: int = 0, interval: float = INTERVAL) -> None:
+    def __init__(self, directory: Path, address: str, node: int, *, life: int = 0, interval: float = 60.0) -> None:
         """
         Args:
             life: how often the job has been restarted within its attempt, where the platform tells. What the last life
                 left is kept next to it.
+            interval: seconds between two looks: what a machine that is gone took with it.
         """
         from litgpt_demo.storage import open_storage
 
         self._directory, self._node, self._life, self._interval = directory, node, life, interval
+        self.log = directory / f"node-{node}.log"
         self._target: Storage = open_storage(address)
         self._done: dict[str, tuple[int, float]] = {}
         self._looks, self._over = 0, threading.Event()
         self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
-
-    @property
-    def log(self) -> Path:
-        """The node's own."""
-        return self._directory / f"node-{self._node}.log"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -64,21 +58,26 @@ class LogUploader:
     def _run(self) -> None:
         self._attempt(self._set_aside)
         while not self._over.wait(self._interval):
-            self._attempt(self.copy)
-        self._attempt(lambda: self.copy(last=True))
+            self._attempt(self._copy)
+        self._attempt(lambda: self._copy(last=True))
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """A bucket that does not answer must not end a training; the next look copies what this one could not."""
+        # A bucket that does not answer must not end a training; the next look copies what this one could not.
         try:
             action()
         except (TrainLitgptError, OSError) as error:
             message = f"logs could not be copied: {error} -> they are in {self._directory}"
             print(f"warning [node.log-uri] {message}", flush=True)
 
-    def copy(self, *, last: bool = False) -> None:
-        """Copy what has changed."""
+    def _copy(self, *, last: bool = False) -> None:
         self._looks += 1
-        for path in self._files():
+        # This node's files alone, as nodes may share the directory; neither the dataset nor signs of life. The report
+        # first: if there is no time for the rest, it tells most.
+        own = self._directory / f"node-{self._node}"
+        files = [path for path in (own.with_suffix(".json"), self.log) if path.exists()]
+        for folder in (own / "ranks", own / "gate"):
+            files += sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
+        for path in (*files, *sorted(own.glob("*.json"))):
             name = path.relative_to(self._directory).as_posix()
             told = path.stat()
             if self._done.get(name) == (told.st_size, told.st_mtime):
@@ -91,31 +90,19 @@ class LogUploader:
             self._target.upload(aside, name, move=True)
             self._done[name] = (told.st_size, told.st_mtime)
 
-    def _files(self) -> Iterator[Path]:
-        """Return the files of this node alone, as nodes may share the directory. Not the dataset, no signs of life."""
-        own = self._directory / f"node-{self._node}"
-        # The report first: if there is no time for the rest, it tells most.
-        yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())
-        for folder in (own / "ranks", own / "gate"):
-            yield from sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
-        yield from sorted(own.glob("*.json"))
-
     def _set_aside(self) -> None:
         """Move what an earlier life of this node left: its report must not be taken for this one's.
 
         Run:ai starts a pod again without telling it, so what is found is what says so.
         """
-        names = self._target.list()
-        mine = [name for name in names if _of_node(name, self._node)]
-        before = {name.split("/")[0] for name in names if _of_node(name.partition("/")[2], self._node)}
+        names, own = self._target.list(), f"node-{self._node}"
+        places = {own, f"{own}.log", f"{own}.json"}
+        mine = [name for name in names if name.split("/")[0] in places]
+        before = {name.split("/")[0] for name in names if name.partition("/")[2].split("/")[0] in places}
         place = f"restart-{max(self._life - 1, len(before))}"
         for name in mine:
             self._target.join([name], f"{place}/{name}")
             self._target.remove(name)
-
-
-def _of_node(name: str, node: int) -> bool:
-    return name.split("/")[0] in {f"node-{node}", f"node-{node}.log", f"node-{node}.json"}
 
 
 @contextlib.contextmanager

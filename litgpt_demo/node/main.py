@@ -20,28 +20,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.errors import (
-    EXIT_CODES,
-    Fault,
-    RankFailure,
-    TrainLitgptError,
-    decisive,
-    fault_of_exception,
-)
+from litgpt_demo.errors import Fault, TrainLitgptError, UserError, decisive, fault_of_exception
 from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
-from litgpt_demo.node.code import UnpackedCode, fetch_code, require_program, with_code
-from litgpt_demo.node.collectives import MEASURED, read_result
+from litgpt_demo.node.code import CODE, UnpackedCode, fetch_code
+from litgpt_demo.node.collectives import MEASURED, PLACE, RESULT
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import recorder_prefix
-from litgpt_demo.node.gate import measured
+from litgpt_demo.node.gate import measured, place_of, ranks_by_place
 from litgpt_demo.node.log_upload import LogUploader, tee
-from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
-from litgpt_demo.node.spec import unpack
+from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack, without_leftovers
 from litgpt_demo.node.times import TIMES, NodeTimes
-from litgpt_demo.node.topology import PLACE, place_of, ranks_by_place
 from litgpt_demo.storage.reserving import reserve, write_whole
 
 
@@ -62,64 +53,32 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     return mine
 
 
-def stage_all(node: Node) -> list[Path]:
-    """The node's datasets in local folders, verified.
-
-    Raises:
-        DataError: one is not what its manifest says.
-    """
-    if not node.stage:
-        return []
-    from litgpt_demo.data.dataset import stage
-
-    return [stage(address, node.own / "data") for address in node.stage]
-
-
 def report(
-    node: Node,
-    fault: Fault | None,
-    message: str,
-    failures: Sequence[RankFailure],
-    *,
-    ending: Ending | None = None,
-    place: int | None = None,
+    node: Node, fault: Fault | None, message: str, ending: Ending, *, place: int | None = None
 ) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
-    Args:
-        ending: the end of its ranks, if they were started.
-        place: the node's number among the ranks, where that is another than its own.
+    Where they were not started, their ending is the default one; `place` is as in `run_ranks`.
     """
     first = (node.meet.node_rank if place is None else place) * node.processes
-    cause = decisive(failures)
+    cause = decisive(ending.failures)
     return {
         "node": node.meet.node_rank,
         "host": machine_name(),
-        "exit_code": 0 if fault is None else EXIT_CODES[fault],
+        "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
-        "asked": None if ending is None else ending.asked,
+        "asked": ending.asked,
         "ended": time.time(),
         "nodes": node.meet.nodes,
         "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
-            for one in sorted(failures, key=lambda one: one is not cause)
+            for one in sorted(ending.failures, key=lambda one: one is not cause)
         ],
-        "stopped": [] if ending is None else [first + local for local in ending.stopped],
-        "traces": [] if ending is None else [asdict(one) for one in ending.traces],
+        "stopped": [first + local for local in ending.stopped],
+        "traces": [asdict(one) for one in ending.traces],
     }
-
-
-def attempt_of(node: Node) -> int:
-    """Return the number of the attempt, by which its folder is called; 0 where it is called otherwise."""
-    name = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]
-    return int(name) if name.isdecimal() and len(name) < 10 else 0
-
-
-def report_path(node: Node) -> Path:
-    """Return the path of the report."""
-    return node.directory / f"node-{node.meet.node_rank}.json"
 
 
 def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
@@ -138,49 +97,53 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     return ranks, [*found, *([bound] if bound else []), *check_machine(node, ranks), *unset]
 
 
-def run(node: Node, times: NodeTimes) -> dict[str, Any]:
-    """Everything from the checks to the report."""
+def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
+    """Everything from the checks to the report, which will lie at `path`."""
     leave = Leave()
     code: UnpackedCode | None = None
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
-        reserve(report_path(node))
+        reserve(path)
     pass_signals_on(leave, grace=node.grace)
     try:
         ranks, found = prepared(node, os.environ)
         for finding in found:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
-            return report(node, errors[0].fault, str(errors[0]), ())
+            return report(node, errors[0].fault, str(errors[0]), Ending())
         await_name(node.meet.host)
         if node.code is not None:
             code = fetch_code(node.code, node.own / "code")
-            require_program(node.program, code.folder)
+            if not (script := node.program[0]).startswith("-") and not (code.folder / script).is_file():
+                raise UserError(f"the program {script} is no file of the mounted code; give its path in there")
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
         with times.spent_on("gate"):
-            path = measured(node, ranks, leave)
-        if path is not None:
-            ranks[MEASURED] = str(path)
-            place = ranks_by_place(read_result(path.read_bytes(), str(path)).places)[place]
-        with times.spent_on("stage"):
-            datasets = stage_all(node)
-        if datasets:
-            ranks["LITGPT_DATASET"] = str(datasets[0])
-        ranks = with_code(ranks, code.folder if code else None) | {TIMES: times.words()}
+            result = measured(node, ranks, leave)
+        if result is not None:
+            ranks[MEASURED] = str(node.own / RESULT)
+            place = ranks_by_place(result.places)[place]
+        if node.stage:
+            from litgpt_demo.data.dataset import stage
+
+            with times.spent_on("stage"):
+                first, *_ = [stage(address, node.own / "data") for address in node.stage]
+            ranks["LITGPT_DATASET"] = str(first)
+        if code is not None:
+            ranks[CODE] = str(code.folder)
+        ranks[TIMES] = times.words()
         ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
-        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
+        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", Ending())
     finally:
         if code is not None:
             code.remove()
     cause = decisive(ending.failures)
-    message = str(cause) if cause else ending.agent or ""
-    return report(node, fault_of(ending), message, ending.failures, ending=ending, place=place)
+    return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending, place=place)
 
 
 @contextlib.contextmanager
@@ -210,12 +173,14 @@ def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
     times = NodeTimes()
     node = parse(unpack(argv, os.environ), os.environ)
-    times.attempt = attempt_of(node)
+    attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
+    times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0
+    path = node.directory / f"node-{node.meet.node_rank}.json"
     with kept(node):
-        outcome = run(node, times)
+        outcome = run(node, times, path)
         outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
-            write_whole(report_path(node), outcome)
+            write_whole(path, outcome)
         if outcome["fault"]:
             number, code = node.meet.node_rank, outcome["exit_code"]
             print(f"node {number} ends with {code} ({outcome['fault']}): {outcome['message']}", flush=True)

@@ -1,8 +1,10 @@
-"""The network of a node's job. It arrives as JSON in the environment variable LITGPT_NETWORK."""
+"""The network of a node's job, as it arrives in the environment, and the ranges of versions that it states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 
 from pydantic import Field, ValidationError
@@ -10,10 +12,41 @@ from pydantic import Field, ValidationError
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import UserError
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.versions import within
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
+
+
+Version = tuple[int, ...]
+
+_COMPARED: Mapping[str, Callable[[Version, Version], bool]] = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
+
+
+def version(text: str) -> Version:
+    """`535.161.08` as (535, 161, 8); what follows the numbers is left out."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no version; write numbers with dots between them, as in 2.19.4")
+    return tuple(int(number) for number in found[1].split("."))
+
+
+def within(found: str, ranges: Iterable[str]) -> bool:
+    """Return True if a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 and 2.19.0 are
+    the same.
+    """
+    ranges = tuple(ranges)
+    return not ranges or any(all(_holds(found, bound) for bound in one.split(",")) for one in ranges)
+
+
+def _holds(found: str, bound: str) -> bool:
+    split = re.match(r"\s*(>=|<=|==|>|<)\s*(.+?)\s*$", bound)
+    if split is None:
+        raise ValueError(f"{bound!r} is no bound of a range; write >=2.19 or <2.20")
+    mine, theirs = version(found), version(split[2])
+    length = max(len(mine), len(theirs))
+    return _COMPARED[split[1]](mine + (0,) * (length - len(mine)), theirs + (0,) * (length - len(theirs)))
 
 
 class NcclFit(StrEnum):
@@ -121,38 +154,28 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
     elif fit is NcclFit.UNKNOWN:
         what = f"{owner} has NCCL {version}, and which NCCL this release of the {name} plug-in works with is not known"
         other = " or ".join(network.nccl_elsewhere)
-        yield Finding(
-            "warning",
-            "nccl.version",
-            what,
-            f"another release is qualified for {other} (docs/network.md): take that one, or let a short job prove this",
-        )
+        fix = f"another release is qualified for {other} (docs/network.md)"
+        yield Finding("warning", "nccl.version", what, f"{fix}: take that one, or let a short job prove this")
     elif fit is NcclFit.UNQUALIFIED:
         loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
         what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "
         what += "loads it, which is no proof that it works" if loads else "is not known to load it"
-        if network.allow_unqualified:
-            fix = "platform.allow_unqualified_nccl is set: the job goes on"
-            yield Finding("warning", "nccl.version", what, fix)
-        else:
-            yield Finding(
-                "error", "nccl.version", what, f"{use}; platform.allow_unqualified_nccl tries it all the same"
-            )
+        allowed = network.allow_unqualified
+        fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
+        fix = "platform.allow_unqualified_nccl is set: the job goes on" if allowed else fix
+        yield Finding("warning" if allowed else "error", "nccl.version", what, fix)
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """Return the network that the environment names; a plain one, that is not measured, where it names none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the network that the environment names; a plain one, that is not measured, where it names none."""
     if NETWORK not in environ:
         return UNTOLD
     try:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
+        first = error.errors()[0]
         raise UserError(
-            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({error.errors()[0]['msg']} at "
-            f"{'.'.join(map(str, error.errors()[0]['loc'])) or 'its start'}); "
+            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first['msg']} at "
+            f"{'.'.join(map(str, first['loc'])) or 'its start'}); "
             "the launcher that submits and the image that runs have to be of one version"
         ) from error

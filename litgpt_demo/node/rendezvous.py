@@ -1,38 +1,55 @@
-"""The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment."""
+"""The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment.
+
+    python -m litgpt_demo node --spec eyJhcmd2Ijpb…
+
+is such a command line as one word. Some launchers join the words of a command for a shell, some keep them, and what is
+right for the one breaks on the other (Run:ai's CLI of 2.13 and of 2.18): a word without blanks, quotes and `$` is the
+same under both.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import binascii
+import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from litgpt_demo.errors import NetworkError, UserError
 from litgpt_demo.findings import Finding
-from litgpt_demo.node import pytorchjob
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
 from litgpt_demo.node.torchrun import Rendezvous
 
-# Seconds that peers have to come up, and their names to resolve: as long as torchrun's own rendezvous waits
-# (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py).
-PATIENCE = 600.0
+AUTO = "auto"
+PYTORCHJOB = "pytorchjob"
+"""The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
+
+# The ports of node 0 where the platform names none: torchrun's own, and pytorchjob-port of the operator.
+_PORTS = {AUTO: "29500", PYTORCHJOB: "23456"}
 
 # Where platforms tell a node its number, the number of nodes, and where node 0 is. The first that is there counts.
 # JOB_COMPLETION_INDEX: Indexed Jobs and JobSets. PET_*: Kubeflow's trainers and Run:ai; torchrun reads them by itself.
 # RANK is the node's in older Run:ai, and a process's under torchrun.
 NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
 NODE_COUNTS = ("PET_NNODES", "WORLD_SIZE")
-MASTERS = (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT"))
+MASTERS = ("PET_MASTER", "MASTER")
+
+_POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
+_SHOWN = (
+    "PET_NODE_RANK", "RANK", "PET_NNODES", "WORLD_SIZE", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS", "HOSTNAME",
+    "PET_MASTER_ADDR", "PET_MASTER_PORT", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 # What torchrun gives to each of its ranks; a platform's own would be taken for that by whatever reads it before.
 OF_RANKS = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +93,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     Raises:
         UserError: a number that is none, an address without a port, a variable that is not there, no program.
     """
-    split = list(argv).index("--") if "--" in argv else len(argv)
-    flags = _parser().parse_args(list(argv[:split]))
-    program = tuple(argv[split + 1 :])
-    if not program:
-        raise UserError("no program given; end the command line with `-- script.py …` or `-- -m module …`")
-    return Node(
-        meet=rendezvous(flags, environ),
-        processes=_number("--processes", flags.processes, environ),
-        directory=Path(flags.directory).absolute(),
-        program=program,
-        stage=tuple(flags.stage),
-        code=flags.code,
-        grace=flags.grace,
-        log_uri=flags.log_uri,
-        log_every=flags.log_every,
-        network=job_network(environ),
-        by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
@@ -115,59 +111,68 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
     parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and to start in")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
-    return parser
 
-
-def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous:
-    """Return rank and peers: from the flags, or from the environment variables that they name.
-
-    Raises:
-        UserError: see `parse`.
-    """
-    if flags.master == pytorchjob.TOLD:
-        master = pytorchjob.master(environ)
-    else:
-        master = told_master(environ) if flags.master == AUTO else _value("--master", flags.master, environ)
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    flags = parser.parse_args(list(argv[:split]))
+    if not (program := tuple(argv[split + 1 :])):
+        raise UserError("no program given; end the command line with `-- script.py …` or `-- -m module …`")
+    master = _master(flags.master, environ)
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port; give HOST:PORT, for example 10.0.0.5:29500")
-    nodes = told("--nodes", NODE_COUNTS, environ) if flags.nodes == AUTO else flags.nodes
-    rank = told("--node-rank", NODE_RANKS, environ) if flags.node_rank == AUTO else flags.node_rank
-    count = _number("--nodes", nodes, environ)
-    if rank == pytorchjob.TOLD:
-        rank = str(pytorchjob.node_rank(environ))
-    return Rendezvous(
-        nodes=count,
-        node_rank=_number("--node-rank", rank, environ),
+    nodes = flags.nodes
+    if nodes == AUTO:
+        nodes = next((environ[name] for name in NODE_COUNTS if environ.get(name)), None)
+        if nodes is None:
+            names = ", ".join(NODE_COUNTS)
+            raise UserError(f"--nodes=auto finds none of {names} in the environment; give the value itself")
+    meet = Rendezvous(
+        nodes=_number("--nodes", nodes, environ),
+        node_rank=_node_rank(flags.node_rank, environ),
         host=host,
         port=_number("--master's port", port, environ),
         run_id=_value("--run-id", flags.run_id, environ),
     )
+    return Node(
+        meet=meet,
+        processes=_number("--processes", flags.processes, environ),
+        directory=Path(flags.directory).absolute(),
+        program=program,
+        stage=tuple(flags.stage),
+        code=flags.code,
+        grace=flags.grace,
+        log_uri=flags.log_uri,
+        log_every=flags.log_every,
+        network=job_network(environ),
+        by_pytorchjob=flags.node_rank == PYTORCHJOB,
+    )
 
 
-def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the value of the first of these variables that the platform sets.
+def _node_rank(given: str, environ: Mapping[str, str]) -> int:
+    if given not in {AUTO, PYTORCHJOB}:
+        return _number("--node-rank", given, environ)
+    for name in NODE_RANKS:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    raise UserError(
+        f"--node-rank={given} finds no number in {', '.join(NODE_RANKS)}, so this pod does not know which node it is; "
+        "give the number itself, or submit the job as a PyTorch training with a master. The platform tells\n"
+        f"{_table(environ)}"
+    )
 
-    Raises:
-        UserError: it sets none.
-    """
-    for name in names:
-        if environ.get(name):
-            return environ[name]
-    raise UserError(f"{flag}=auto finds none of {', '.join(names)} in the environment; give the value itself")
 
-
-def told_master(environ: Mapping[str, str]) -> str:
-    """Return the address of node 0 that the platform gives, as HOST:PORT.
-
-    Raises:
-        UserError: it does not say.
-    """
-    for host, port in MASTERS:
-        if environ.get(host):
-            return f"{environ[host]}:{environ.get(port, '29500')}"
-    names = ", ".join(host for host, _ in MASTERS)
-    raise UserError(f"--master=auto finds none of {names} in the environment; give HOST:PORT itself")
+def _master(given: str, environ: Mapping[str, str]) -> str:
+    """The address of node 0, as HOST:PORT. It is never guessed: then each node would train alone."""
+    if given not in {AUTO, PYTORCHJOB}:
+        return _value("--master", given, environ)
+    for name in MASTERS:
+        if host := environ.get(f"{name}_ADDR"):
+            return f"{host}:{environ.get(f'{name}_PORT') or environ.get('MASTER_PORT') or _PORTS[given]}"
+    raise UserError(
+        f"--master={given} finds none of {', '.join(f'{name}_ADDR' for name in MASTERS)} in the environment, so this "
+        "node does not know where node 0 is; give HOST:PORT itself, or submit the job as a PyTorch training with a "
+        "master"
+    )
 
 
 def _value(flag: str, given: str, environ: Mapping[str, str]) -> str:
@@ -186,6 +191,39 @@ def _number(flag: str, given: str, environ: Mapping[str, str]) -> int:
     return int(value)
 
 
+# --- the same as one word ---------------------------------------------------------------------------------------------
+
+SPEC = "--spec"
+
+
+def plain(word: str) -> bool:
+    """Return True if every shell, and every flag that splits its value at commas, leaves the word as it is."""
+    return re.fullmatch(r"[A-Za-z0-9_@%+=:./-]+", word) is not None
+
+
+def pack(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Arguments, and variables to set before they are read, as one word of letters, digits, `-`, `_` and `=`."""
+    document = {"argv": list(argv), "env": dict(environ)}
+    return base64.urlsafe_b64encode(json.dumps(document, separators=(",", ":")).encode()).decode()
+
+
+def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """The arguments that a command line means, whose variables are then in `environ`; others come back as they are."""
+    if not argv or argv[0] != SPEC:
+        return list(argv)
+    word = argv[1] if len(argv) == 2 else ""
+    try:
+        document = json.loads(base64.urlsafe_b64decode(word))
+        words, variables = [*map(str, document["argv"])], dict(document["env"])
+    except (binascii.Error, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error}); copy the whole "
+            "command that `train-litgpt render` prints"
+        ) from error
+    environ.update(variables)
+    return words
+
+
 # --- what the platform says of it -------------------------------------------------------------------------------------
 
 
@@ -197,54 +235,53 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
-    the same one wait for each other forever; a world that is too small trains alone and does not say so."""
+    the same one wait for each other forever; a world that is too small trains alone and does not say so.
+
+    WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
+    (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
+    and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md).
+    """
+    nodes, rank = node.meet.nodes, node.meet.node_rank
+    allowed = {"PET_NODE_RANK": {rank}, "JOB_COMPLETION_INDEX": {rank}, "PET_NNODES": {nodes}}
+    allowed["WORLD_SIZE"] = {nodes, nodes * node.processes}
+    told, fix = dict(environ), ""
     if node.by_pytorchjob:
-        for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):
-            fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
-            fix = f"{fix}\n{pytorchjob.table(environ)}"
-            yield Finding("error", "node.contradiction", problem, fix)
-        return
-    ranks = node.meet.nodes * node.processes
-    allowed = {
-        "PET_NODE_RANK": (node.meet.node_rank,),
-        "JOB_COMPLETION_INDEX": (node.meet.node_rank,),
-        "PET_NNODES": (node.meet.nodes,),
-        # Nodes in older Run:ai and plain Kubeflow, processes since (kubeflow/trainer, PyTorchJob v1).
-        "WORLD_SIZE": (node.meet.nodes, ranks),
-    }
+        allowed["RANK"] = {rank}
+        # A pod may have more GPUs than it has ranks.
+        gpus = (environ.get(name, "") for name in ("RUNAI_NUM_OF_GPUS", "PET_NPROC_PER_NODE"))
+        allowed["WORLD_SIZE"] |= {nodes * int(count) for count in gpus if count.isdecimal()}
+        if pod := _POD.fullmatch(environ.get("HOSTNAME", "")):  # `<job>-master-0` is node 0, `<job>-worker-<i>` i + 1
+            name = f"the pod's name {pod[0]}: node"
+            told[name] = "0" if pod["role"] == "master" else str(int(pod["index"]) + 1)
+            allowed[name] = {rank}
+        fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
+        fix = f"{fix}\n{_table(environ)}"
     for name, values in allowed.items():
-        given = environ.get(name)
-        if given is None or given in {str(value) for value in values}:
+        if not (given := told.get(name)) or given in map(str, values):
             continue
-        flag = "--node-rank" if name in NODE_RANKS else "--nodes"
-        value = node.meet.node_rank if name in NODE_RANKS else node.meet.nodes
+        flag = f"--nodes={nodes}" if name in NODE_COUNTS else f"--node-rank={rank}"
         of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
-        loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ
+        loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ and not node.by_pytorchjob
         yield Finding(
             "warning" if loose else "error",
             "node.contradiction",
-            what=f"{name}={given} does not agree with {flag}={value}{of}",
-            fix=f"submit as many nodes as the job is told of, or take {name} out of the environment",
+            what=f"{name}={given} does not agree with {flag}{of}",
+            fix=fix or f"submit as many nodes as the job is told of, or take {name} out of the environment",
         )
 
 
-def await_name(
-    host: str,
-    *,
-    limit: float = PATIENCE,
-    lookup: Callable[[str], object] = lambda host: socket.getaddrinfo(host, None),
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return when node 0's name resolves: a headless Service knows its pods only once they are there.
+def _table(environ: Mapping[str, str]) -> str:
+    return "\n".join(f"  {name}={environ[name]}" for name in _SHOWN if name in environ) or "  nothing"
 
-    Raises:
-        NetworkError: it does not within `limit` seconds.
-    """
+
+def await_name(host: str) -> None:
+    """Return when node 0's name resolves: a headless Service knows its pods only once they are there."""
+    limit = 600.0  # seconds: as torchrun's own rendezvous waits (elastic/rendezvous/static_tcp_rendezvous.py)
     deadline, pause = time.monotonic() + limit, 0.5
     while True:
         try:
-            lookup(host.strip("[]"))
+            socket.getaddrinfo(host.strip("[]"), None)
             return
         except OSError as error:
             if time.monotonic() + pause > deadline:
@@ -252,7 +289,7 @@ def await_name(
                     f"node 0's name {host} did not resolve for {limit:.0f} s ({error}); look whether its pod is there "
                     "(pending, or its image not pulled), and whether the job's headless Service is"
                 ) from error
-        sleep(pause)
+        time.sleep(pause)
         pause = min(pause * 2, 5.0)
 
 

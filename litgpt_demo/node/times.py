@@ -6,15 +6,16 @@ which its processes share: a clock that is set by an hour meanwhile changes noth
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 TIMES = "LITGPT_NODE_TIMES"
-"""The environment variable of a node's ranks that tells them: attempt, started, begun, gate and stage-in in seconds."""
+"""The environment variable of a node's ranks that tells them."""
 
 
 @dataclass(kw_only=True)
@@ -33,18 +34,14 @@ class NodeTimes:
     """Seconds in which the datasets were brought here and verified."""
 
     @classmethod
-    def told(cls, environ: Mapping[str, str] | None = None) -> NodeTimes | None:
+    def told(cls) -> NodeTimes | None:
         """Return what a rank's node has told it; None for a rank that no node of ours started."""
-        words = (os.environ if environ is None else environ).get(TIMES, "").split()
-        if len(words) != 5:
-            return None
-        attempt, *seconds = words
-        started, begun, gate, stage = map(float, seconds)
-        return cls(attempt=int(attempt), started=started, begun=begun, gate=gate, stage=stage)
+        words = os.environ.get(TIMES)
+        return cls(**json.loads(words)) if words else None
 
     def words(self) -> str:
         """Return the value of TIMES."""
-        return f"{self.attempt} {self.started!r} {self.begun!r} {self.gate:.3f} {self.stage:.3f}"
+        return json.dumps(asdict(self))
 
     def elapsed(self, moment: float | None = None) -> float:
         """Return the seconds from the node's start to a moment of the monotonic clock, by default now."""

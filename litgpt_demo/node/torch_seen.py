@@ -21,9 +21,6 @@ from pathlib import Path
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import NodeError, UserError
 
-# Seconds. Importing torch from an image that was just pulled reads gigabytes.
-_PATIENCE = 300.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSeen:
@@ -42,18 +39,18 @@ class TorchSeen:
     """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def torch_seen(environ: Mapping[str, str], *, python: str | None = None, patience: float = _PATIENCE) -> TorchSeen:
+def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> TorchSeen:
     """Return what a rank would get.
 
     Raises:
         NodeError: it does not answer.
         UserError: torch cannot be imported or asked; the message has the last line that it left.
     """
+    patience = 300.0  # importing torch from an image that was just pulled reads gigabytes
     hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
+    command = [*((python,) if python else PYTHON), "-m", __name__]
     try:
-        code, told, errors = answer_of(
-            [*((python,) if python else PYTHON), "-m", __name__], environ, patience=patience, hung=hung
-        )
+        code, told, errors = answer_of(command, environ, patience=patience, hung=hung)
     except OSError as error:
         raise UserError(f"{python} cannot be run: {error}") from error
     if code == 0:
@@ -67,11 +64,7 @@ def torch_seen(environ: Mapping[str, str], *, python: str | None = None, patienc
 def answer_of(
     command: Sequence[str], environ: Mapping[str, str], *, patience: float, hung: str
 ) -> tuple[int, str, str]:
-    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind.
-
-    Raises:
-        NodeError: it does not end; `hung` is the message.
-    """
+    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
     process = subprocess.Popen(
         command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     )
@@ -85,11 +78,6 @@ def answer_of(
     return process.returncode, told, errors
 
 
-def version_text(code: int) -> str:
-    """Return the version that ncclGetVersion encodes since 2.9: major, two digits of minor, two of patch."""
-    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-
-
 # --- in that process --------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +86,18 @@ def main() -> int:
     import torch
 
     nccl, path = _nccl()
-    gpus, error = _gpus()
+    # `torch.cuda.is_available()` says no and not why, and `device_count()` may be the driver's answer. A driver may
+    # start, and the build lack code for the GPU.
+    gpus, asked, error = 0, "", ""
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            gpus = torch.cuda.device_count()
+            for index in range(gpus):
+                asked = f"GPU {index}: "
+                torch.ones(2, device=f"cuda:{index}").sum().item()
+        except RuntimeError as raised:
+            gpus, error = 0, f"{asked}{' '.join(str(raised).split())[:500]}"
     told = TorchSeen(
         torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, nccl_path=path, gpus=gpus, gpu_error=error
     )
@@ -112,42 +111,18 @@ def _nccl() -> tuple[str | None, str]:
     paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
     if not paths:
         return None, ""
-    library, code = ctypes.CDLL(None), ctypes.c_int()
+    library, code, path = ctypes.CDLL(None), ctypes.c_int(), paths[0]
     if hasattr(library, "ncclGetVersion"):
         address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p).value or 0
-        path = next((path for path in paths if _holds(maps, path, address)), paths[0])
+        for start, end, mapped in re.findall(r"^(\w+)-(\w+) .* (/\S*libnccl\.so\S*)$", maps, re.MULTILINE):
+            if int(start, 16) <= address < int(end, 16):
+                path = mapped
     else:  # it came with torch alone
-        path = paths[0]
         library = ctypes.CDLL(path)
-    return (version_text(code.value) if library.ncclGetVersion(ctypes.byref(code)) == 0 else None), path
-
-
-def _holds(maps: str, path: str, address: int) -> bool:
-    """Return True if the file is mapped where that address is."""
-    spans = re.findall(rf"^(\w+)-(\w+) .* {re.escape(path)}$", maps, re.MULTILINE)
-    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
-
-
-def _gpus() -> tuple[int, str]:
-    """Return how many GPUs torch can compute on, and what it says if it cannot.
-
-    `torch.cuda.is_available()` says no and not why, and `device_count()` may be the driver's answer. A driver may
-    start, and the build lack code for the GPU.
-    """
-    import torch
-
-    if torch.version.cuda is None:
-        return 0, ""
-    asked = ""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        count = torch.cuda.device_count()
-        for index in range(count):
-            asked = f"GPU {index}: "
-            torch.ones(2, device=f"cuda:{index}").sum().item()
-    except RuntimeError as error:
-        return 0, f"{asked}{' '.join(str(error).split())[:500]}"
-    return count, ""
+    if library.ncclGetVersion(ctypes.byref(code)) != 0:
+        return None, path
+    number = code.value  # since 2.9: major, two digits of minor, two of patch
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", path
 
 
 if __name__ == "__main__":

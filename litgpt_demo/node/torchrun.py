@@ -26,7 +26,7 @@ from typing import Any
 
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, gave_up_waiting
+from litgpt_demo.errors import DataError, Fault, NetworkError, RankFailure, fault_of_exception
 from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
@@ -40,7 +40,6 @@ PEER_GRACE = 3
 FAILURES = "failures.json"
 
 _TRACEBACK_LINES = 40
-_ERROR_OUTPUT_BYTES = 32_768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return EXIT_CODES[Fault.DISK_FULL]
+            return Fault.DISK_FULL.exit_code
         return 1
     except Exception as error:
         _write_failures(Path(arguments.log_dir), {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
@@ -143,11 +142,9 @@ def _known_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
     """
     from torch.distributed.run import get_args_parser
 
-    if _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
-        return list(argv), None
     own = list(argv).index("--") if "--" in argv else len(argv)
     flag = next((word for word in argv[:own] if word.startswith(f"{_SHUTDOWN_TIMEOUT}=")), None)
-    if flag is None:
+    if flag is None or _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
         return list(argv), None
     return [word for word in argv if word is not flag], int(flag.partition("=")[2])
 
@@ -158,10 +155,7 @@ def _bound_grace(grace: int | None) -> None:
     From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal, whatever
     --shutdown-timeout says (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). A torchrun
     without that flag calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown).
-    Another torch is left as it is.
-
-    Args:
-        grace: None where torchrun itself was told.
+    Another torch is left as it is. No `grace` is where torchrun itself was told.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -187,8 +181,6 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
     torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks
     ask the same store. A torch whose store takes no such socket is left as it is.
 
-    Raises:
-        NetworkError: the port cannot be had.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -220,44 +212,18 @@ def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:
     write_whole(log_dir / FAILURES, content)
 
 
-def read_failures(log_dir: Path) -> list[RankFailure]:
-    """Return what is known of the ranks that failed under `log_dir`, by local rank.
-
-    Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
-    """
-    told = {one["local_rank"]: one for one in _read_findings(log_dir).get("ranks", ())}
-    folders = {int(folder.name): folder for folder in rank_folders(log_dir)}
-    found = []
-    for rank in sorted(told.keys() | folders.keys()):
-        message, traceback, when = _words(folders[rank], failed=rank in told) if rank in folders else ("", (), None)
-        if rank in told or message:
-            one = told.get(rank, {"exit_code": None, "time": time.time()})
-            when = one["time"] if when is None else when
-            found.append(
-                RankFailure(
-                    local_rank=rank,
-                    exit_code=one["exit_code"],
-                    message=message,
-                    traceback=traceback,
-                    time=when,
-                    waits=gave_up_waiting(message),
-                )
-            )
-    return found
-
-
-def agent_failure(log_dir: Path) -> str | None:
-    """The exception that torchrun itself fell over, such as a rendezvous that timed out; `Name: message`."""
-    error: str | None = _read_findings(log_dir).get("agent")
-    return error
-
-
-def _read_findings(log_dir: Path) -> dict[str, Any]:
-    """Return what torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
+def _findings(log_dir: Path) -> dict[str, Any]:
+    """What torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
     path = log_dir / FAILURES
     with suppress(FileNotFoundError, DataError):
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")
     return {}
+
+
+def agent_failure(log_dir: Path) -> str | None:
+    """The exception that torchrun itself fell over, such as a rendezvous that timed out; `Name: message`."""
+    error: str | None = _findings(log_dir).get("agent")
+    return error
 
 
 def rank_folders(log_dir: Path) -> Iterator[Path]:
@@ -266,51 +232,66 @@ def rank_folders(log_dir: Path) -> Iterator[Path]:
     return (folder for folder in (runs[-1].iterdir() if runs else ()) if folder.name.isdigit())
 
 
-def _words(folder: Path, *, failed: bool) -> tuple[str, tuple[str, ...], float | None]:
-    """A rank's exception, the end of its traceback, and the time of its error file (None without one)."""
-    file = folder / "error.json"
-    if file.exists() and (told := _recorded(file)) is not None:
-        message, traceback = told
-        return message, tuple(traceback.splitlines()[-_TRACEBACK_LINES:]), file.stat().st_mtime
-    output = folder / "stderr.log"
-    if failed and output.exists():
-        lines = _end_of(output)
-        return _last_exception(lines), tuple(lines[-_TRACEBACK_LINES:]), None
-    return "", (), None
+def read_failures(log_dir: Path) -> list[RankFailure]:
+    """Return what is known of the ranks that failed under `log_dir`, by local rank.
+
+    Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
+    """
+    told = {one["local_rank"]: one for one in _findings(log_dir).get("ranks", ())}
+    folders = {int(folder.name): folder for folder in rank_folders(log_dir)}
+    found = []
+    for rank in sorted(told.keys() | folders.keys()):
+        message, traceback, when = _words(folders[rank], failed=rank in told) if rank in folders else ("", [], None)
+        if rank not in told and not message:
+            continue
+        one = told.get(rank, {"exit_code": None, "time": time.time()})
+        found.append(
+            RankFailure(
+                local_rank=rank,
+                exit_code=one["exit_code"],
+                message=message,
+                traceback=tuple(traceback[-_TRACEBACK_LINES:]),
+                time=one["time"] if when is None else when,
+                # Who was found silent may have been the one that the others waited for.
+                waits=fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
+            )
+        )
+    return found
 
 
-def _recorded(file: Path) -> tuple[str, str] | None:
-    """Exception and traceback of an error file as torch's `@record` writes it; None if its writer was killed."""
-    try:
+def _words(folder: Path, *, failed: bool) -> tuple[str, list[str], float | None]:
+    """A rank's exception, its traceback, and the time of its error file (None without one).
+
+    The file is as torch's `@record` writes it, whose writer may have been killed. Without one there is the rank's error
+    output, from its last traceback on if it has one; else the words of a loader or an abort in it.
+    """
+    file, output = folder / "error.json", folder / "stderr.log"
+    with suppress(FileNotFoundError, DataError, KeyError):
         content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="the rank's log tells the rest")
-        message = content["message"]
-    except (DataError, KeyError):
-        return None
-    if isinstance(message, str):
-        return message, ""
-    return message["message"], message.get("extraInfo", {}).get("py_callstack", "")
-
-
-def _end_of(output: Path) -> list[str]:
-    """The last lines of a rank's error output, from its last traceback on if it has one."""
-    with output.open("rb") as file:
-        file.seek(max(0, output.stat().st_size - _ERROR_OUTPUT_BYTES))
-        text = file.read().decode(errors="replace")
+        if isinstance(message := content["message"], str):
+            return message, [], file.stat().st_mtime
+        traceback = message.get("extraInfo", {}).get("py_callstack", "")
+        return message["message"], traceback.splitlines(), file.stat().st_mtime
+    if not failed or not output.exists():
+        return "", [], None
+    with output.open("rb") as stream:
+        stream.seek(max(0, output.stat().st_size - 32_768))
+        text = stream.read().decode(errors="replace")
     # A rank in a process group prefixes its traceback (torch/distributed/distributed_c10d.py, _distributed_excepthook).
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return lines[starts[-1] :] if starts else lines
+    if starts:
+        lines = lines[starts[-1] :]
+        telling = [line for line in lines[1:] if line and not line.startswith(" ")]
+    else:
+        telling = [line.strip() for line in lines if _TELLING.search(line)]
+    return "\n".join(telling)[:2000], lines, None
 
 
-def _last_exception(lines: Sequence[str]) -> str:
-    """The exception that a traceback ends with; without one, the words of a loader or an abort."""
-    if lines and lines[0].startswith("Traceback"):
-        return "\n".join(line for line in lines[1:] if line and not line.startswith(" "))[:2000]
-    telling = re.compile(
-        r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
-        r"|^(?:Syntax|Indentation|Tab)Error:"
-    )
-    return "\n".join(line.strip() for line in lines if telling.search(line))[:2000]
+_TELLING = re.compile(
+    r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
+    r"|^(?:Syntax|Indentation|Tab)Error:"
+)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ import re
 import sys
 from importlib import metadata
 
-_PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""The processors by the kernel's name and by Docker's."""
+_PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}  # by the kernel's name: Docker's
 
 
 def installed() -> dict[str, str]:
@@ -42,9 +41,9 @@ def differences(labels: dict[str, str], found: dict[str, str]) -> list[str]:
     return wrong
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Return 2.35 as (2, 35); a C library that is not glibc has no version, and comes before all."""
-    return tuple(int(number) for number in re.findall(r"\d+", version))
+def numbers(version: str) -> list[int]:
+    """Return 2.35 as [2, 35]; a C library that is not glibc has no version, and comes before all."""
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 if __name__ == "__main__":

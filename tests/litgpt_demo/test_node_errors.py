@@ -6,19 +6,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.errors import (
-    EXIT_CODES,
-    JOB_FAULTS,
-    Fault,
-    RankFailure,
-    decisive,
-    fault_of_exception,
-    fault_of_exit_code,
-)
+from litgpt_demo.errors import JOB_FAULTS, Fault, RankFailure, decisive, fault_of_exception, fault_of_exit_code
 
 
 def test_every_class_comes_back_from_its_exit_code_and_another_code_is_the_machines_the_users_or_of_no_class() -> None:
-    assert [fault_of_exit_code(EXIT_CODES[fault]) for fault in JOB_FAULTS] == list(JOB_FAULTS)
+    assert [fault_of_exit_code(fault.exit_code) for fault in JOB_FAULTS] == list(JOB_FAULTS)
     assert [fault_of_exit_code(code) for code in (-signal.SIGSEGV, 2, 77)] == [Fault.NODE, Fault.USER, Fault.UNKNOWN]
 
 

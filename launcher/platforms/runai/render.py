@@ -13,8 +13,7 @@ from launcher.job import UNBUILT, Job, JobId
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.node.network import NETWORK
-from litgpt_demo.node.pytorchjob import TOLD
-from litgpt_demo.node.spec import FLAG, pack, plain
+from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
@@ -110,13 +109,13 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     hidden = {name: value for name, value in variables.items() if name not in shown}
     # One command line for all pods. The number of nodes is said, never read: Run:ai's WORLD_SIZE has two meanings.
     arguments = job.node_command(
-        node_rank=TOLD,
-        master=TOLD,
+        node_rank=PYTORCHJOB,
+        master=PYTORCHJOB,
         directory=f"{SCRATCH}/{job.attempt_name}",
         log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
         grace=settings.grace,
     )
-    packed_command = ("python", *arguments[:3], FLAG, pack(arguments[3:], hidden))
+    packed_command = ("python", *arguments[:3], SPEC, pack(arguments[3:], hidden))
     return Workload(
         name=job.attempt_name,
         workers=job.nodes - 1,

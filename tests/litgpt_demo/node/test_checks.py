@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, UserError
-from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, cores_of
+from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, check_nccl, check_plugin, cores_of
 from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used
-from litgpt_demo.node.nccl import check_nccl, check_plugin
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, NodeError, UserError
-from litgpt_demo.node.environment import of_network, rdma, require_executable_cache, sourced
+from litgpt_demo.node.environment import find_cards, of_network, rdma, require_executable_cache, sourced
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.node.network_use import NetworkUse
-from litgpt_demo.node.roce import Cards, PortCounters, find_cards
+from litgpt_demo.node.network_use import NetworkUse, PortCounters
 
 BASE = {"PATH": os.environ["PATH"]}
 
@@ -95,7 +94,7 @@ def test_roce_v2_over_ipv4_is_found_at_any_index(tmp_path_factory: pytest.TempPa
     root = tmp_path_factory.mktemp("sys")
     others = {(index + 5) % 256: (LINK_LOCAL, V2, "net1"), (index + 9) % 256: (OTHER_V4, V2, "veth1a")}
     card(root, "mlx5_0", {**others, index: (V4, V2, "net1")})
-    assert find_cards(root, "mlx5", ("net1",)) == Cards(names=("mlx5_0:1",), index=index)
+    assert find_cards(root, "mlx5", ("net1",)) == (["mlx5_0:1"], index)
 
 
 def test_without_such_an_address_it_fails_and_shows_the_table(tmp_path: Path) -> None:

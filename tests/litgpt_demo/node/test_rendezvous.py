@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, UserError
-from litgpt_demo.node import pytorchjob
-from litgpt_demo.node.rendezvous import Node, contradictions, parse
-from litgpt_demo.node.spec import FLAG, pack, plain, unpack
+from litgpt_demo.node.rendezvous import SPEC, Node, contradictions, pack, parse, plain, unpack
 from litgpt_demo.node.torchrun import Rendezvous
 
 CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
@@ -76,15 +74,11 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
 
 
-def of_2_13(rank: int, nodes: int) -> dict[str, str]:
-    """Run:ai of 2.13, whose WORLD_SIZE counts pods."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}
-
-
-def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
-    """Run:ai of 2.18, whose WORLD_SIZE counts GPUs."""
-    own = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "WORLD_SIZE": nodes * gpus, "RUNAI_NUM_OF_GPUS": gpus}
-    return of_2_13(rank, nodes) | {name: str(value) for name, value in own.items()}
+def runai(rank: int, nodes: int, gpus: int | None) -> dict[str, str]:
+    """Run:ai of 2.13, whose WORLD_SIZE counts pods, or of 2.18, whose counts GPUs."""
+    told = {"RANK": rank, "WORLD_SIZE": nodes * (gpus or 1), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 23456}
+    newer = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "RUNAI_NUM_OF_GPUS": gpus} if gpus else {}
+    return {name: str(value) for name, value in (told | newer).items()}
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
@@ -92,21 +86,19 @@ def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
     nodes: int, gpus: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, nodes - 1))
-    for environ in (of_2_13(rank, nodes), of_2_18(rank, nodes, gpus)):
-        assert pytorchjob.node_rank(environ) == rank
-        assert pytorchjob.master(environ) == "10.0.0.7:23456"
-        assert list(pytorchjob.problems(environ, nodes=nodes, processes=gpus)) == []
-    told = "; ".join(pytorchjob.problems(of_2_18(0, nodes, gpus), nodes=nodes + 1, processes=gpus))
-    assert f"PET_NNODES={nodes} pods run" in told
-
-
-def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
-    argv = AUTO.replace("--nodes auto", "--nodes 2").replace("auto", "pytorchjob").split()
-    node = parse(argv, of_2_18(1, 2, 8))
-    assert (node.meet.nodes, node.meet.node_rank, node.meet.host, node.meet.port) == (2, 1, "10.0.0.7", 23456)
-    assert {one.code for one in contradictions(node, of_2_18(1, 3, 8))} == {"node.contradiction"}
+    argv = AUTO.replace("--nodes auto", f"--nodes {nodes}").replace("auto", "pytorchjob")
+    argv = argv.replace("processes 8", f"processes {gpus}")
+    for environ in (runai(rank, nodes, None), runai(rank, nodes, gpus)):
+        node = parse(argv.split(), environ)
+        assert node.meet == Rendezvous(nodes=nodes, node_rank=rank, host="10.0.0.7", port=23456, run_id="r")
+        named = {"HOSTNAME": f"run-worker-{rank - 1}" if rank else "run-master-0"}
+        assert list(contradictions(node, environ | named)) == []
+        (other,) = contradictions(node, environ | {"HOSTNAME": f"run-worker-{rank}"})
+        assert f"the pod's name run-worker-{rank}: node={rank + 1}" in other.what
+    told = [one.what for one in contradictions(node, runai(rank, nodes + 1, gpus))]
+    assert told[0] == f"PET_NNODES={nodes + 1} does not agree with --nodes={nodes}"
     with pytest.raises(UserError, match="does not know which node it is"):
-        parse(argv, {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
+        parse(argv.split(), {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
@@ -119,5 +111,5 @@ def test_whatever_is_packed_is_one_plain_word_and_comes_out_the_same(argv: list[
     assert shlex.split(word) == [word]
     assert "," not in word  # at which flags split
     found: dict[str, str] = {}
-    assert unpack([FLAG, word], found) == argv
+    assert unpack([SPEC, word], found) == argv
     assert found == env

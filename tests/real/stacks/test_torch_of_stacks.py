@@ -18,8 +18,8 @@ from waiting import until
 
 from launcher.images.stacks import STACKS
 from litgpt_demo.errors import Fault
+from litgpt_demo.node.checks import check_nccl
 from litgpt_demo.node.collectives import read_result
-from litgpt_demo.node.nccl import check_nccl
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import torch_seen
 

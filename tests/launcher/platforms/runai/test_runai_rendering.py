@@ -18,7 +18,7 @@ from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.render import WorkloadReference
-from litgpt_demo.node.spec import plain, unpack
+from litgpt_demo.node.rendezvous import plain, unpack
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("runai*.yaml"))
 
