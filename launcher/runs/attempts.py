@@ -193,7 +193,8 @@ class Attempts:
         if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
-                "what became of it; ask there",
+                "what became of it",
+                fix="ask there",
                 given_up=True,
             )
         platform = self.open(record.platform)

@@ -117,8 +117,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
     if config.train.warmup_steps >= steps:
         raise UserError(
-            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps; "
-            "a tenth of the steps is a usual warm-up"
+            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps",
+            fix="a tenth of the steps is a usual warm-up",
         )
     return TrainingSpec(
         run=run.name,

@@ -13,6 +13,8 @@ from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
 from launcher.job import Job
+from launcher.platforms.kubernetes.access import Permission, require_permissions
+from launcher.platforms.kubernetes.cluster import NETWORK_POLICIES
 from launcher.platforms.local.platform import LocalPlatform
 from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
@@ -75,6 +77,16 @@ def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_
             require([finding])
         assert refused.value.fault is error.fault
     assert finding_of(LoginProblem("a role is missing"), "some.code").severity == "error"
+
+
+def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
+    with pytest.raises(LoginProblem) as refused:
+        require_permissions([Permission(resource=NETWORK_POLICIES, verb="create", why="submit")], "the cluster")
+    finding, quoted = finding_of(refused.value, "gke.access"), finding_of(DataError("it says: a; b"), "some.code")
+    assert finding.what.startswith("the cluster does not let you create networkpolicies")
+    assert finding.fix.startswith("have the Role of ") and finding.fix.endswith("platform.network_policy: false")
+    assert str(refused.value) == f"{finding.what}; {finding.fix}"
+    assert (quoted.what, quoted.fix) == ("it says: a; b", "")
 
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
