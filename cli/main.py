@@ -331,7 +331,7 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    from launcher.checks.preview import previews
+    from launcher.checks.plan import previews
 
     shown = list(previews(read_config(config, overrides, profile)))
     unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)

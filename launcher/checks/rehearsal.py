@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from launcher.config import RunConfig
 from launcher.findings import finding_of
@@ -40,74 +41,50 @@ class Start:
     """The mean."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """The result of the rehearsal of one dataset."""
-
-    manifest: DatasetManifest | None = None
-    """The manifest of a dataset that was prepared in full, or is there already."""
-    start: Start | None = None
-    refusal: Finding | None = None
+Rehearsal: TypeAlias = DatasetManifest | Start | Finding | None
+"""The manifest of a dataset that was prepared in full, the start of a larger one, or why it would be refused."""
 
 
 def rehearse(planned: PlannedDataset) -> Rehearsal:
     """Prepare a small corpus, or read the start of a larger one; nothing of it is kept."""
+    from litgpt_demo.data.preparation import prepare
+    from litgpt_demo.data.tokens import Encoder
+
     if planned.unknown:
-        return Rehearsal()
+        return None
     try:
-        if bytes_to_read(planned) <= WHOLE:
-            return Rehearsal(manifest=_prepared(planned))
-        _require_encoder(planned)
-        return Rehearsal(start=_start(planned))
+        if _bytes_to_read(planned) <= WHOLE:
+            with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
+                return prepare(planned, open_storage(folder))
+        if planned.tokenizer is not None:
+            Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
+        return _start(planned)
     except TrainLitgptError as error:
-        return Rehearsal(refusal=finding_of(error, "data.refused"))
+        return finding_of(error, "data.refused")
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
     """Yield why this run could not be made of what the rehearsal found."""
-    if rehearsal.refusal is not None:
-        yield rehearsal.refusal
-    if rehearsal.manifest is not None:
+    if isinstance(rehearsal, Finding):
+        yield rehearsal
+    elif isinstance(rehearsal, DatasetManifest):
         try:
-            training_spec(run, rehearsal.manifest)
+            training_spec(run, rehearsal)
         except TrainLitgptError as error:
             yield finding_of(error, "data.too-small")
-    if rehearsal.start is not None:
-        yield from _doubts(run.config, rehearsal.start)
+    elif rehearsal is not None:
+        yield from _doubts(run.config, rehearsal)
 
 
-def bytes_to_read(planned: PlannedDataset) -> int:
-    """Return the bytes that the corpus has as stored, or that the config takes of it."""
+def _bytes_to_read(planned: PlannedDataset) -> int:
+    """The bytes that the corpus has as stored, or that the config takes of it."""
     stored, corpus = sum(source.size for source in planned.sources), planned.data.corpus
     limit = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
     return stored if limit is None else min(stored, limit)
 
 
-def _prepared(planned: PlannedDataset) -> DatasetManifest:
-    from litgpt_demo.data.preparation import prepare
-
-    with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
-        return prepare(planned, open_storage(folder))
-
-
-def _require_encoder(planned: PlannedDataset) -> None:
-    """See that the tokenizer is one that texts can be encoded with.
-
-    Raises:
-        UserError: it is not.
-    """
-    from litgpt_demo.data.tokens import Encoder
-
-    if planned.tokenizer is not None:
-        Encoder(planned.tokenizer)
-
-
 def _start(planned: PlannedDataset) -> Start | None:
-    """Read the first documents of a corpus on this machine; None where that would take long.
-
-    Raises:
-        DataError, UserError: as the preparation would.
-    """
+    """Read the first documents of a corpus on this machine; None where that would take long."""
     from litgpt_demo.data.corpus import documents
 
     corpus, first = planned.data.corpus, planned.sources[0]
@@ -121,7 +98,7 @@ def _start(planned: PlannedDataset) -> Start | None:
     if not sizes:
         return None
     mean = sum(sizes) / len(sizes)
-    return Start(documents=round(bytes_to_read(planned) / mean), document_bytes=mean)
+    return Start(documents=round(_bytes_to_read(planned) / mean), document_bytes=mean)
 
 
 def _doubts(config: RunConfig, start: Start) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from pydantic import JsonValue, TypeAdapter
 
-from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.sbom import SBOM, bill_of_materials
@@ -27,7 +26,7 @@ from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import catalogue
-from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document, write_document
+from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 FORMAT = 1
@@ -133,7 +132,10 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
     """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
-    written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
+    machine, price = run.config.platform.machine_type, None
+    if machine is not None and (listed := machine.price) is not None:
+        price = RecordedPrice(machine=machine.name, usd=listed.usd, region=listed.region, date=listed.date)
+    written = run.config.model_dump(mode="json")
     write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
 
 

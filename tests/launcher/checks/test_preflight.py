@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from strangers import evil_scheduler
 
-from launcher.checks.access import check_access
-from launcher.checks.preflight import check_place, check_training, check_workers
+from launcher.checks.preflight import check_access, check_place, check_training, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
@@ -84,7 +83,8 @@ def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
         require_permissions([Permission(resource=NETWORK_POLICIES, verb="create", why="submit")], "the cluster")
     finding, quoted = finding_of(refused.value, "gke.access"), finding_of(DataError("it says: a; b"), "some.code")
     assert finding.what.startswith("the cluster does not let you create networkpolicies")
-    assert finding.fix.startswith("have the Role of ") and finding.fix.endswith("platform.network_policy: false")
+    assert finding.fix.startswith("have the Role of ")
+    assert finding.fix.endswith("platform.network_policy: false")
     assert str(refused.value) == f"{finding.what}; {finding.fix}"
     assert (quoted.what, quoted.fix) == ("it says: a; b", "")
 
