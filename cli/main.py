@@ -591,7 +591,7 @@ def _reap_cancelled() -> bool:
 
 def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
     """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
-    from launcher.runs.leftovers import Leftover, leftovers, remove_leftover
+    from launcher.runs.listing import Leftover, leftovers, remove_leftover
 
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]

@@ -194,7 +194,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "deployments/test_bootstrap.py"),
     ("lease-of-the-living", "launcher/runs/lease.py", "        elif self._seen.beat != beat:", "        elif False:",
      "launcher/runs/test_lease.py"),
-    ("reap-the-living", "launcher/runs/leftovers.py", "    return last is not None and last.status.state.final",
+    ("reap-the-living", "launcher/runs/listing.py", "    return last is not None and last.status.state.final",
      "    return last is not None", "launcher/runs/test_leftovers.py"),
     ("deployments-settings-win", "flows/submission.py",
      'return {**whole, "overrides": {}} if parameters.get("overrides") else whole', "return whole", "cli/test_cli.py"),
