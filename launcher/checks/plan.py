@@ -85,7 +85,10 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
             claim = claim_script(planned := plan_script(script))
             seen = _look(claim)
             job = claim.make_job(seen.attempt)
-            found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
+            found += [
+                *seen.findings,
+                *check_script(script, claim.platform, job, files=planned.files),
+            ]
             found += [*_access(script, found), _restarts(script)]
         return Plan(findings=list(dict.fromkeys(found)))
     preflight = Preflight()
@@ -398,7 +401,14 @@ def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
 def findings_of_script(script: Script) -> list[Finding]:
     """Return what blocks a script that is planned already: planning reads all of its code."""
     claim = claim_script(script)
-    return list(check_script(script.config, claim.platform, claim.next_job(), files=script.files))
+    return list(
+        check_script(
+            script.config,
+            claim.platform,
+            claim.make_job(claim.attempts.next()),
+            files=script.files,
+        )
+    )
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

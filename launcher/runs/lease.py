@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from launcher.runs.index import Index, whoami
 from litgpt_demo.config import Settings
@@ -39,7 +39,8 @@ LOOK = 0.5
 
 _TERM = re.compile(r"([0-9]{1,9})\.json")
 _MOST = 1 << 16  # bytes of each file
-_FIX = "it counts as a holder that is dead"
+
+T = TypeVar("T")
 
 
 class Holder(Settings):
@@ -109,9 +110,6 @@ class Lease:
 
         Args:
             unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
-
-        Raises:
-            NetworkError: the bucket does not answer.
         """
         newest = max(self._terms(), default=0)
         if self._term and newest == self._term:
@@ -153,7 +151,8 @@ class Lease:
             return not (unless_stopped_after and released.stopped == unless_stopped_after)
         beat, now = self._read(f"{term}.beat"), self._clock()
         if self._seen is None or self._seen.term != term:
-            self.holder, self._lived = self._holder(term), False
+            content = self._read(f"{term}.json")
+            self.holder, self._lived = None if content is None else _parsed(content, Holder, term), False
             self._seen = _Seen(term, beat, now)
         elif self._seen.beat != beat:
             self._lived = True
@@ -168,16 +167,7 @@ class Lease:
 
     def _released(self, term: int) -> Released | None:
         content = self._read(f"{term}.released.json")
-        try:
-            return None if content is None else parse_json(content, Released, where=f"lease {term}", fix=_FIX)
-        except DataError:
-            return Released()
-
-    def _holder(self, term: int) -> Holder | None:
-        content = self._read(f"{term}.json")
-        with suppress(DataError):
-            return None if content is None else parse_json(content, Holder, where=f"lease {term}", fix=_FIX)
-        return None
+        return None if content is None else _parsed(content, Released, term) or Released()
 
     def _beat(self, term: int, stop: Event) -> None:
         count = 0
@@ -193,3 +183,9 @@ class Lease:
         if self._beating is not None:
             self._beating.join(timeout=BEAT)
             self._beating = None
+
+
+def _parsed(content: bytes, kind: type[T], term: int) -> T | None:
+    with suppress(DataError):
+        return parse_json(content, kind, where=f"lease {term}", fix="it counts as a holder that is dead")
+    return None

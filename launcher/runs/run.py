@@ -13,7 +13,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.images.sbom import SBOM, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
-from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
+from litgpt_demo.config import Settings, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
     UNKNOWN,
     DatasetManifest,
@@ -55,23 +55,16 @@ class Run:
 
 
 def plan_run(config: RunConfig) -> Run:
-    """The run that this config means.
+    """The run that this config means. A UserError where the corpus or the tokenizer is not there.
 
     The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
     do not depend on them, and a run that lost half its machines must be able to go on with the other half.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
     """
     return as_started(run_of(config, plan_dataset(config.data)))
 
 
 def preview_run(config: RunConfig) -> Run:
-    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
-    """
+    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is."""
     run = run_of(config, preview_dataset(config.data))
     try:
         return run if run.dataset.unknown else as_started(run)
@@ -93,22 +86,15 @@ def _key(config: RunConfig, dataset: PlannedDataset, train: Mapping[str, JsonVal
 
 
 def as_started(run: Run) -> Run:
-    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key.
-
-    Raises:
-        NetworkError, Unreachable: the root does not answer.
-    """
+    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key."""
     train = run.config.train
     old = replace(run, key=_key(run.config, run.dataset, train.outcome(in_old_keys=True)))
     return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """Return the settings that the nodes get.
-
-    Raises:
-        UserError: a split is too short for one sample, or the run for its warm-up.
-    """
+    """Return the settings that the nodes get; a UserError where a split is too short for one sample, or the run for its
+    warm-up."""
     config = run.config
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
         where = f"{name} of {run.root.address(run.dataset.path)}"
@@ -147,13 +133,13 @@ def recorded_software(run: Run) -> SoftwareIdentity | None:
 
 def write_bill(run: Run, identity: SoftwareIdentity) -> None:
     """Leave the bill of materials of the run's code in its folder, where we know what its image holds."""
-    bill = bill_of_materials(identity, run.config.image)
-    if bill is not None:
+    if (bill := bill_of_materials(identity, run.config.image)) is not None:
         run.storage.write(SBOM, bill.encode())
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
     """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
+    wandb = run.config.train.wandb
     return Job(
         name=run.name,
         root=run.root.address(),
@@ -162,17 +148,13 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
         processes=run.config.platform.processes,
         program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
         directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
-        secrets=secrets_of(run.config.train),
+        # The secret that these settings refer to, by its name.
+        secrets=() if wandb is None or wandb.secret is None else (wandb.secret,),
         image=image,
         stage=(run.root.address(run.dataset.path),),
         labels=labels or {},
         unknown=run.dataset.unknown,
     )
-
-
-def secrets_of(train: TrainConfig) -> tuple[str, ...]:
-    """The names of the secrets that these settings refer to."""
-    return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +169,7 @@ class Script:
     def name(self) -> str:
         """Same script, arguments, environment and code: same name, so that a live job is adopted."""
         parts: list[JsonValue] = [list(self.config.program), dict(self.config.env)]
-        return f"{self.config.name}-{key_of(FORMAT, *parts, *((self.code.sha256,) if self.code else ()))}"
+        return f"{self.config.name}-{key_of(FORMAT, *parts, *([self.code.sha256] if self.code else []))}"
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -200,11 +182,7 @@ class Script:
 
 
 def plan_script(config: ScriptConfig) -> Script:
-    """Return the script that this config means; the code that it mounts is read now.
-
-    Raises:
-        ConfigProblem: that cannot be mounted.
-    """
+    """Return the script that this config means; the code that it mounts is read now."""
     return Script(config=config, code=pack_code(config.code.mount, root=config.root) if config.code else None)
 
 
