@@ -85,10 +85,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
             claim = claim_script(planned := plan_script(script))
             seen = _look(claim)
             job = claim.make_job(seen.attempt)
-            found += [
-                *seen.findings,
-                *check_script(script, claim.platform, job, files=planned.files),
-            ]
+            found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
             found += [*_access(script, found), _restarts(script)]
         return Plan(findings=list(dict.fromkeys(found)))
     preflight = Preflight()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from echoing_server import echoing_server
 from strangers import evil_scheduler
 
+from launcher.checks.doctor import examine_environment
 from launcher.checks.preflight import check_access, check_place, check_training, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
@@ -99,3 +102,33 @@ def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would(
     first, *rest = str(caught.value).splitlines()
     assert (first, rest[0]) == ("2 problems:", "  [a.b] wrong -> fix it")
     assert len(rest) == 2
+
+
+def severities(root: Path) -> dict[str, str]:
+    return {one.code: one.severity for one in examine_environment(str(root))}
+
+
+def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    found = {one.code: one for one in examine_environment(str(tmp_path))}
+    assert found["python.version"].what == "Python " + ".".join(map(str, sys.version_info[:3]))
+    assert found["package.torch"].what.startswith("torch ")
+    assert {"machine.memory", "machine.cores", "machine.gpus", "network.loopback", "tool.git"} <= set(found)
+    assert all(one.fix for one in found.values() if one.severity != "info")
+    (tmp_path / "file").touch()
+    assert severities(tmp_path / "file")["root.not-a-folder"] == "error"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert severities(tmp_path)["tool.git"] == "warning"
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0rc1")
+        assert severities(tmp_path)["package.torch"] == "warning"
+    monkeypatch.setattr(sys, "path", [])
+    assert severities(tmp_path)["package.litgpt"] == "error"
+
+
+def test_doctor_says_whether_prefects_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with echoing_server(status=200) as server:
+        monkeypatch.setenv("PREFECT_API_URL", f"{server.address}/api")
+        assert severities(tmp_path)["prefect.server"] == "info"
+        assert [one.splitlines()[0] for one in server.asked] == ["GET /api/health HTTP/1.1"]
+    assert severities(tmp_path)["prefect.server"] == "error"
