@@ -277,7 +277,6 @@ def _reported(report: Report) -> _Suspect:
     began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
     if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
         began = -math.inf
-    hardware = any(_HARDWARE.search(line) for line in telling)
     part = Part.CAUSE
     if fault is Fault.NETWORK:
         part = Part.LOST_PEER
@@ -291,7 +290,7 @@ def _reported(report: Report) -> _Suspect:
         part=part,
         ended=float(report["ended"]),
         began=math.inf if began is None else float(began),
-        hardware=hardware,
+        hardware=any(_HARDWARE.search(line) for line in telling),
         host=str(report.get("host") or ""),
     )
 
@@ -340,63 +339,45 @@ def _blamed(reports: Sequence[Report], suspects: Sequence[_Suspect]) -> Iterator
     waited = [suspect for suspect in suspects if suspect.part is Part.WAITED]
     if not waited:
         return
-    where = {rank: int(report["node"]) for report in reports for rank in _ranks_of(report)}
-    evidence = f"the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
-    named = _least_far(reports) or _barred(reports)
-    if named is not None:
-        node = where.get(named[0])
+    where: dict[int, int] = {}  # the node of each rank that a report speaks of
+    quiet: list[int] = []  # the ranks that were ended because of others, and had said nothing
+    begun: dict[int, int] = {}  # by rank, how many collectives
+    barred: dict[int, str] = {}  # the ranks that a monitored barrier names, and its words
+    for report in reports:
+        ranks, traces, stopped = (report.get(part) or () for part in ("ranks", "traces", "stopped"))
+        known = [one for one in ranks if one.get("rank") is not None]
+        traced = [trace for trace in traces if trace.get("rank") is not None]
+        where |= dict.fromkeys([*stopped, *(one["rank"] for one in (*known, *traced))], int(report["node"]))
+        ended = (one for one in known if one.get("exit_code") == -Signals.SIGTERM and not one.get("message"))
+        quiet += [*stopped, *(one["rank"] for one in ended)]
+        for trace in traced:
+            if found := _ENQUEUED.search(trace["text"]):
+                begun[trace["rank"]] = int(found[1])
+        for words in [*(one.get("message", "") for one in ranks), *(trace["text"] for trace in traces)]:
+            if found := _BARRED.search(str(words)):
+                barred[int(found[1])] = found[0]
+
+    def blame(node: int | None, rank: int | None, why: str) -> Iterator[_Suspect]:
+        words = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+        host = next((str(report.get("host") or "") for report in reports if int(report["node"]) == node), "")
         if node is not None:
-            yield _blame(node, named[0], f"{named[1]}; {evidence}", reports)
-        return
-    quiet = [rank for report in reports for rank in _quiet(report)]
-    if any(suspect.part is Part.BLAMED for suspect in suspects):
-        return  # a node that left nothing at all is the likelier cause
-    killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
-    if killed:
-        if all(suspect.fault is Fault.NODE for suspect in killed) and len(killed) == 1:
-            # A process that dies closes its connections; this one let the others wait, until it was killed for it.
-            yield _blame(killed[0].node, None, f"{killed[0].evidence}; {evidence}", reports)
-    elif len(quiet) == 1 and quiet[0] in where:
-        yield _blame(where[quiet[0]], quiet[0], f"it was stopped without a word; {evidence}", reports)
-    elif len(there := {where[rank] for rank in quiet if rank in where}) == 1:
-        yield _blame(there.pop(), None, f"its ranks were stopped without a word; {evidence}", reports)
+            yield _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=words, part=Part.BLAMED, host=host)
 
-
-def _quiet(report: Report) -> Iterator[int]:
-    """Yield the ranks that were ended because of others, and had said nothing."""
-    yield from report.get("stopped") or ()
-    for one in report.get("ranks") or ():
-        if one.get("rank") is not None and one.get("exit_code") == -Signals.SIGTERM and not one.get("message"):
-            yield one["rank"]
-
-
-def _blame(node: int, rank: int | None, evidence: str, reports: Sequence[Report]) -> _Suspect:
-    host = next((str(report.get("host") or "") for report in reports if int(report["node"]) == node), "")
-    return _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)
-
-
-def _ranks_of(report: Report) -> Iterator[int]:
-    """Yield the ranks that a node's report speaks of."""
-    yield from report.get("stopped") or ()
-    yield from (one["rank"] for one in report.get("ranks") or () if one.get("rank") is not None)
-    yield from (one["rank"] for one in report.get("traces") or () if one.get("rank") is not None)
-
-
-def _least_far(reports: Sequence[Report]) -> tuple[int, str] | None:
-    """Return the rank that had begun the fewest collectives, if all others had begun more, and the words for it."""
-    begun: dict[int, int] = {}
-    for trace in (trace for report in reports for trace in report.get("traces") or ()):
-        if trace["rank"] is not None and (found := _ENQUEUED.search(trace["text"])) is not None:
-            begun[trace["rank"]] = int(found[1])
     least = sorted(begun, key=begun.__getitem__)[:2]
-    if len(least) < 2 or begun[least[0]] == begun[least[1]]:
-        return None
-    return least[0], f"it had begun {begun[least[0]]} collectives, and each other rank at least {begun[least[1]]}"
-
-
-def _barred(reports: Sequence[Report]) -> tuple[int, str] | None:
-    """Return the one rank that a monitored barrier names, and its words."""
-    said = [str(one.get("message", "")) for report in reports for one in report.get("ranks") or ()]
-    said += [str(trace["text"]) for report in reports for trace in report.get("traces") or ()]
-    found = {int(named[1]): named[0] for words in said if (named := _BARRED.search(words)) is not None}
-    return next(iter(found.items())) if len(found) == 1 else None
+    killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
+    if len(least) == 2 and begun[least[0]] != begun[least[1]]:
+        why = f"it had begun {begun[least[0]]} collectives, and each other rank at least {begun[least[1]]}"
+        yield from blame(where.get(least[0]), least[0], why)
+    elif len(barred) == 1:
+        [(rank, why)] = barred.items()
+        yield from blame(where.get(rank), rank, why)
+    elif any(suspect.part is Part.BLAMED for suspect in suspects):
+        return  # a node that left nothing at all is the likelier cause
+    elif killed:
+        if len(killed) == 1 and killed[0].fault is Fault.NODE:
+            # A process that dies closes its connections; this one let the others wait, until it was killed for it.
+            yield from blame(killed[0].node, None, killed[0].evidence)
+    elif len(quiet) == 1:
+        yield from blame(where[quiet[0]], quiet[0], "it was stopped without a word")
+    elif len(there := {where[rank] for rank in quiet}) == 1:
+        yield from blame(there.pop(), None, "its ranks were stopped without a word")

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 from launcher.runs.index import Index, whoami
@@ -99,9 +98,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(TrainLitgptError):  # then it is lost by its silence
             self.release()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
@@ -17,16 +17,8 @@ from litgpt_demo.errors import NetworkError, was_given_up
 T = TypeVar("T")
 
 
-class Clock(Protocol):
+class Clock:
     """Seconds, and waiting for some to pass."""
-
-    def now(self) -> float: ...
-
-    async def sleep(self, seconds: float) -> None: ...
-
-
-class WallClock:
-    """The real one."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -40,7 +32,7 @@ async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.
 
     A storage that does not answer is no reason: the next look asks it again.
     """
-    clock = clock or WallClock()
+    clock = clock or Clock()
     end = clock.now() + seconds
     while (left := end - clock.now()) > 0:
         with suppress(NetworkError):
@@ -83,7 +75,7 @@ async def follow(
         PlatformUnreachable: silent for longer than that.
         LoginProblem: the credentials were refused for longer than that.
     """
-    clock = clock or WallClock()
+    clock = clock or Clock()
     silence = _Silence(platform=platform.name, about=job_id, patience=patience, clock=clock, on_silence=on_silence)
     while True:
         try:
@@ -123,7 +115,7 @@ async def asked(
     Raises:
         PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
     """
-    clock = clock or WallClock()
+    clock = clock or Clock()
     silence = _Silence(platform=platform, about=about, patience=patience, clock=clock, on_silence=on_silence)
     wait = 1.0
     while True:
