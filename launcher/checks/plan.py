@@ -20,8 +20,17 @@ from launcher.checks.arithmetic import (
     seconds_for,
     together,
 )
-from launcher.checks.preflight import PROBE, check_place, check_script, check_training, check_workers, vocabulary_of
-from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
+from launcher.checks.preflight import (
+    PROBE,
+    Rehearsal,
+    check_place,
+    check_rehearsal,
+    check_script,
+    check_training,
+    check_workers,
+    rehearse,
+    vocabulary_of,
+)
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import LauncherError, RunIsLive
 from launcher.events import Step
@@ -273,7 +282,7 @@ class Sight:
         run = self.run
         match step:
             case Step.DATASET:
-                would, where = self._preparation(), run.root.address(run.dataset.path)
+                would, where = self.preparation(), run.root.address(run.dataset.path)
             case Step.IMAGE:
                 image, where = chosen_image(run.config), ""
                 if isinstance(image, NoImage):
@@ -296,7 +305,7 @@ class Sight:
                 where = run.storage.address(where)
         return {"step": step, "would": would, "where": where}
 
-    def _preparation(self) -> str:
+    def preparation(self) -> str:
         if self.seen.dataset is not None:
             return f"nothing: done, {count_text(self.seen.dataset.train.tokens)} training tokens"
         planned, workers = self.run.dataset, self.run.config.workers

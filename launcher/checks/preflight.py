@@ -1,34 +1,51 @@
-"""Checks of a config before anything is spent on it; all that is wrong is reported at once."""
+"""Checks of a config before anything is spent on it; all that is wrong is reported at once.
+
+The dataset's preparation is rehearsed before anything is rented: what it would be refused for at the end is known now.
+A small corpus is prepared in full, in a scratch folder, so that its refusals are those of the preparation itself. Of a
+larger one on this machine the start is read; what that says of the whole is a guess, and only warns.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import posixpath
 import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.errors import LoginProblem
-from launcher.formatting import bytes_text
+from launcher.findings import finding_of
+from launcher.formatting import bytes_text, count_text
 from launcher.images.fitness import check_fitness
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from litgpt_demo.config import TrainedTokenizer
-from litgpt_demo.errors import Unreachable, UserError
+from launcher.runs.run import Run, training_spec
+from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
+from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
 PROBE = ".access-check"
 _GIB = 2**30
+WHOLE = 4_000_000
+"""Bytes of a corpus that is prepared in full, which takes two seconds; of a larger one so much is read."""
+_OPENED = 64_000_000
+"""Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
+_BYTES_PER_TOKEN = 4
+"""About what GPT-2's tokenizer makes of English."""
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
@@ -210,3 +227,84 @@ def check_script(
             "raise max_restarts if the script goes on where it was",
         )
     yield from check_place(config, platform, job)
+
+
+# --- the dataset ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """An estimate of a whole corpus by its start."""
+
+    documents: int
+    """About how many there are in all."""
+    document_bytes: float
+    """The mean."""
+
+
+Rehearsal: TypeAlias = DatasetManifest | Start | Finding | None
+"""The manifest of a dataset that was prepared in full, the start of a larger one, or why it would be refused."""
+
+
+def rehearse(planned: PlannedDataset) -> Rehearsal:
+    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept.
+
+    None where that would take long, or the corpus cannot be looked at.
+    """
+    from litgpt_demo.data.corpus import documents
+    from litgpt_demo.data.preparation import prepare
+    from litgpt_demo.data.tokens import Encoder
+
+    if planned.unknown:
+        return None
+    corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
+    if not isinstance(corpus, OpenWebTextCorpus) and corpus.max_bytes is not None:
+        size = min(size, corpus.max_bytes)
+    try:
+        with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
+            if size <= WHOLE:
+                return prepare(planned, open_storage(folder))
+            if planned.tokenizer is not None:
+                Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
+            if isinstance(corpus, OpenWebTextCorpus) or first.is_remote or first.size > _OPENED:
+                return None
+            begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
+            texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
+            sizes = [len(text.encode()) for text in texts]
+    except TrainLitgptError as error:
+        return finding_of(error, "data.refused")
+    mean = sum(sizes) / len(sizes) if sizes else 0.0
+    return Start(documents=round(size / mean), document_bytes=mean) if mean else None
+
+
+def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Yield why this run could not be made of what the rehearsal found."""
+    if isinstance(rehearsal, Finding):
+        yield rehearsal
+    elif isinstance(rehearsal, DatasetManifest):
+        try:
+            training_spec(run, rehearsal)
+        except TrainLitgptError as error:
+            yield finding_of(error, "data.too-small")
+    elif rehearsal is not None:  # what may turn out too small once it is counted
+        train, length, each = run.config.train, run.config.model.sequence_length, rehearsal.document_bytes
+        held_out = math.ceil(run.config.data.validation_fraction * rehearsal.documents)
+        tokens = held_out * each / _BYTES_PER_TOKEN
+        if tokens <= length:
+            yield Finding(
+                "warning",
+                "data.validation",
+                f"the validation split will have about {count_text(round(tokens))} tokens, by the start of the corpus, "
+                f"and one sample of model.sequence_length={length} needs {length + 1:,}",
+                "raise data.validation_fraction, or take shorter sequences",
+            )
+        size = rehearsal.documents * each
+        steps = train.steps(tokens=round(size / _BYTES_PER_TOKEN), sequence_length=length)
+        if train.warmup_steps >= steps:
+            yield Finding(
+                "warning",
+                "train.warmup_steps",
+                f"train.warmup_steps={train.warmup_steps} may leave nothing of the run: by its start the corpus of "
+                f"{bytes_text(round(size))} makes about {steps:,} steps",
+                "lower it, or set train.max_steps",
+            )
