@@ -336,19 +336,14 @@ def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise ConfigProblem(f"{where} cannot be used:\n{problems_text(error, kind, document)}") from error
-
-
-def problems_text(error: ValidationError, kind: type[Settings], document: Mapping[str, Any]) -> str:
-    """Each problem of `document`, read as `kind`, on a line of its own, under the name the user wrote."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        tag = ["kind"] if problem["type"] in {"union_tag_invalid", "union_tag_not_found"} else []
-        name = ".".join(_names(problem["loc"], document) + tag)
-        given = problem.get("ctx", {}).get("tag", problem["input"])
-        message = _GONE.get(name) or _GONE.get(f"{name}={given}") or _message(problem, kind)
-        lines.append(f"  {name}: {message}" if name else f"  {message}")
-    return "\n".join(lines)
+        lines = [f"{where} cannot be used:"]
+        for problem in error.errors(include_url=False):
+            tag = ["kind"] if problem["type"] in {"union_tag_invalid", "union_tag_not_found"} else []
+            name = ".".join(_names(problem["loc"], document) + tag)
+            given = problem.get("ctx", {}).get("tag", problem["input"])
+            message = _GONE.get(name) or _GONE.get(f"{name}={given}") or _message(problem, kind)
+            lines.append(f"  {name}: {message}" if name else f"  {message}")
+        raise ConfigProblem("\n".join(lines)) from error
 
 
 # Settings that there were once, or values of them: what each was, and what to do instead.

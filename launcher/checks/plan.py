@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
+from launcher.checks import preflight
 from launcher.checks.arithmetic import (
     Expected,
     Needs,
@@ -19,17 +20,6 @@ from launcher.checks.arithmetic import (
     needs,
     seconds_for,
     together,
-)
-from launcher.checks.preflight import (
-    PROBE,
-    Rehearsal,
-    check_place,
-    check_rehearsal,
-    check_script,
-    check_training,
-    check_workers,
-    rehearse,
-    vocabulary_of,
 )
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import LauncherError, RunIsLive
@@ -94,22 +84,20 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
             claim = claim_script(planned := plan_script(script))
             seen = _look(claim)
             job = claim.make_job(seen.attempt)
-            found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
+            found += [*seen.findings, *preflight.check_script(script, claim.platform, job, files=planned.files)]
             found += [*_access(script, found), _restarts(script)]
         return Plan(findings=list(dict.fromkeys(found)))
-    preflight = Preflight()
+    checks = Preflight()
     if not isinstance(config, SweepConfig):
         sight = _sight(preview_run(config))
-        findings = [*sight.seen.findings, *preflight.findings(sight)]
+        findings = [*sight.seen.findings, *checks.findings(sight)]
         tokens = None if sight.steps is None else sight.tokens(sight.steps)
         figures = arithmetic(config, vocab_size=sight.vocabulary, tokens=tokens)
         steps, trial_rows = [sight.row(step) for step in Step], list[dict[str, str]]()
     else:
         every = trials(config)
         sights = [_sight(run) for run in runs_of(every, preview_dataset)]
-        told = {
-            str(one): [*its.seen.findings, *preflight.findings(its)] for one, its in zip(every, sights, strict=True)
-        }
+        told = {str(one): [*its.seen.findings, *checks.findings(its)] for one, its in zip(every, sights, strict=True)}
         findings = [*_told(told), *_about_parallel(config, sights)]
         datasets = {sight.run.dataset.path: sight for sight in sights}
         shared = [sight.row(step) for sight in datasets.values() for step in Step if step not in _OF_A_TRIAL]
@@ -205,7 +193,7 @@ def _look(claim: Claim, run: Run | None = None) -> Seen:
     storage = replace(open_storage(config.root), patience=_PATIENCE)
     if storage.local_path() is None:
         try:
-            storage.exists(PROBE)
+            storage.exists(preflight.PROBE)
         except TrainLitgptError as error:
             said = finding_of(error, "root.unreachable")
             found.append(replace(said, what=f"what is there already is not known: {said.what}"))
@@ -240,7 +228,7 @@ class Sight:
     def vocabulary(self) -> int | None:
         """Return the ids of the run's tokenizer, None where they cannot be known yet."""
         known = self.seen.dataset or self.run.dataset.tokenizer
-        return vocabulary_of(self.run.config, known.vocab_size if known else None)
+        return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
 
     @property
     def needs(self) -> Needs | None:
@@ -359,7 +347,7 @@ class Preflight:
 
     def __init__(self, *, trusted: bool = False) -> None:
         self._trusted = trusted
-        self._rehearsals: dict[str, Rehearsal] = {}
+        self._rehearsals: dict[str, preflight.Rehearsal] = {}
         self._places: dict[str, list[Finding]] = {}
 
     def findings(self, sight: Sight) -> list[Finding]:
@@ -367,14 +355,14 @@ class Preflight:
         config, dataset, claim = sight.run.config, sight.run.dataset, claim_at(sight.run)
         job = claim.make_job(sight.seen.attempt)
         if (place := key_of(config.root, config.platform, config.image)) not in self._places:
-            self._places[place] = check_place(config, claim.platform, job)
+            self._places[place] = preflight.check_place(config, claim.platform, job)
         if sight.seen.dataset is None and dataset.key not in self._rehearsals:
-            self._rehearsals[dataset.key] = rehearse(dataset)
+            self._rehearsals[dataset.key] = preflight.rehearse(dataset)
         return [
             *self._places[place],
-            *check_training(config, job, vocab_size=sight.vocabulary),
-            *check_rehearsal(sight.run, sight.seen.dataset or self._rehearsals[dataset.key]),
-            *([] if sight.seen.dataset is not None else check_workers(config.workers, trusted=self._trusted)),
+            *preflight.check_training(config, job, vocab_size=sight.vocabulary),
+            *preflight.check_rehearsal(sight.run, sight.seen.dataset or self._rehearsals[dataset.key]),
+            *([] if sight.seen.dataset is not None else preflight.check_workers(config.workers, trusted=self._trusted)),
         ]
 
 
@@ -394,8 +382,8 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 def findings_of_trials(config: SweepConfig, runs: Sequence[Run], *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a sweep whose trials' runs are planned already."""
-    preflight, sights = Preflight(trusted=trusted), [_known(run) for run in runs]
-    found = {str(one): preflight.findings(sight) for one, sight in zip(trials(config), sights, strict=True)}
+    checks, sights = Preflight(trusted=trusted), [_known(run) for run in runs]
+    found = {str(one): checks.findings(sight) for one, sight in zip(trials(config), sights, strict=True)}
     return [*_told(found), *_about_parallel(config, sights)]
 
 
@@ -407,14 +395,8 @@ def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
 def findings_of_script(script: Script) -> list[Finding]:
     """Return what blocks a script that is planned already: planning reads all of its code."""
     claim = claim_script(script)
-    return list(
-        check_script(
-            script.config,
-            claim.platform,
-            claim.make_job(claim.attempts.next()),
-            files=script.files,
-        )
-    )
+    job = claim.make_job(claim.attempts.next())
+    return list(preflight.check_script(script.config, claim.platform, job, files=script.files))
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

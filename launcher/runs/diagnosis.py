@@ -268,7 +268,16 @@ def _reported(report: Report) -> _Suspect:
     """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node.main)."""
     fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
-    fault, telling = _with_traces(fault, cause, report)
+    # What the node's kernel said may tell more of the class.
+    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
+    broken = [line for line in kernel if _HARDWARE.search(line)]
+    short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
+    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in cause.get("message", "")
+    telling: list[str] = []
+    if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
+        fault, telling = Fault.NODE, broken
+    elif short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
+        fault, telling = Fault.OUT_OF_MEMORY, short
     words = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
     lines = cause.get("traceback") or ()
     # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
@@ -290,23 +299,9 @@ def _reported(report: Report) -> _Suspect:
         part=part,
         ended=float(report["ended"]),
         began=math.inf if began is None else float(began),
-        hardware=any(_HARDWARE.search(line) for line in telling),
+        hardware=telling is broken,
         host=str(report.get("host") or ""),
     )
-
-
-def _with_traces(fault: Fault, cause: Mapping[str, Any], report: Report) -> tuple[Fault, list[str]]:
-    """Return the class that follows from what the node's kernel said, and the lines from which it does."""
-    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
-    broken = [line for line in kernel if _HARDWARE.search(line)]
-    if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
-        return Fault.NODE, broken
-    short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
-    words = str(cause.get("message", ""))
-    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in words
-    if short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
-        return Fault.OUT_OF_MEMORY, short
-    return fault, []
 
 
 def _killed(node: int, code: int, eviction: str) -> _Suspect:

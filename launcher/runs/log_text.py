@@ -13,16 +13,12 @@ def readable(line: LogLine) -> str:
     if row is None:
         return str(line)
     before = line.text.partition(METRICS_MARK)[0].rstrip()
-    words = " ".join(in_words(row).splitlines())  # a text in a row must not pass for a line of another node
-    return str(LogLine(line.node, f"{before} {words}".lstrip()))
-
-
-def in_words(row: Row) -> str:
-    """Return a metrics row in words. One that no row of ours looks like, for a node may write anything, is listed."""
     try:
-        return _words(row)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return ", ".join(f"{name} {value}" for name, value in row.items())
+        words = _words(row)
+    except (KeyError, TypeError, ValueError, OverflowError):  # no row of ours looks so, for a node may write anything
+        words = ", ".join(f"{name} {value}" for name, value in row.items())
+    words = " ".join(words.splitlines())  # a text in a row must not pass for a line of another node
+    return str(LogLine(line.node, f"{before} {words}".lstrip()))
 
 
 def _words(row: Row) -> str:
