@@ -460,14 +460,12 @@ def _told(found: dict[str, list[Finding]]) -> list[Finding]:
     for trial, findings in found.items():
         for finding in dict.fromkeys(findings):
             about.setdefault(finding, []).append(trial)
-    return [
-        finding
-        if len(whose) == len(found)
-        else replace(
-            finding, what=f"trial {whose[0]}{f' and {len(whose) - 1} more' * (len(whose) > 1)}: {finding.what}"
-        )
-        for finding, whose in about.items()
-    ]
+    told = []
+    for finding, (first, *others) in about.items():
+        whose = f"trial {first}" + (f" and {len(others)} more" if others else "")
+        shared = 1 + len(others) == len(found)
+        told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
+    return told
 
 
 # --- how far it is ----------------------------------------------------------------------------------------------------

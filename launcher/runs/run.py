@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pydantic import JsonValue, TypeAdapter
@@ -72,23 +72,18 @@ def preview_run(config: RunConfig) -> Run:
         return run
 
 
-def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
+def run_of(config: RunConfig, dataset: PlannedDataset, *, in_old_keys: bool = False) -> Run:
     """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
-    return Run(config=config, dataset=dataset, key=_key(config, dataset, config.train.outcome()))
-
-
-def _key(config: RunConfig, dataset: PlannedDataset, train: Mapping[str, JsonValue]) -> str:
-    model: JsonValue = {
-        "fields": catalogue.settings(config.model.name, config.model.config),
-        "length": config.model.sequence_length,
-    }
-    return UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+    train = config.train.outcome(in_old_keys=in_old_keys)
+    fields = catalogue.settings(config.model.name, config.model.config)
+    model: JsonValue = {"fields": fields, "length": config.model.sequence_length}
+    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+    return Run(config=config, dataset=dataset, key=key)
 
 
 def as_started(run: Run) -> Run:
     """Return the run under the key that it has in the index: one of an earlier version goes on under its old key."""
-    train = run.config.train
-    old = replace(run, key=_key(run.config, run.dataset, train.outcome(in_old_keys=True)))
+    old = run_of(run.config, run.dataset, in_old_keys=True)
     return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
