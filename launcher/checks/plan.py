@@ -35,7 +35,7 @@ from launcher.runs.attempts import Claim, claim_at, claim_script, opening_beside
 from launcher.runs.index import Index
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
-from launcher.runs.sweeps import runs_of, trials
+from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable
@@ -87,18 +87,17 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
             found += [*seen.findings, *preflight.check_script(script, claim.platform, job, files=planned.files)]
             found += [*_access(script, found), _restarts(script)]
         return Plan(findings=list(dict.fromkeys(found)))
-    checks = Preflight()
     if not isinstance(config, SweepConfig):
         sight = _sight(preview_run(config))
-        findings = [*sight.seen.findings, *checks.findings(sight)]
+        findings = [*sight.seen.findings, *_blocked([sight])[0]]
         tokens = None if sight.steps is None else sight.tokens(sight.steps)
         figures = arithmetic(config, vocab_size=sight.vocabulary, tokens=tokens)
         steps, trial_rows = [sight.row(step) for step in Step], list[dict[str, str]]()
     else:
         every = trials(config)
         sights = [_sight(run) for run in runs_of(every, preview_dataset)]
-        told = {str(one): [*its.seen.findings, *checks.findings(its)] for one, its in zip(every, sights, strict=True)}
-        findings = [*_told(told), *_about_parallel(config, sights)]
+        told = [[*its.seen.findings, *blocked] for its, blocked in zip(sights, _blocked(sights), strict=True)]
+        findings = [*_told(every, told), *_about_parallel(config, sights)]
         datasets = {sight.run.dataset.path: sight for sight in sights}
         shared = [sight.row(step) for sight in datasets.values() for step in Step if step not in _OF_A_TRIAL]
         steps, figures = list({tuple(step.items()): step for step in shared}.values()), []
@@ -337,33 +336,29 @@ def _known(run: Run) -> Sight:
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
-class Preflight:
-    """The one list of checks, of a run alone and of a sweep's, by a plan and before a run: what several runs have in
-    common is looked at once.
+def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
+    """Return all that blocks each of these runs, by a plan and before they run; what several have in common is looked
+    at once.
 
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
     """
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self._trusted = trusted
-        self._rehearsals: dict[str, preflight.Rehearsal] = {}
-        self._places: dict[str, list[Finding]] = {}
-
-    def findings(self, sight: Sight) -> list[Finding]:
-        """Return all that blocks a run."""
-        config, dataset, claim = sight.run.config, sight.run.dataset, claim_at(sight.run)
+    places: dict[str, list[Finding]] = {}
+    rehearsals: dict[str, preflight.Rehearsal] = {}
+    blocked = []
+    for sight in sights:
+        config, planned, dataset = sight.run.config, sight.run.dataset, sight.seen.dataset
+        claim = claim_at(sight.run)
         job = claim.make_job(sight.seen.attempt)
-        if (place := key_of(config.root, config.platform, config.image)) not in self._places:
-            self._places[place] = preflight.check_place(config, claim.platform, job)
-        if sight.seen.dataset is None and dataset.key not in self._rehearsals:
-            self._rehearsals[dataset.key] = preflight.rehearse(dataset)
-        return [
-            *self._places[place],
-            *preflight.check_training(config, job, vocab_size=sight.vocabulary),
-            *preflight.check_rehearsal(sight.run, sight.seen.dataset or self._rehearsals[dataset.key]),
-            *([] if sight.seen.dataset is not None else preflight.check_workers(config.workers, trusted=self._trusted)),
-        ]
+        if (place := key_of(config.root, config.platform, config.image)) not in places:
+            places[place] = preflight.check_place(config, claim.platform, job)
+        if dataset is None and planned.key not in rehearsals:
+            rehearsals[planned.key] = preflight.rehearse(planned)
+        found = [*places[place], *preflight.check_training(config, job, vocab_size=sight.vocabulary)]
+        found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
+        found += preflight.check_workers(config.workers, trusted=trusted) if dataset is None else ()
+        blocked.append(found)
+    return blocked
 
 
 def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
@@ -382,14 +377,13 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 def findings_of_trials(config: SweepConfig, runs: Sequence[Run], *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a sweep whose trials' runs are planned already."""
-    checks, sights = Preflight(trusted=trusted), [_known(run) for run in runs]
-    found = {str(one): checks.findings(sight) for one, sight in zip(trials(config), sights, strict=True)}
-    return [*_told(found), *_about_parallel(config, sights)]
+    sights = [_known(run) for run in runs]
+    return [*_told(trials(config), _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
 
 
 def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
-    return Preflight(trusted=trusted).findings(_known(run))
+    return _blocked([_known(run)], trusted=trusted)[0]
 
 
 def findings_of_script(script: Script) -> list[Finding]:
@@ -454,12 +448,12 @@ def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Findin
     return list(check_together(largest)) if largest else []
 
 
-def _told(found: dict[str, list[Finding]]) -> list[Finding]:
+def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:
     """Return each finding once, behind the trials that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
-    for trial, findings in found.items():
+    for trial, findings in zip(every, found, strict=True):
         for finding in dict.fromkeys(findings):
-            about.setdefault(finding, []).append(trial)
+            about.setdefault(finding, []).append(str(trial))
     told = []
     for finding, (first, *others) in about.items():
         whose = f"trial {first}" + (f" and {len(others)} more" if others else "")

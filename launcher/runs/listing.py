@@ -76,44 +76,41 @@ def run_rows(
     Args:
         bad: counts runs that have no row, because their records are damaged; without it one raises.
     """
-    newest = [record for record in index.newest(bad) if runs is None or record.run in runs]
     followers = index.followers()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(
-            pool.map(lambda record: _row(index, record, followers.get((record.run, record.attempt), ()), open), newest)
+
+    def row(record: AttemptRecord) -> RunRow:
+        folder, note = index.root.within(f"runs/{record.run}"), ""
+        step, steps, loss = None, None, None
+        try:
+            manifest = read_manifest(folder, RunManifest)
+            last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
+            state = DONE if last is None else last.status.state.value
+            if manifest:
+                step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
+            elif rows := read_metrics(folder):
+                seen = summary(rows)
+                step, steps = seen.step, seen.steps
+                loss = seen.loss if seen.validation_loss is None else seen.validation_loss
+        except TrainLitgptError as error:
+            state, note = JobState.UNKNOWN.value, str(error)
+        return RunRow(
+            run=record.run,
+            sweep=record.sweep,
+            state=state,
+            step=step,
+            steps=steps,
+            loss=loss,
+            started=record.created,
+            platform=str(record.platform.get("kind")),
+            attempts=record.attempt,
+            flow_run=record.flow_run,
+            flow_runs=followers.get((record.run, record.attempt), ()),
+            user=record.user,
+            note=note,
         )
 
-
-def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: OpenPlatform) -> RunRow:
-    folder, note = index.root.within(f"runs/{record.run}"), ""
-    step, steps, loss = None, None, None
-    try:
-        manifest = read_manifest(folder, RunManifest)
-        last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
-        state = DONE if last is None else last.status.state.value
-        if manifest:
-            step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
-        elif rows := read_metrics(folder):
-            seen = summary(rows)
-            step, steps = seen.step, seen.steps
-            loss = seen.loss if seen.validation_loss is None else seen.validation_loss
-    except TrainLitgptError as error:
-        state, note = JobState.UNKNOWN.value, str(error)
-    return RunRow(
-        run=record.run,
-        sweep=record.sweep,
-        state=state,
-        step=step,
-        steps=steps,
-        loss=loss,
-        started=record.created,
-        platform=str(record.platform.get("kind")),
-        attempts=record.attempt,
-        flow_run=record.flow_run,
-        flow_runs=flow_runs,
-        user=record.user,
-        note=note,
-    )
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(row, [one for one in index.newest(bad) if runs is None or one.run in runs]))
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
