@@ -189,8 +189,7 @@ class Index:
 
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
-        numbers = sorted(int(found["attempt"]) for found in self._matching(_RECORD, run))
-        return self._read_all(partial(self._record, run), numbers)
+        return self._read_all(self._record, self._attempts(_RECORD, run))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first.
@@ -198,13 +197,11 @@ class Index:
         Args:
             bad: counts damaged records, which must not stop a verb that is about another run; without it one raises.
         """
-        last: dict[str, int] = {}
-        for found in self._matching(_RECORD):
-            last[found["run"]] = max(int(found["attempt"]), last.get(found["run"], 0))
+        last = dict(self._attempts(_RECORD))
 
         def read(which: tuple[str, int]) -> AttemptRecord | None:
             try:
-                return self._record(*which)
+                return self._record(which)
             except DataError as error:
                 if bad is None:
                     raise
@@ -219,7 +216,7 @@ class Index:
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
-        return sorted({found["run"] for found in self._matching(_RECORD)})
+        return list(dict(self._attempts(_RECORD)))
 
     def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
@@ -294,14 +291,15 @@ class Index:
 
     # --- files ---
 
-    def _matching(self, kind: str, run: str = "") -> list[re.Match[str]]:
-        pattern = re.compile(rf"(?P<run>[^/]+)/(?P<attempt>[0-9]{{1,9}}){re.escape(kind)}")
+    def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
+        """Return run and number of each attempt that has such a file, by both."""
+        pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
-        return [found for path in paths if (found := pattern.fullmatch(path))]
+        return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
 
     def _numbered(self, kind: type[T], run: str, name: str, otherwise: str) -> dict[int, T]:
         """Read what is known of each attempt of a run, oldest first."""
-        numbers = sorted(int(found["attempt"]) for found in self._matching(name, run))
+        numbers = [number for _, number in self._attempts(name, run)]
         read = partial(self._read, kind, fix=f"remove that file; {otherwise}")
         return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
 
@@ -309,9 +307,10 @@ class Index:
         with ThreadPoolExecutor(_READERS) as pool:
             return list(pool.map(read, those))
 
-    def _record(self, run: str, number: int) -> AttemptRecord:
+    def _record(self, which: tuple[str, int]) -> AttemptRecord:
+        run, number = which
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
-        if (record.run, record.attempt) != (run, number):
+        if (record.run, record.attempt) != which:
             raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
         place = f"runs/{run}/{ATTEMPTS}/{number}"
         own = self.root.address(place)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 from zlib import crc32
 
 from launcher.runs.diagnosis import ADVICE
@@ -33,24 +32,17 @@ _HELPS: Mapping[Fault, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
-    """Another attempt follows."""
+class Decision:
+    """Another attempt follows, unless it is a `Stop`."""
 
     wait: float = 0.0
-    """Seconds."""
+    """Seconds before it."""
     why: str = ""
-    """The reason for the wait."""
+    """The reason for the wait; of a Stop, where the last attempt's verdict is not all of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Decision):
     """No attempt follows."""
-
-    why: str = ""
-    """The reason, where the last attempt's verdict is not all of it."""
-
-
-Decision: TypeAlias = Again | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +66,7 @@ class Budget:
 
         An attempt that was started after the budget had said to stop was a person's decision, and begins a new count.
         """
-        decision: Decision = Again()
+        decision = Decision()
         spent: Counter[Fault] = Counter()
         idle = 0
         for one in verdicts:
@@ -112,14 +104,14 @@ class Budget:
             )
         if not spent:  # what costs nothing must not come back without a pause
             wait = min(rule.wait, self.settings.longest_wait)
-            return Again(wait=wait, why=f"the attempt ended as {fault}, and left a new checkpoint")
+            return Decision(wait=wait, why=f"the attempt ended as {fault}, and left a new checkpoint")
         why = f"{fault}: {spent} of {rule.attempts} new attempts"
         if not idle:
-            return Again(why=why)
+            return Decision(why=why)
         whole = min(rule.wait * 2.0 ** min(idle - 1, 32), self.settings.longest_wait)
         jitter = _JITTER * crc32(f"{self.run}-{last.attempt}".encode()) / 2**32  # the same attempt has the same wait
         idly = f"{why}; attempts in a row that committed no new checkpoint: {idle}"
-        return Again(wait=whole * (1 - jitter), why=idly)
+        return Decision(wait=whole * (1 - jitter), why=idly)
 
     def __str__(self) -> str:
         """The budgets in words, for a plan."""
