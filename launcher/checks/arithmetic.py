@@ -80,11 +80,11 @@ class Needs:
 
 def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
     """Return the memory that each process takes; None where the vocabulary is not known yet."""
-    model = _model(config, vocab_size)
+    model = model_of(config, vocab_size)
     return None if model is None else _needs(config, model, config.train, place_of(config))
 
 
-def _model(config: RunConfig, vocab_size: int | None) -> Any:
+def model_of(config: RunConfig, vocab_size: int | None) -> Any:
     """LitGPT's Config of the model; None for one whose vocabulary is that of a tokenizer which is not known yet."""
     model = config.model
     if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
@@ -115,7 +115,7 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
         vocab_size: of the tokenizer, which a model without a name takes over.
         tokens: to train on, where it is known already.
     """
-    model, place = _model(config, vocab_size), place_of(config)
+    model, place = model_of(config, vocab_size), place_of(config)
     if model is None:
         return []
     length = config.model.sequence_length
@@ -172,7 +172,7 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
     estimate could make it fit.
     """
-    model, place = _model(config, vocab_size), place_of(config)
+    model, place = model_of(config, vocab_size), place_of(config)
     if model is None or place is None:
         return
     needed = _needs(config, model, config.train, place)

@@ -17,6 +17,7 @@ from launcher.checks.arithmetic import (
     arithmetic,
     check_together,
     expected,
+    model_of,
     needs,
     seconds_for,
     together,
@@ -42,7 +43,6 @@ from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
-from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
 from litgpt_demo.storage import Storage, open_storage
@@ -251,9 +251,8 @@ class Sight:
         return steps * self.run.config.train.global_batch * self.run.config.model.sequence_length
 
     def flops(self, steps: int) -> float:
-        model, vocabulary = self.run.config.model, self.vocabulary or _UNKNOWN_VOCABULARY
-        fields = fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocabulary)
-        return float(self.tokens(steps)) * flops_per_token(config_of(fields), model.sequence_length)
+        model = model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
+        return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
 
     def cost(self, steps: int | None) -> Expected | None:
         """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
@@ -286,10 +285,10 @@ class Sight:
             case Step.TRAINING:
                 would, where = self.training(), run.storage.address()
             case Step.CHECKPOINTS:
-                would, where = "verify the last checkpoint, make final/litgpt and final/huggingface", FINAL
+                would = "verify the last checkpoint, make final/litgpt and final/huggingface"
+                where = run.storage.address(FINAL)
                 if not self.seen.blind and (done := exported(run.storage)) is not None:
                     would = f"nothing: done, loss {loss_text(done.validation_loss)}"
-                where = run.storage.address(where)
         return {"step": step, "would": would, "where": where}
 
     def preparation(self) -> str:
