@@ -108,7 +108,7 @@ def _needs(
     return Needs(memory=memory, place=place)
 
 
-def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
+def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
 
     Args:

@@ -10,18 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
-from launcher.checks import preflight
-from launcher.checks.arithmetic import (
-    Expected,
-    Needs,
-    arithmetic,
-    check_together,
-    expected,
-    model_of,
-    needs,
-    seconds_for,
-    together,
-)
+from launcher.checks import arithmetic, preflight
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import LauncherError, RunIsLive
 from launcher.events import Step
@@ -91,7 +80,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
         sight = _sight(preview_run(config))
         findings = [*sight.seen.findings, *_blocked([sight])[0]]
         tokens = None if sight.steps is None else sight.tokens(sight.steps)
-        figures = arithmetic(config, vocab_size=sight.vocabulary, tokens=tokens)
+        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=tokens)
         steps, trial_rows = [sight.row(step) for step in Step], list[dict[str, str]]()
     else:
         every = trials(config)
@@ -230,8 +219,8 @@ class Sight:
         return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
 
     @property
-    def needs(self) -> Needs | None:
-        return needs(self.run.config, vocab_size=self.vocabulary)
+    def needs(self) -> arithmetic.Needs | None:
+        return arithmetic.needs(self.run.config, vocab_size=self.vocabulary)
 
     @property
     def steps(self) -> int | None:
@@ -251,17 +240,17 @@ class Sight:
         return steps * self.run.config.train.global_batch * self.run.config.model.sequence_length
 
     def flops(self, steps: int) -> float:
-        model = model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
+        model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
         return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
 
-    def cost(self, steps: int | None) -> Expected | None:
+    def cost(self, steps: int | None) -> arithmetic.Expected | None:
         """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
         platform = self.run.config.platform
         machine = platform.machine_type
         if machine is None or not machine.gpus or steps is None:
             return None
-        seconds = seconds_for(self.run.config, self.flops(steps))
-        return None if seconds is None else expected(machine, nodes=platform.nodes, seconds=seconds)
+        seconds = arithmetic.seconds_for(self.run.config, self.flops(steps))
+        return None if seconds is None else arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
         """Return what a step would do, and where."""
@@ -421,7 +410,7 @@ def _sum_row(config: SweepConfig, sights: Sequence[Sight]) -> dict[str, str]:
     known = [count for count in left if count is not None]
     would = f"{sum(known):,} steps left" if len(known) == len(left) else "as many passes over the data"
     costs = [cost for sight, count in zip(sights, left, strict=True) if (cost := sight.cost(count)) is not None]
-    cost = together(costs, parallel=config.sweep.max_parallel)
+    cost = arithmetic.together(costs, parallel=config.sweep.max_parallel)
     flops = sum(sight.flops(sight.steps) for sight in sights if sight.steps is not None)
     memory = _largest(config, sights)
     return {
@@ -433,7 +422,7 @@ def _sum_row(config: SweepConfig, sights: Sequence[Sight]) -> dict[str, str]:
     }
 
 
-def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[Needs]:
+def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
     """Return what the largest trials take that could run at the same time, as far as that is known."""
     known = [needed for sight in sights if (needed := sight.needs) is not None]
     return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
@@ -444,7 +433,7 @@ def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Findin
     if not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
     largest = _largest(config, sights)
-    return list(check_together(largest)) if largest else []
+    return list(arithmetic.check_together(largest)) if largest else []
 
 
 def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:

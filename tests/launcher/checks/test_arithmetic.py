@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launcher.checks import arithmetic as module
-from launcher.checks.arithmetic import arithmetic, check_memory, expected, gpu_names, host_memory, seconds_for
+from launcher.checks.arithmetic import check_memory, expected, figures, gpu_names, host_memory, seconds_for
 from launcher.config import RunConfig, validated
 from launcher.machines import MACHINES, ListPrice
 from litgpt_demo.findings import Finding
@@ -27,7 +27,7 @@ def config(model: dict[str, Any], **settings: Any) -> RunConfig:
 
 
 def said(asked: RunConfig, **known: Any) -> dict[str, tuple[str, str]]:
-    table = arithmetic(asked, **{"vocab_size": None} | known)
+    table = figures(asked, **{"vocab_size": None} | known)
     return {row["what"]: (row["figure"], row["arithmetic"]) for row in table}
 
 
