@@ -89,12 +89,7 @@ class TrainLitgptError(Exception):
     fault: Fault = Fault.UNKNOWN
 
     def __init__(self, *args: object, fix: str = "", fault: Fault | None = None, given_up: bool = False) -> None:
-        """Take the message, and a class where the error's own does not say it.
-
-        Args:
-            fix: empty where the message says it all; nobody cuts it into two again.
-            given_up: trying again further up does not help (`give_up`).
-        """
+        """Take the message, what to do, a class where the error's own does not say it, and whether to `give_up`."""
         super().__init__(*args)
         self.fix = fix
         if fault is not None:

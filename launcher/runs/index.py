@@ -255,10 +255,6 @@ class Index:
             return self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew").position
         return ""
 
-    def folder_of_lease(self, run: str) -> Storage:
-        """Return the folder of the run's lease (launcher.runs.lease)."""
-        return self._folder.within(f"{run}/lease")
-
     # --- cancellations ---
 
     def request_cancel(self, name: str) -> None:

@@ -24,7 +24,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import Literal, Self, TypeVar
 
-from launcher.runs.index import Index, whoami
+from launcher.runs.index import INDEX, Index, whoami
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError
@@ -80,7 +80,7 @@ class Lease:
         self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         # A beat that a loss of power undoes was its holder's last anyway.
-        self._folder = replace(index.folder_of_lease(run), durable=False)
+        self._folder = replace(index.root.within(f"{INDEX}/{run}/lease"), durable=False)
         self._close = partial(index.close, run)
         user, host = whoami()
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
