@@ -331,7 +331,7 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    from launcher.checks.preview import previews
+    from launcher.checks.plan import previews
 
     shown = list(previews(read_config(config, overrides, profile)))
     unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
@@ -591,7 +591,7 @@ def _reap_cancelled() -> bool:
 
 def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
     """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
-    from launcher.runs.leftovers import Leftover, leftovers, remove_leftover
+    from launcher.runs.listing import Leftover, leftovers, remove_leftover
 
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import reduce
 from operator import or_
@@ -142,13 +142,6 @@ class CodeSettings(Settings):
     in, first on PYTHONPATH; `script` is then a path in it."""
 
 
-def _word(value: Any) -> Any:
-    """Return a number as a program is given it; how somebody wrote a truth value or a date nobody knows any more."""
-    if isinstance(value, bool | date):
-        raise ValueError(f"{value} given, which YAML reads from several spellings; quote it, as '{value}'")
-    return str(value) if isinstance(value, int | float) else value
-
-
 class ScriptConfig(Settings):
     """Any script or module on several nodes, launched and watched as a training is."""
 
@@ -178,11 +171,15 @@ class ScriptConfig(Settings):
     @field_validator("args", "env", mode="before")
     @classmethod
     def _numbers_are_words(cls, given: Any) -> Any:
+        def word(value: Any) -> Any:
+            if isinstance(value, bool | date):  # how somebody wrote it nobody knows any more
+                raise ValueError(f"{value} given, which YAML reads from several spellings; quote it, as '{value}'")
+            return str(value) if isinstance(value, int | float) else value
+
         if isinstance(given, Mapping):
-            return {name: _word(value) for name, value in given.items()}
-        return (
-            [_word(value) for value in given] if isinstance(given, Sequence) and not isinstance(given, str) else given
-        )
+            return {name: word(value) for name, value in given.items()}
+        words = isinstance(given, Sequence) and not isinstance(given, str)
+        return [word(value) for value in given] if words else given
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -242,11 +239,7 @@ _DEEPEST = 50
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        ConfigProblem: no such file, or no mapping in it.
-    """
+    """The mapping in a YAML file; a ConfigProblem where there is none."""
     try:
         with path.open("rb") as file:  # which may be a pipe, and have no size
             content = file.read(_LARGEST + 1)
@@ -268,11 +261,7 @@ PROFILE = ("platform", "root", "image")
 
 
 def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
-    """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides.
-
-    Raises:
-        ConfigProblem: one of them cannot be read.
-    """
+    """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides."""
     sections = {} if profile is None else read_profile(profile)
     return overridden({**read_yaml(path), **sections}, overrides_of(assignments))
 
@@ -296,11 +285,7 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 
 def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
-    """`["train.learning_rate=3e-4"]` as dotted name to value; values are YAML.
-
-    Raises:
-        ConfigProblem: one of them is no assignment.
-    """
+    """`["train.learning_rate=3e-4"]` as dotted name to value; values are YAML."""
     values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -318,69 +303,47 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with each dotted name set to its value; mappings are merged, everything else is replaced.
+    """`document` with each dotted name set to its value, as `merged` has it."""
+    result = dict(document)
+    for name, value in overrides.items():
+        changes = value
+        for part in reversed(name.split(".")):
+            changes = {part: changes}
+        result = merged(result, changes)
+    return result
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge: what `changes` says wins, mapping by mapping; everything else is replaced.
 
     An empty mapping empties what was there, as `model.config={}` does for a model that is to be as its name says.
 
     A union's branch is changed by giving another `kind`: what belonged to the old branch is dropped.
     """
-    result = dict(document)
-    for name, value in overrides.items():
-        result = _with(result, name.split("."), value)
-    return result
-
-
-def _with(document: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    first, rest = path[0], path[1:]
-    old = document.get(first)
-    below = old if isinstance(old, Mapping) else {}
-    if rest == ["kind"] and _another_branch(below, value):
-        new: Any = {"kind": value}
-    elif rest:
-        new = _with(below, rest, value)
-    elif isinstance(value, Mapping) and value and not _another_branch(below, value.get("kind")):
-        new = merged(below, value)
-    else:
-        new = value
-    return {**document, first: new}
-
-
-def _another_branch(old: Mapping[str, Any], kind: Any) -> bool:
-    """Return True if `kind` leads away from the branch of a union that `old` is on; nothing leads away from none."""
-    return kind is not None and old.get("kind", kind) != kind
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge: what `changes` says wins, mapping by mapping."""
     result = dict(base)
-    for name, value in changes.items():
-        result = _with(result, [name], value)
+    for name, new in changes.items():
+        old = result.get(name)
+        below = old if isinstance(old, Mapping) else {}
+        deeper = isinstance(new, Mapping) and bool(new)
+        if deeper and (kind := new.get("kind")) is not None:
+            deeper = below.get("kind", kind) == kind
+        result[name] = merged(below, new) if deeper else new
     return result
 
 
 def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str) -> AnyConfig:
-    """`document` as settings.
-
-    Raises:
-        ConfigProblem: every problem at once, each under its dotted name.
-    """
+    """`document` as settings; a ConfigProblem has every problem at once, each under its dotted name."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise ConfigProblem(f"{where} cannot be used:\n{problems_text(error, kind, document)}") from error
-
-
-def problems_text(error: ValidationError, kind: type[Settings], document: Mapping[str, Any]) -> str:
-    """Each problem of `document`, read as `kind`, on a line of its own, under the name the user wrote."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        name = ".".join(_names(problem["loc"], document) + _UNION_TAG.get(problem["type"], []))
-        message = _gone(name, problem) or _message(problem, kind)
-        lines.append(f"  {name}: {message}" if name else f"  {message}")
-    return "\n".join(lines)
-
-
-_UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
+        lines = [f"{where} cannot be used:"]
+        for problem in error.errors(include_url=False):
+            tag = ["kind"] if problem["type"] in {"union_tag_invalid", "union_tag_not_found"} else []
+            name = ".".join(_names(problem["loc"], document) + tag)
+            given = problem.get("ctx", {}).get("tag", problem["input"])
+            message = _GONE.get(name) or _GONE.get(f"{name}={given}") or _message(problem, kind)
+            lines.append(f"  {name}: {message}" if name else f"  {message}")
+        raise ConfigProblem("\n".join(lines)) from error
 
 
 # Settings that there were once, or values of them: what each was, and what to do instead.
@@ -392,11 +355,6 @@ _GONE = {
     "out, and name a registry in image.repository (one on this machine will do: localhost:5000/train)",
     "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
-
-
-def _gone(name: str, problem: ErrorDetails) -> str | None:
-    given = problem.get("ctx", {}).get("tag", problem["input"])
-    return _GONE.get(name) or _GONE.get(f"{name}={given}")
 
 
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
@@ -441,7 +399,8 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
     """Names of the settings that the section has, in the order they are declared."""
     branches = [kind]
     for part in section:
-        chosen = [branch for branch in branches if _kinds(branch) == (part,)]
+        kinds = {branch: branch.model_fields.get("kind") for branch in branches}
+        chosen = [branch for branch, field in kinds.items() if field and get_args(field.annotation) == (part,)]
         if len(branches) > 1 and chosen:
             branches = chosen
             continue
@@ -450,17 +409,8 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
     return list(branches[0].model_fields)
 
 
-def _kinds(branch: type[Settings]) -> tuple[Any, ...]:
-    field = branch.model_fields.get("kind")
-    return () if field is None else get_args(field.annotation)
-
-
 def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> AnyConfig:
-    """The settings in a YAML file with dotted overrides applied.
-
-    Raises:
-        ConfigProblem: says what is wrong, and where.
-    """
+    """The settings in a YAML file with dotted overrides applied; a ConfigProblem says what is wrong, and where."""
     return validated(kind, config_document(path, assignments), where=str(path))
 
 
@@ -476,7 +426,6 @@ class _Loader(yaml.SafeLoader):
     and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""
 
     def number(self, node: yaml.ScalarNode) -> int:
-        """Return a whole number."""
         text = node.value.replace("_", "")
         return int(text, 0 if re.match(r"[-+]?0[xob]", text) else 10)
 
@@ -496,20 +445,13 @@ _Loader.add_constructor(_INT, _Loader.number)
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for; None for an empty one.
-
-    Raises:
-        DuplicateKeys: all of them at once.
-        yaml.YAMLError: the text is not YAML.
-    """
+    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none."""
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
         if root is None:
             return None
-        _require_finite(root)
-        if twice := list(_duplicates(root, "", set())):
-            raise DuplicateKeys("; ".join(twice) + ": keep one of them")
+        _look_over(root)
         for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
             if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
                 raise yaml.YAMLError(_odd_blank(odd[0], line=token.start_mark.line + 1))
@@ -539,44 +481,40 @@ def _odd_blank(character: str, *, line: int) -> str:
     )
 
 
-def _require_finite(root: yaml.Node) -> None:
-    """Refuse aliases that, written out, make far more than any config: a few lines of them can fill all memory.
+def _look_over(root: yaml.Node) -> None:
+    """Refuse aliases that, written out, make far more than any config (a few lines of them can fill all memory), and
+    keys that their mapping has already. An anchored node is looked at once.
 
     Raises:
-        yaml.YAMLError: they do.
+        yaml.YAMLError, DuplicateKeys: there are such.
     """
     known: dict[int, tuple[int, int]] = {}  # by node, the values that it stands for, and how deep
+    twice: list[str] = []
 
-    def extent(node: yaml.Node) -> tuple[int, int]:
-        if id(node) not in known:
-            known[id(node)] = (0, 0)  # for an alias within what it stands for, which the settings refuse
-            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-            below = [extent(part) for one in inner for part in (one if isinstance(one, tuple) else (one,))]
-            known[id(node)] = 1 + sum(count for count, _ in below), 1 + max((depth for _, depth in below), default=0)
+    def extent(node: yaml.Node, name: str) -> tuple[int, int]:
+        if id(node) in known:
+            return known[id(node)]
+        known[id(node)] = (0, 0)  # for an alias within what it stands for, which the settings refuse
+        below = []
+        if isinstance(node, yaml.SequenceNode):
+            below = [extent(item, f"{name}[{number}]") for number, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            given: dict[tuple[str, str], yaml.Node] = {}
+            for key, value in node.value:
+                dotted = name
+                # `<<` is no key: several of them merge several mappings.
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    dotted = f"{name}.{key.value}" if name else key.value
+                    first = given.setdefault((key.tag, key.value), key)
+                    if first is not key:
+                        lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
+                        twice.append(f"{dotted} is given {lines}")
+                below += [extent(key, name), extent(value, dotted)]
+        known[id(node)] = 1 + sum(count for count, _ in below), 1 + max((depth for _, depth in below), default=0)
         return known[id(node)]
 
-    count, depth = extent(root)
+    count, depth = extent(root, "")
     if count > _LARGEST or depth > _DEEPEST:
         raise yaml.YAMLError(f"it stands for {count:,} values, {depth:,} deep, which no config has; write aliases out")
-
-
-def _duplicates(node: yaml.Node, name: str, seen: set[int]) -> Iterator[str]:
-    """Yield every key below a node that its mapping has already. An anchored node is looked at once."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            yield from _duplicates(item, f"{name}[{number}]", seen)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    given: dict[tuple[str, str], yaml.ScalarNode] = {}
-    for key, value in node.value:
-        # `<<` is no key: several of them merge several mappings.
-        if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-            continue
-        dotted = f"{name}.{key.value}" if name else key.value
-        first = given.setdefault((key.tag, key.value), key)
-        if first is not key:
-            yield f"{dotted} is given in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
-        yield from _duplicates(value, dotted, seen)
+    if twice:
+        raise DuplicateKeys("; ".join(twice) + ": keep one of them")

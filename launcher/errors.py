@@ -1,22 +1,4 @@
-"""The launching side's branch of the tree of errors (litgpt_demo.errors has the rest).
-
-LauncherError            user error            40
-  ConfigProblem          user error            40   the run cannot work as written
-    NotInstalled         user error            40   a package or program is not on this machine
-  LoginProblem           user error            40   credentials are missing or were refused
-    NoCredentials        user error            40   this machine has none
-  ImageProblem           user error            40   the image cannot be built, pushed or found
-    ImageOutOfSight      user error            40   this machine cannot look at it: no way to its registry, or no login
-    ImageUnreachable     platform unreachable  50   its registry or its builder did not answer: wait and retry
-  PlatformUnreachable    platform unreachable  50   the platform did not answer: wait and retry
-  UnknownRun             unknown run           51   no run has that name, or several have
-  RunIsLive              run is live           52   a job that would be doubled runs already
-  JobCancelled           cancelled             53   somebody stopped the job
-  ServerUnreachable      server unreachable    54   Prefect's server does not answer
-  PlatformRefused        platform refused      55   the platform said no; the message has a fix
-    JobRefused           platform refused      55   ... after it had taken the job
-  JobFailed              its verdict's               the job ended badly
-"""
+"""The launching side's branch of the tree of errors (litgpt_demo.errors has the rest, and the exit code of each)."""
 
 from __future__ import annotations
 

@@ -77,17 +77,26 @@ BATCH_CODES: dict[int, tuple[Fault, str]] = {
 
 
 class TrainLitgptError(Exception):
-    """A known failure. The message says what was given, why it cannot be, and what to do."""
+    """A known failure. `what` was given and why it cannot be, and the `fix`, what to do; `str()` has both."""
 
     fault: Fault = Fault.UNKNOWN
 
-    def __init__(self, *args: object, fault: Fault | None = None, given_up: bool = False) -> None:
-        """Take the message, a class where the error's own does not say it, and whether nobody is to try again."""
+    def __init__(self, *args: object, fix: str = "", fault: Fault | None = None, given_up: bool = False) -> None:
+        """Take the message, what to do, a class where the error's own does not say it, and whether to `give_up`."""
         super().__init__(*args)
+        self.fix = fix
         if fault is not None:
             self.fault = fault
         if given_up:
             give_up(self)
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.fix}" if self.fix else self.what
+
+    @property
+    def what(self) -> str:
+        """The message without the fix."""
+        return super().__str__()
 
     @property
     def exit_code(self) -> int:

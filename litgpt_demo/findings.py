@@ -26,10 +26,10 @@ class Finding:
 
     @classmethod
     def of(cls, error: Exception, code: str) -> Finding:
-        """Return the finding that an error is. Behind the last semicolon, its message says what to do."""
-        what, _, fix = str(error).rpartition("; ")
-        fault = error.fault if isinstance(error, TrainLitgptError) else Fault.USER
-        return cls("error", code, what or fix, fix if what else "", fault)
+        """Return the finding that an error is."""
+        if isinstance(error, TrainLitgptError):
+            return cls("error", code, error.what, error.fix, error.fault)
+        return cls("error", code, str(error))
 
     @property
     def message(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 
 from prefect import task
 
-from launcher.checks.access import check_access
+from launcher.checks.preflight import check_access
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Step, StepDone, StepStarted
 from tasks.steps import emit, options_of

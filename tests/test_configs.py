@@ -43,7 +43,7 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
     monkeypatch.setenv("NO_GCE_CHECK", "true")  # else google-auth asks an address of Google's machines, three times
     monkeypatch.setattr("launcher.images.oci._PAUSES", ())
-    monkeypatch.setattr("launcher.checks.preview._PATIENCE", 0.1)
+    monkeypatch.setattr("launcher.checks.plan._PATIENCE", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     _google_way.cache_clear()
@@ -80,7 +80,7 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
 @pytest.mark.parametrize("kind", [get_args(one.model_fields["kind"].annotation)[0] for one in settings_classes()])
 def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: str, cli: Any) -> None:
     from cli.main import read_config
-    from launcher.checks.preview import previews
+    from launcher.checks.plan import previews
 
     profile = CHECKOUT / "deployments" / "configs" / "profiles" / f"{kind}.yaml"
     jobs = []

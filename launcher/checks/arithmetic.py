@@ -1,4 +1,4 @@
-"""The cost of a training before anything is rented: parameters, operations, memory, and whether it fits."""
+"""The cost of a training before anything is rented: parameters, operations, memory and whether it fits, time, money."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.checks.cost import UTILISATION
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
+from launcher.machines import ListPrice, Machine
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue, estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
+UTILISATION = 0.35
+"""The share of the GPUs' peak: such trainings reach 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
 _RECOMPUTE = ("none", "selective", "full")
 """Activation checkpointing, from what costs no time to what costs most."""
 _UNCERTAIN = 1.5
@@ -59,46 +61,92 @@ def place_of(config: RunConfig) -> Place | None:
     return Place(name=name, kind="cpu", memory=share, peak=None)
 
 
-def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The bytes that one process of a training takes of its place."""
+
+    memory: estimates.Memory
+    place: Place | None
+
+    @property
+    def saved(self) -> int:
+        """A save on a CPU copies the state into the same memory."""
+        return self.memory.saved if self.place is not None and self.place.kind == "cpu" else 0
+
+    @property
+    def likely(self) -> int:
+        return self.memory.total + self.saved
+
+
+def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
+    """Return the memory that each process takes; None where the vocabulary is not known yet."""
+    model = model_of(config, vocab_size)
+    return None if model is None else _needs(config, model, config.train, place_of(config))
+
+
+def model_of(config: RunConfig, vocab_size: int | None) -> Any:
+    """LitGPT's Config of the model; None for one whose vocabulary is that of a tokenizer which is not known yet."""
+    model = config.model
+    if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
+        return None
+    return catalogue.config_of(
+        catalogue.fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocab_size)
+    )
+
+
+def _needs(
+    config: RunConfig, model: Any, train: TrainConfig, place: Place | None, *,
+    length: int | None = None, world_size: int | None = None,
+) -> Needs:  # fmt: skip
+    memory = estimates.memory(
+        model,
+        train,
+        length=length or config.model.sequence_length,
+        world_size=world_size or config.world_size,
+        device="cuda" if place is None else place.kind,
+    )
+    return Needs(memory=memory, place=place)
+
+
+def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
 
     Args:
         vocab_size: of the tokenizer, which a model without a name takes over.
         tokens: to train on, where it is known already.
     """
-    model = _model(config, vocab_size)
+    model, place = model_of(config, vocab_size), place_of(config)
     if model is None:
         return []
-    length, place = config.model.sequence_length, place_of(config)
-    per_token = estimates.flops_per_token(model, length)
-    rows = [
-        ("parameters", count_text(estimates.parameters(model)), _parameters(model)),
-        ("FLOPs per token", count_text(per_token), _per_token(model, length)),
-    ]
+    length = config.model.sequence_length
+    sizes = sorted(estimates.block(model, layer).held for layer in range(model.n_layer))
+    each = count_text(sizes[0]) if sizes[0] == sizes[-1] else f"{count_text(sizes[0])} to {count_text(sizes[-1])}"
+    embedding = f"embedding and output of {model.padded_vocab_size:,} x {model.n_embd:,} each"
+    rows = [("parameters", count_text(estimates.parameters(model)), f"{len(sizes)} blocks of {each}, {embedding}")]
+    per_token, attention = estimates.flops_per_token(model, length), estimates.attention_flops(model, length)
+    products = f"6 x {count_text(estimates.used_parameters(model))} weights in products"
+    how = f"{products} + {count_text(attention)} for attention over {length:,} tokens"
+    rows.append(("FLOPs per token", count_text(per_token), how))
     if tokens is not None:
-        rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", _in_all(config, tokens, per_token * tokens, place)))
-    memory = _memory(config, model, config.train, place)
-    rows.append(("memory per process", bytes_text(_needed(memory, place)), _memory_text(memory, place)))
+        how, seconds = f"{count_text(tokens)} tokens", seconds_for(config, per_token * tokens)
+        if place is not None and place.peak is not None and seconds is not None:
+            peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
+            how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
+        rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
+    needed = _needs(config, model, config.train, place)
+    memory = needed.memory
+    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered}
+    if memory.kept:
+        parts["gradients"] = memory.gradients
+    moment, most = max(memory.moments.items(), key=lambda item: item[1])
+    parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
+    how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
+    how += "" if place is None else f"; {place.name} has {bytes_text(place.memory)}"
+    rows.append(("memory per process", bytes_text(needed.likely), how))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """The bytes that one process of a training takes of its place."""
-
-    likely: int
-    certain: int
-    place: Place | None
-
-
-def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
-    """Return the memory that each process takes; None where the vocabulary is not known yet."""
-    model = _model(config, vocab_size)
-    if model is None:
-        return None
-    place = place_of(config)
-    memory = _memory(config, model, config.train, place)
-    return Needs(likely=_needed(memory, place), certain=memory.least, place=place)
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
@@ -108,10 +156,9 @@ def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
     if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
         return  # what does not fit alone is told of that training
     fits = max(1, place.memory // several[0].likely)
+    surely = sum(one.memory.least for one in several) > place.memory or total > _UNCERTAIN * place.memory
     yield Finding(
-        "error"
-        if sum(one.certain for one in several) > place.memory or total > _UNCERTAIN * place.memory
-        else "warning",
+        "error" if surely else "warning",
         "sweep.memory",
         f"{len(several)} trials at a time take about {bytes_text(total)} per process together, and {place.name} has "
         f"{bytes_text(place.memory)}",
@@ -125,20 +172,20 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
     estimate could make it fit.
     """
-    model, place = _model(config, vocab_size), place_of(config)
+    model, place = model_of(config, vocab_size), place_of(config)
     if model is None or place is None:
         return
-    memory = _memory(config, model, config.train, place)
-    needed, certain = _needed(memory, place), memory.least
-    if needed <= place.memory:
+    needed = _needs(config, model, config.train, place)
+    likely, certain = needed.likely, needed.memory.least
+    if likely <= place.memory:
         return
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
-    surely = certain > place.memory or needed > margin * place.memory
+    surely = certain > place.memory or likely > margin * place.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
     yield Finding(
         "error" if surely else "warning",
         "train.memory",
-        f"the training takes about {bytes_text(needed)} per process, {bytes_text(certain)} whatever the batch and the "
+        f"the training takes about {bytes_text(likely)} per process, {bytes_text(certain)} whatever the batch and the "
         f"rest for {tokens}, and {place.name} has {bytes_text(place.memory)}",
         _fitting(config, model, place),
     )
@@ -149,111 +196,52 @@ def _fitting(config: RunConfig, model: Any, place: Place) -> str:
 
     Where none of these is enough, shorter samples, more processes, or a smaller model.
     """
-    train = config.train
-    for changes in _cheaper(config):
-        needed = _needed(_memory(config, model, train.model_copy(update=changes), place), place)
-        if needed <= place.memory:
-            return f"set {_changed(config, changes)}, which takes about {bytes_text(needed)}"
-    return _larger_or_smaller(config, model, place)
+    train, least = config.train, dict[str, Any]()
+    for least in _cheaper(config):
+        likely = _needs(config, model, train.model_copy(update=least), place).likely
+        if likely <= place.memory:
+            return f"set {_changed(train, least)}, which takes about {bytes_text(likely)}"
+    leanest = train.model_copy(update=least)
+    length = config.model.sequence_length
+    while (length := length // 2) >= _SHORTEST:
+        if _needs(config, model, leanest, place, length=length).likely <= place.memory:
+            return f"set model.sequence_length={length} {_changed(train, least)}".rstrip()
+    # The processes of a CPU share one memory: more of them share no model.
+    count, spread = config.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
+    more = ""
+    while not more and place.kind == "cuda" and train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
+        tried = train.model_copy(update=spread | {"global_batch": count})
+        if _needs(config, model, tried, place, world_size=count).likely <= place.memory:
+            more = f"take {count} processes and set {_changed(train, spread)}".removesuffix(" and set ")
+    held = _needs(config, model, leanest, place, length=_SHORTEST).likely
+    parameters = count_text(estimates.parameters(model) * place.memory // held)
+    smaller = f"take a model of at most about {parameters} parameters"
+    return f"{more}, or {smaller}" if more else f"{smaller}, or devices with more memory"
 
 
 def _cheaper(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield the settings that take less memory, the ones that cost least first."""
+    """Yield the settings that take less memory, the ones that cost least first.
+
+    Micro-batches are those up to the present one that divide a process's share of the batch. Sharding takes several
+    processes, and a precision that it knows.
+    """
     train = config.train
-    for strategy in dict.fromkeys([train.strategy, *_sharding(config)]):
+    share = train.global_batch // config.world_size
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}
+    shards = config.world_size > 1 and train.precision != "16-mixed" and train.compile != "model"
+    for strategy in dict.fromkeys([train.strategy, *(["fsdp"] if shards else [])]):
         for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
-            for size in _micro_batches(config):
+            for size in sorted(sizes, reverse=True):
                 yield {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}
 
 
-def _sharding(config: RunConfig) -> tuple[str, ...]:
-    """Return fsdp where it can be used: among several processes, and with a precision that it knows."""
-    usable = config.world_size > 1 and config.train.precision != "16-mixed" and config.train.compile != "model"
-    return ("fsdp",) if usable else ()
-
-
-def _micro_batches(config: RunConfig) -> list[int]:
-    """Return the micro-batches up to the present one that divide a process's share of the batch, largest first."""
-    share = config.train.global_batch // config.world_size
-    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
-    sizes = {*small, *(share // size for size in small)}
-    return sorted((size for size in sizes if size <= config.train.micro_batch), reverse=True)
-
-
-def _larger_or_smaller(config: RunConfig, model: Any, place: Place) -> str:
-    """Return what fits where no setting of the training is enough, at the least memory that these can reach."""
-    *_, least = _cheaper(config)
-    told = _changed(config, least)
-    leanest = config.train.model_copy(update=least)
-    length = config.model.sequence_length
-    while (length := length // 2) >= _SHORTEST:
-        if _needed(_memory(config, model, leanest, place, length=length), place) <= place.memory:
-            return f"set model.sequence_length={length} {told}".rstrip()
-    count = estimates.parameters(model)
-    held = _memory(config, model, leanest, place, length=_SHORTEST)
-    smaller = f"a model of at most about {count_text(count * place.memory // _needed(held, place))} parameters"
-    more = _more_processes(config, model, place)
-    return f"{more}, or take {smaller}" if more else f"take {smaller}, or devices with more memory"
-
-
-def _more_processes(config: RunConfig, model: Any, place: Place) -> str:
-    """Return how many GPUs could share the model, and how; nothing for a CPU, whose processes share one memory."""
-    count, spread = config.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
-    while place.kind == "cuda" and config.train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
-        tried = config.train.model_copy(update=spread | {"global_batch": count})
-        if _needed(_memory(config, model, tried, place, world_size=count), place) <= place.memory:
-            return f"take {count} processes and set {_changed(config, spread)}".removesuffix(" and set ")
-    return ""
-
-
-def _changed(config: RunConfig, changes: Mapping[str, Any]) -> str:
+def _changed(train: TrainConfig, changes: Mapping[str, Any]) -> str:
     """Return the settings of the training that `changes` would change, as they are written on the command line."""
-    train = config.train
     return " ".join(f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name))
 
 
-# --- the figures ------------------------------------------------------------------------------------------------------
-
-
-def _model(config: RunConfig, vocab_size: int | None) -> Any:
-    """LitGPT's Config of the model; None for one whose vocabulary is that of a tokenizer which is not known yet."""
-    model = config.model
-    if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
-        return None
-    length = model.sequence_length
-    return catalogue.config_of(
-        catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
-    )
-
-
-def _memory(
-    config: RunConfig, model: Any, train: TrainConfig, place: Place | None, *,
-    length: int | None = None, world_size: int | None = None,
-) -> estimates.Memory:  # fmt: skip
-    return estimates.memory(
-        model,
-        train,
-        length=length or config.model.sequence_length,
-        world_size=world_size or config.world_size,
-        device="cuda" if place is None else place.kind,
-    )
-
-
-def _needed(memory: estimates.Memory, place: Place | None) -> int:
-    """A save on a CPU copies the state into the same memory."""
-    return memory.total + (memory.saved if place is not None and place.kind == "cpu" else 0)
-
-
-def _parameters(model: Any) -> str:
-    blocks = [estimates.block(model, layer).held for layer in range(model.n_layer)]
-    each = count_text(blocks[0]) if len(set(blocks)) == 1 else f"{count_text(min(blocks))} to {count_text(max(blocks))}"
-    rows, width = model.padded_vocab_size, model.n_embd
-    return f"{len(blocks)} blocks of {each}, embedding and output of {rows:,} x {width:,} each"
-
-
-def _per_token(model: Any, length: int) -> str:
-    used, attention = estimates.used_parameters(model), estimates.attention_flops(model, length)
-    return f"6 x {count_text(used)} weights in products + {count_text(attention)} for attention over {length:,} tokens"
+# --- time and money ---------------------------------------------------------------------------------------------------
 
 
 def seconds_for(config: RunConfig, flops: float) -> float | None:
@@ -265,25 +253,45 @@ def seconds_for(config: RunConfig, flops: float) -> float | None:
     return flops / (UTILISATION * place.peak * config.world_size)
 
 
-def _in_all(config: RunConfig, tokens: int, flops: float, place: Place | None) -> str:
-    said = f"{count_text(tokens)} tokens"
-    seconds = seconds_for(config, flops)
-    if place is None or place.peak is None or seconds is None:
-        return said
-    peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
-    return f"{said}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The time of a training, and its cost at list price."""
+
+    seconds: float
+    dollars: float | None
+    """None where no list price is known."""
+    price: ListPrice | None
+
+    def __str__(self) -> str:
+        text = f"about {duration_text(self.seconds)} at {UTILISATION:.0%} of peak"
+        if self.dollars is None or self.price is None:
+            return f"{text}, at a price that is not known here"
+        listed = f"on demand, {self.price.region}, {self.price.date}"
+        cost = f"${self.dollars:,.2f}" if self.dollars < 100 else f"${self.dollars:,.0f}"
+        return f"{text}, {cost} at list price ({listed})"
 
 
-def _memory_text(memory: estimates.Memory, place: Place | None) -> str:
-    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered}
-    if memory.kept:
-        parts["gradients"] = memory.gradients
-    moment, most = max(memory.moments.items(), key=lambda item: item[1])
-    parts[f"at the {moment}"] = most
-    if place is not None and place.kind == "cpu":
-        parts["copy while saving"] = memory.saved
-    said = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
-    return said if place is None else f"{said}; {place.name} has {bytes_text(place.memory)}"
+def expected(machine: Machine, *, nodes: int, seconds: float) -> Expected:
+    """Return the cost of so many of these machines for so long.
+
+    Spot prices move and are not foretold: they are a third to a tenth of the list's.
+    """
+    price = machine.price
+    dollars = None if price is None else price.usd * nodes * seconds / 3600
+    return Expected(seconds=seconds, dollars=dollars, price=price)
+
+
+def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
+    """Return the cost of several trainings, `parallel` of them at a time; None where there are none."""
+    if not several:
+        return None
+    dollars = [one.dollars for one in several if one.dollars is not None]
+    return Expected(
+        # A new one begins as soon as one ends: at best all ways are busy, and the longest cannot be cut.
+        seconds=max(max(one.seconds for one in several), sum(one.seconds for one in several) / parallel),
+        dollars=sum(dollars) if len(dollars) == len(several) else None,
+        price=several[0].price,
+    )
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

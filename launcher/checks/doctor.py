@@ -9,6 +9,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
@@ -25,57 +26,40 @@ from litgpt_demo.node.network import version
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
-
-
-def examine_environment(root: str = "output") -> list[Finding]:
-    """The environment, good news included: what is there, what is missing, how to fix it."""
-    return [
-        *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(),
-        *_prefect_server(), *_tools(),
-    ]  # fmt: skip
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
-
-
-# What has to be there, and the range that is known to work together; why, where it is not obvious.
+# What has to be there, and the range that is known to work together.
 _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
-
-
-def _packages() -> Iterator[Finding]:
-    for name, known in _NEEDED.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(
-                "error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv"
-            )
-            continue
-        if found.startswith(known):
-            yield Finding("info", f"package.{name}", f"{name} {found}")
-        else:
-            yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
-    try:
-        fastapi = importlib.metadata.version("fastapi")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if version(fastapi) >= version("0.151"):
-        yield Finding(
-            "error",
-            "package.fastapi",
-            f"fastapi {fastapi} breaks Prefect's server at import",
-            "pip install 'fastapi<0.151'",
-        )
-
-
 _TOOLS: tuple[tuple[str, Severity, str], ...] = (
     ("git", "warning", "without it the commit of the code is not recorded with a run"),
     ("docker", "info", "needed for image.kind=docker only"),
 )
 
 
-def _memory() -> Iterator[Finding]:
+def examine_environment(root: str = "output") -> list[Finding]:
+    """The environment, good news included: what is there, what is missing, how to fix it."""
+    python = Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
+    return [python, *_packages(), *check_root(root), *_machine(), _network(), _prefect_server(), *_tools()]
+
+
+def _packages() -> Iterator[Finding]:
+    for name, known in _NEEDED.items():
+        code = f"package.{name}"
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("error", code, f"{name} is not installed", "make train installs everything into .venv")
+            continue
+        if found.startswith(known):
+            yield Finding("info", code, f"{name} {found}")
+        else:
+            yield Finding("warning", code, f"{name} {found}", f"tested with {known}")
+    with suppress(importlib.metadata.PackageNotFoundError):
+        fastapi = importlib.metadata.version("fastapi")
+        if version(fastapi) >= version("0.151"):
+            what = f"fastapi {fastapi} breaks Prefect's server at import"
+            yield Finding("error", "package.fastapi", what, "pip install 'fastapi<0.151'")
+
+
+def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
     if memory.available < 4 * _GIB:
@@ -84,68 +68,45 @@ def _memory() -> Iterator[Finding]:
         yield Finding("info", "machine.memory", what)
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
-        yield Finding(
-            "warning",
-            "machine.shm",
-            f"/dev/shm has {bytes_text(size)}",
-            "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g",
-        )
-
-
-def _hardware() -> Iterator[Finding]:
+        fix = "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g"
+        yield Finding("warning", "machine.shm", f"/dev/shm has {bytes_text(size)}", fix)
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
     yield Finding("info", "machine.gpus", gpus or "no NVIDIA GPU: training runs on the CPU")
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Finding:
     try:
         # Listening alone succeeds even where the interface is down.
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.create_connection(server.getsockname(), timeout=3),
         ):
-            pass
+            return Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
     except OSError as error:
-        yield Finding(
-            "error",
-            "network.loopback",
-            f"processes cannot meet on 127.0.0.1 ({error.strerror or error})",
-            "ranks meet over loopback; bring the interface up: ip link set lo up",
-        )
-        return
-    yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
+        what = f"processes cannot meet on 127.0.0.1 ({error.strerror or error})"
+        fix = "ranks meet over loopback; bring the interface up: ip link set lo up"
+        return Finding("error", "network.loopback", what, fix)
 
 
-def _prefect_server() -> Iterator[Finding]:
+def _prefect_server() -> Finding:
     address = os.environ.get("PREFECT_API_URL")
     if not address:
-        yield Finding(
-            "info",
-            "prefect.server",
-            "PREFECT_API_URL is not set: `run` starts a server of its own for its duration",
-            "make serve starts one that stays, with the UI",
-        )
-        return
-    shown = redacted(address)  # without the password that may be in it
+        what = "PREFECT_API_URL is not set: `run` starts a server of its own for its duration"
+        return Finding("info", "prefect.server", what, "make serve starts one that stays, with the UI")
+    given = f"PREFECT_API_URL={redacted(address)}"  # without the password that may be in it
     try:
         with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
             answer.read()
     except (URLError, HTTPException, OSError, ValueError) as error:
-        yield Finding(
-            "error",
-            "prefect.server",
-            f"PREFECT_API_URL={shown} does not answer ({words_of(error)})",
-            "make serve, or unset PREFECT_API_URL",
-        )
-        return
-    yield Finding("info", "prefect.server", f"PREFECT_API_URL={shown} answers")
+        what = f"{given} does not answer ({words_of(error)})"
+        return Finding("error", "prefect.server", what, "make serve, or unset PREFECT_API_URL")
+    return Finding("info", "prefect.server", f"{given} answers")
 
 
 def _tools() -> Iterator[Finding]:
     for name, severity, why in _TOOLS:
-        where = shutil.which(name)
-        if where:
+        if where := shutil.which(name):
             yield Finding("info", f"tool.{name}", f"{name}: {where}")
         else:
             yield Finding(severity, f"tool.{name}", f"{name} is not installed", why)

@@ -1,41 +1,44 @@
-"""The plan of a config: steps that are done by their key, steps that would run, and what blocks them."""
+"""The plan of a config: steps that are done by their key, steps that would run, what blocks them, and the next job.
+
+What this machine cannot ask is named, and shown as unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
-from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs, seconds_for
-from launcher.checks.cost import Expected, expected, together
-from launcher.checks.preflight import check_place, check_script, check_training, check_workers, vocabulary_of
-from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
-from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
-from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
-from launcher.errors import LauncherError
+from launcher.checks import arithmetic, preflight
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
+from launcher.errors import LauncherError, RunIsLive
 from launcher.events import Step
-from launcher.findings import finding_of
+from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.fitness import chosen_image
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
-from launcher.job import Job
-from launcher.platforms.base import Platform
+from launcher.job import UNBUILT, Submission
+from launcher.platforms.base import Capability
 from launcher.reports.curves import summary
-from launcher.runs.attempts import claim_at, claim_script
+from launcher.runs.attempts import Claim, claim_at, claim_script, opening_beside, settle_others
+from launcher.runs.index import Index
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
 from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
-from litgpt_demo.data.dataset import plan_dataset, preview_dataset
+from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset
+from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
-from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
-from litgpt_demo.storage import Storage
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
+
+_PATIENCE = 5.0
+"""Seconds that a bucket may take to answer a plan; a run waits for it longer."""
 
 _OF_A_TRIAL = (Step.TRAINING, Step.CHECKPOINTS)
 """The steps that each trial of a sweep has for itself; the others are shared."""
@@ -58,109 +61,324 @@ class Plan:
 def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Plan:
     """Return what a config would do, as far as this machine can tell, and all that a run would be refused for.
 
+    Of a sweep that is every trial with what it takes, and the sum of them; what all trials share is told once.
+
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
         DataError: its dataset is damaged.
     """
-    if isinstance(config, SweepConfig):
-        return _plan_of_sweep(config)
+    if not isinstance(config, RunConfig):
+        found: list[Finding] = []
+        for script in _scripts(config):
+            claim = claim_script(planned := plan_script(script))
+            seen = _look(claim)
+            job = claim.make_job(seen.attempt)
+            found += [*seen.findings, *preflight.check_script(script, claim.platform, job, files=planned.files)]
+            found += [*_access(script, found), _restarts(script)]
+        return Plan(findings=list(dict.fromkeys(found)))
+    if not isinstance(config, SweepConfig):
+        sight = _sight(preview_run(config))
+        findings = [*sight.seen.findings, *_blocked([sight])[0]]
+        tokens = None if sight.steps is None else sight.tokens(sight.steps)
+        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=tokens)
+        steps, trial_rows = [sight.row(step) for step in Step], list[dict[str, str]]()
+    else:
+        every = trials(config)
+        sights = [_sight(run) for run in runs_of(every, preview_dataset)]
+        told = [[*its.seen.findings, *blocked] for its, blocked in zip(sights, _blocked(sights), strict=True)]
+        findings = [*_told(every, told), *_about_parallel(config, sights)]
+        datasets = {sight.run.dataset.path: sight for sight in sights}
+        shared = [sight.row(step) for sight in datasets.values() for step in Step if step not in _OF_A_TRIAL]
+        steps, figures = list({tuple(step.items()): step for step in shared}.values()), []
+        trial_rows = [
+            {
+                "trial": str(trial) or "as it is written",
+                "would": sight.training(),
+                "FLOPs": "" if sight.steps is None else f"{sight.flops(sight.steps):.3g}",
+                "memory per process": "" if sight.needs is None else bytes_text(sight.needs.likely),
+                "run": sight.run.name,
+            }
+            for trial, sight in zip(every, sights, strict=True)
+        ]
+        trial_rows.append(_sum_row(config, sights))
+    findings += [*_access(config, findings), _restarts(config)]
+    return Plan(steps=steps, trials=trial_rows, arithmetic=figures, findings=findings)
+
+
+def _scripts(config: ScriptConfig | BenchmarkConfig) -> list[ScriptConfig]:
+    return config.jobs() if isinstance(config, BenchmarkConfig) else [config]
+
+
+# --- the next job -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A submission to be looked at."""
+
+    title: str
+    """The name that tells one of several submissions from the others; empty for the only one."""
+    submission: Submission
+    unknown: tuple[str, ...]
+    """The values that are not known from here: what stands for each, and why."""
+
+
+def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Iterator[Preview]:
+    """Yield every job that this config would start first, as it would be sent.
+
+    Raises:
+        ConfigProblem, UserError: the config cannot be used.
+    """
     if isinstance(config, RunConfig):
-        run = preview_run(config)
-        seen = look_at(run)
-        findings = [*seen.findings, *Preflight().findings(run, seen)]
-        return Plan(
-            steps=steps_at(run, seen),
-            arithmetic=arithmetic_at(run, seen),
-            findings=[*findings, *_access(config, findings), _restarts(config)],
-        )
-    found: list[Finding] = []
-    for script in config.jobs() if isinstance(config, BenchmarkConfig) else [config]:
-        claim = claim_script(planned := plan_script(script))
-        seen = look_at_script(claim)
-        job = claim.make_job(seen.attempt)
-        found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
-        found += [*_access(script, found), _restarts(script)]
-    return Plan(findings=list(dict.fromkeys(found)))
+        every = trials(config) if isinstance(config, SweepConfig) else []
+        runs = runs_of(every, preview_dataset) if every else [preview_run(config)]
+        jobs: list[tuple[Claim, Run | None]] = [(claim_at(run), run) for run in runs]
+        titles = [str(trial) for trial in every] or [""]
+    else:
+        scripts = _scripts(config)
+        jobs = [(claim_script(plan_script(script)), None) for script in scripts]
+        titles = [" ".join(script.env) if isinstance(config, BenchmarkConfig) else "" for script in scripts]
+    for title, (claim, run) in zip(titles, jobs, strict=True):
+        seen = _look(claim, run)
+        job = claim.make_job(seen.attempt) if seen.blind else claim.job_as_rendered(seen.attempt)
+        submission = claim.platform.render(job)
+        unknown = [finding.what for finding in seen.findings if finding.severity == "unknown"]
+        if job.image is None and Capability.IMAGES in claim.platform.capabilities:
+            unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
+        yield Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What is there of a job before it starts."""
+
+    attempt: int = 1
+    """The number of the attempt that runs, or else of the one to start."""
+    dataset: DatasetManifest | None = None
+    """Of a training, None where it is to be prepared, or cannot be looked at."""
+    blind: bool = False
+    """It could not be looked at: that nothing is there is a guess."""
+    findings: tuple[Finding, ...] = ()
+    """The questions that found no answer, and the reasons why a run would be refused."""
+
+
+def _look(claim: Claim, run: Run | None = None) -> Seen:
+    """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
+
+    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for.
+
+    Raises:
+        DataError: the dataset of the run is damaged.
+    """
+    config, found = claim.config, list[Finding]()
+    if run is not None and run.dataset.unknown:
+        said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
+        what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
+        found.append(replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}"))
+    storage = replace(open_storage(config.root), patience=_PATIENCE)
+    if storage.local_path() is None:
+        try:
+            storage.exists(preflight.PROBE)
+        except TrainLitgptError as error:
+            said = finding_of(error, "root.unreachable")
+            found.append(replace(said, what=f"what is there already is not known: {said.what}"))
+    if found:
+        return Seen(blind=True, findings=tuple(found))
+    if config.start.others == "refuse" and (run is None or exported(run.storage) is None):
+        try:
+            index, beside = Index.of(config.root), opening_beside(config.platform)
+            settle_others(index, config.start, name=config.name, run=claim.attempts.run, open=beside)
+        except RunIsLive as error:
+            found.append(finding_of(error, "run.live"))
+        except OUT_OF_SIGHT as error:
+            found.append(finding_of(error, "run.unknown"))
+    attempt, blind = 1, False
+    try:
+        attempt = claim.attempts.next()
+    except OUT_OF_SIGHT as error:
+        blind = True
+        found.append(finding_of(error, "attempt.unknown"))
+    dataset = None if run is None else finished_dataset(run.root, run.dataset)
+    return Seen(attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """A run, what is there of it, and what it would do."""
+
+    run: Run
+    seen: Seen
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Return the ids of the run's tokenizer, None where they cannot be known yet."""
+        known = self.seen.dataset or self.run.dataset.tokenizer
+        return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
+
+    @property
+    def needs(self) -> arithmetic.Needs | None:
+        return arithmetic.needs(self.run.config, vocab_size=self.vocabulary)
+
+    @property
+    def steps(self) -> int | None:
+        """Return the optimizer steps of the whole run, None where the dataset decides and is not there."""
+        train, length = self.run.config.train, self.run.config.model.sequence_length
+        if train.max_steps is None and train.max_tokens is None and self.seen.dataset is None:
+            return None
+        return train.steps(tokens=self.seen.dataset.train.tokens if self.seen.dataset else 0, sequence_length=length)
+
+    @property
+    def begun(self) -> int:
+        """Return the step of the run's last checkpoint, 0 where there is none."""
+        there = [] if self.seen.blind else checkpoints.committed(self.run.storage)
+        return there[0].step if there else 0
+
+    def tokens(self, steps: int) -> int:
+        return steps * self.run.config.train.global_batch * self.run.config.model.sequence_length
+
+    def flops(self, steps: int) -> float:
+        model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
+        return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
+
+    def cost(self, steps: int | None) -> arithmetic.Expected | None:
+        """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
+        platform = self.run.config.platform
+        machine = platform.machine_type
+        if machine is None or not machine.gpus or steps is None:
+            return None
+        seconds = arithmetic.seconds_for(self.run.config, self.flops(steps))
+        return None if seconds is None else arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
+
+    def row(self, step: Step) -> dict[str, str]:
+        """Return what a step would do, and where."""
+        run = self.run
+        match step:
+            case Step.DATASET:
+                would, where = self.preparation(), run.root.address(run.dataset.path)
+            case Step.IMAGE:
+                image, where = chosen_image(run.config), ""
+                if isinstance(image, NoImage):
+                    would = f"record this environment: torch {version('torch')}"
+                elif isinstance(image, BuiltImage):
+                    by = "an engine on this machine"
+                    if isinstance(image, CloudBuildImage):
+                        by = f"Cloud Build in {image.billed}"
+                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by {by}"
+                else:
+                    would = "pin by digest"
+            case Step.CREDENTIALS:
+                would, where = "prove write access", run.root.address()
+            case Step.TRAINING:
+                would, where = self.training(), run.storage.address()
+            case Step.CHECKPOINTS:
+                would = "verify the last checkpoint, make final/litgpt and final/huggingface"
+                where = run.storage.address(FINAL)
+                if not self.seen.blind and (done := exported(run.storage)) is not None:
+                    would = f"nothing: done, loss {loss_text(done.validation_loss)}"
+        return {"step": step, "would": would, "where": where}
+
+    def preparation(self) -> str:
+        if self.seen.dataset is not None:
+            return f"nothing: done, {count_text(self.seen.dataset.train.tokens)} training tokens"
+        planned, workers = self.run.dataset, self.run.config.workers
+        if isinstance(workers, DaskWorkers):
+            by = f"the Dask workers of {workers.scheduler}"
+        else:
+            by = f"{workers.count} {workers.kind}" if workers.count else f"as many {workers.kind} as cores"
+        size = bytes_text(sum(source.size for source in planned.sources))
+        what = planned.name if planned.unknown else f"{len(planned.sources):,} files, {size},"
+        unsure = "unknown: nothing if it is done, else " if planned.unknown or self.seen.blind else ""
+        return f"{unsure}prepare {what} by {by}"
+
+    def training(self) -> str:
+        """Return what the training step would do, with the cost of the steps that are left."""
+        steps = self.steps
+        known = f"{steps:,} steps" if steps else "one pass over the data"
+        if self.seen.blind:
+            would = f"unknown: go on where it is, or train {known}"
+        elif live := claim_at(self.run).attempts.live():
+            return f"take up attempt {live.number}, which is {live.status.state.value}"
+        else:
+            begun = self.begun
+            if steps and begun >= steps:
+                return f"nothing: done, {steps:,} steps"
+            would = f"train on from step {begun:,} of {known}" if begun else f"train {known}"
+            steps = None if steps is None else steps - begun
+        cost = self.cost(steps)
+        return would if cost is None else f"{would}, {cost}"
+
+
+def _sight(run: Run) -> Sight:
+    return Sight(run=run, seen=_look(claim_at(run), run))
+
+
+def _known(run: Run) -> Sight:
+    """A run that is about to start, of which all has to be known."""
+    dataset = finished_dataset(run.root, run.dataset)
+    return Sight(run=run, seen=Seen(attempt=claim_at(run).attempts.next(), dataset=dataset))
 
 
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
-class Preflight:
-    """The one list of checks, of a run alone and of a sweep's, by a plan and before a run: what several runs have in
-    common is looked at once.
+def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
+    """Return all that blocks each of these runs, by a plan and before they run; what several have in common is looked
+    at once.
 
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
     """
-
-    def __init__(self, *, trusted: bool = False) -> None:
-        self._trusted = trusted
-        self._rehearsals: dict[str, Rehearsal] = {}
-        self._places: dict[str, list[Finding]] = {}
-
-    def findings(self, run: Run, seen: Seen) -> list[Finding]:
-        """Return all that blocks a run."""
-        claim = claim_at(run)
-        job = claim.make_job(seen.attempt)
-        return [
-            *self._place(run.config, claim.platform, job),
-            *check_training(run.config, job, vocab_size=vocab_size(run, seen)),
-            *check_rehearsal(run, self._rehearsal(run, seen)),
-            *([] if seen.dataset is not None else check_workers(run.config.workers, trusted=self._trusted)),
-        ]
-
-    def _place(self, config: RunConfig, platform: Platform, job: Job) -> list[Finding]:
-        key = key_of(config.root, config.platform, config.image)
-        if key not in self._places:
-            self._places[key] = check_place(config, platform, job)
-        return self._places[key]
-
-    def _rehearsal(self, run: Run, seen: Seen) -> Rehearsal:
-        if seen.dataset is not None:
-            return Rehearsal(manifest=seen.dataset)
-        if run.dataset.key not in self._rehearsals:
-            self._rehearsals[run.dataset.key] = rehearse(run.dataset)
-        return self._rehearsals[run.dataset.key]
+    places: dict[str, list[Finding]] = {}
+    rehearsals: dict[str, preflight.Rehearsal] = {}
+    blocked = []
+    for sight in sights:
+        config, planned, dataset = sight.run.config, sight.run.dataset, sight.seen.dataset
+        claim = claim_at(sight.run)
+        job = claim.make_job(sight.seen.attempt)
+        if (place := key_of(config.root, config.platform, config.image)) not in places:
+            places[place] = preflight.check_place(config, claim.platform, job)
+        if dataset is None and planned.key not in rehearsals:
+            rehearsals[planned.key] = preflight.rehearse(planned)
+        found = [*places[place], *preflight.check_training(config, job, vocab_size=sight.vocabulary)]
+        found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
+        found += preflight.check_workers(config.workers, trusted=trusted) if dataset is None else ()
+        blocked.append(found)
+    return blocked
 
 
-def findings_of(
-    config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig, *, trusted: bool = False
-) -> list[Finding]:
+def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
     """Return what blocks this config.
-
-    Args:
-        trusted: whether the config is about to run.
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
         TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
-        return findings_of_trials(config, runs_of(trials(config), plan_dataset), trusted=trusted)
-    if isinstance(config, BenchmarkConfig):
-        return [finding for job in config.jobs() for finding in findings_of(job, trusted=trusted)]
-    if isinstance(config, ScriptConfig):
-        return findings_of_script(plan_script(config))
-    return findings_at(plan_run(config), trusted=trusted)
+        return findings_of_trials(config, runs_of(trials(config), plan_dataset))
+    if isinstance(config, RunConfig):
+        return findings_at(plan_run(config))
+    return [finding for script in _scripts(config) for finding in findings_of_script(plan_script(script))]
 
 
 def findings_of_trials(config: SweepConfig, runs: Sequence[Run], *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a sweep whose trials' runs are planned already."""
-    preflight = Preflight(trusted=trusted)
-    found = {str(one): preflight.findings(run, seen_at(run)) for one, run in zip(trials(config), runs, strict=True)}
-    return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
+    sights = [_known(run) for run in runs]
+    return [*_told(trials(config), _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
 
 
 def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
-    return Preflight(trusted=trusted).findings(run, seen_at(run))
+    return _blocked([_known(run)], trusted=trusted)[0]
 
 
 def findings_of_script(script: Script) -> list[Finding]:
     """Return what blocks a script that is planned already: planning reads all of its code."""
     claim = claim_script(script)
-    return check_script(script.config, claim.platform, claim.next_job(), files=script.files)
+    job = claim.make_job(claim.attempts.next())
+    return list(preflight.check_script(script.config, claim.platform, job, files=script.files))
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
@@ -183,217 +401,53 @@ def _restarts(config: RunConfig | ScriptConfig) -> Finding:
     return Finding("info", "restarts", str(budget), f"{section}max_restarts and {section}restarts change that")
 
 
-def vocab_size(run: Run, seen: Seen) -> int | None:
-    """Return the ids of the run's tokenizer, None where it is still to be trained or cannot be asked for."""
-    known = seen.dataset or run.dataset.tokenizer
-    return known.vocab_size if known else None
-
-
-# --- what would be done -----------------------------------------------------------------------------------------------
-
-
-def arithmetic_at(run: Run, seen: Seen) -> list[dict[str, str]]:
-    """Return what the training will cost in operations and memory."""
-    steps = _steps(run, seen)
-    tokens = None if steps is None else steps * run.config.train.global_batch * run.config.model.sequence_length
-    return arithmetic(run.config, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)), tokens=tokens)
-
-
-def _steps(run: Run, seen: Seen) -> int | None:
-    """Return the optimizer steps of the whole run, None where the dataset decides and is not there."""
-    train, length = run.config.train, run.config.model.sequence_length
-    if train.max_steps is None and train.max_tokens is None and seen.dataset is None:
-        return None
-    return train.steps(tokens=seen.dataset.train.tokens if seen.dataset else 0, sequence_length=length)
-
-
-def steps_at(run: Run, seen: Seen) -> list[dict[str, str]]:
-    """Return the same of a run that is planned already."""
-    return [_row(step, run, seen) for step in Step]
-
-
-def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
-    match step:
-        case Step.DATASET:
-            would, where = _dataset(run, seen), run.root.address(run.dataset.path)
-        case Step.IMAGE:
-            would, where = _image(run.config), ""
-        case Step.CREDENTIALS:
-            would, where = "prove write access", run.root.address()
-        case Step.TRAINING:
-            would, where = _training(run, seen), run.storage.address()
-        case Step.CHECKPOINTS:
-            would, where = _checkpoints(run, seen), run.storage.address(FINAL)
-    return {"step": step, "would": would, "where": where}
-
-
-def _image(config: RunConfig) -> str:
-    image = chosen_image(config)
-    if isinstance(image, NoImage):
-        return f"record this environment: torch {version('torch')}"
-    if not isinstance(image, BuiltImage):
-        return "pin by digest"
-    by = f"Cloud Build in {image.billed}" if isinstance(image, CloudBuildImage) else "an engine on this machine"
-    return f"build from {image.dockerfile or image.installed} unless it was built before, by {by}"
-
-
-def _dataset(run: Run, seen: Seen) -> str:
-    if seen.dataset is not None:
-        return f"nothing: done, {count_text(seen.dataset.train.tokens)} training tokens"
-    workers = _workers(run.config.workers)
-    if run.dataset.unknown:
-        return f"unknown: nothing if it is done, else prepare {run.dataset.name} by {workers}"
-    size = sum(source.size for source in run.dataset.sources)
-    would = f"prepare {len(run.dataset.sources):,} files, {bytes_text(size)}, by {workers}"
-    return f"unknown: nothing if it is done, else {would}" if seen.blind else would
-
-
-def _workers(workers: Workers) -> str:
-    if isinstance(workers, DaskWorkers):
-        return f"the Dask workers of {workers.scheduler}"
-    return f"{workers.count or 'as many'} {workers.kind}" + ("" if workers.count else " as cores")
-
-
-def _training(run: Run, seen: Seen) -> str:
-    steps = _steps(run, seen)
-    known = f"{steps:,} steps" if steps else "one pass over the data"
-    if seen.blind:
-        return f"unknown: go on where it is, or train {known}{_cost_text(run, seen, steps)}"
-    live = claim_at(run).attempts.live()
-    if live is not None:
-        return f"take up attempt {live.number}, which is {live.status.state.value}"
-    begun = _begun(run, seen)
-    if steps and begun >= steps:
-        return f"nothing: done, {steps:,} steps"
-    left = None if steps is None else steps - begun
-    return (f"train on from step {begun:,} of {known}" if begun else f"train {known}") + _cost_text(run, seen, left)
-
-
-def _begun(run: Run, seen: Seen) -> int:
-    """Return the step of the run's last checkpoint, 0 where there is none."""
-    there = [] if seen.blind else checkpoints.committed(run.storage)
-    return there[0].step if there else 0
-
-
-def _cost_text(run: Run, seen: Seen, steps: int | None) -> str:
-    cost = _cost(run, seen, steps)
-    return "" if cost is None else f", {cost}"
-
-
-def _cost(run: Run, seen: Seen, steps: int | None) -> Expected | None:
-    """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
-    platform = run.config.platform
-    machine = platform.machine_type
-    if machine is None or not machine.gpus or steps is None:
-        return None
-    seconds = seconds_for(run.config, _flops(run, seen, steps))
-    return None if seconds is None else expected(machine, nodes=platform.nodes, seconds=seconds)
-
-
-def _flops(run: Run, seen: Seen, steps: int) -> float:
-    model = run.config.model
-    vocabulary = vocabulary_of(run.config, vocab_size(run, seen)) or _UNKNOWN_VOCABULARY
-    fields = fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocabulary)
-    tokens = steps * run.config.train.global_batch * model.sequence_length
-    return float(tokens) * flops_per_token(config_of(fields), model.sequence_length)
-
-
-def _checkpoints(run: Run, seen: Seen) -> str:
-    done = None if seen.blind else exported(run.storage)
-    return (
-        "verify the last checkpoint, make final/litgpt and final/huggingface"
-        if done is None
-        else f"nothing: done, loss {loss_text(done.validation_loss)}"
-    )
-
-
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-def _plan_of_sweep(config: SweepConfig) -> Plan:
-    """Return every trial with what it takes, and the sum of them; what all trials share is told once."""
-    every, preflight = trials(config), Preflight()
-    runs = runs_of(every, preview_dataset)
-    seen = [look_at(run) for run in runs]
-    found = {
-        str(trial): [*sight.findings, *preflight.findings(run, sight)]
-        for trial, run, sight in zip(every, runs, seen, strict=True)
-    }
-    findings = _told(found)
-    findings += _about_parallel(config, list(map(_needs, runs, seen)))
-    datasets = {run.dataset.path: (run, sight) for run, sight in zip(runs, seen, strict=True)}
-    shared = [_row(step, *pair) for pair in datasets.values() for step in Step if step not in _OF_A_TRIAL]
-    return Plan(
-        steps=list({tuple(step.items()): step for step in shared}.values()),
-        trials=[*map(_trial_row, every, runs, seen), _sum_row(config, runs, seen)],
-        findings=[*findings, *_access(config, findings), _restarts(config)],
-    )
-
-
-def _trial_row(trial: Trial, run: Run, seen: Seen) -> dict[str, str]:
-    steps, needed = _steps(run, seen), _needs(run, seen)
-    return {
-        "trial": str(trial) or "as it is written",
-        "would": _training(run, seen),
-        "FLOPs": "" if steps is None else f"{_flops(run, seen, steps):.3g}",
-        "memory per process": "" if needed is None else bytes_text(needed.likely),
-        "run": run.name,
-    }
-
-
-def _sum_row(config: SweepConfig, runs: Sequence[Run], seen: Sequence[Seen]) -> dict[str, str]:
+def _sum_row(config: SweepConfig, sights: Sequence[Sight]) -> dict[str, str]:
     """Return the row that adds the trials up: what is left to train, and the memory of those that run together."""
-    pairs = list(zip(runs, seen, strict=True))
-    steps = [_steps(run, sight) for run, sight in pairs]
-    left = [None if all_ is None else max(0, all_ - _begun(*pair)) for all_, pair in zip(steps, pairs, strict=True)]
+    left = [None if sight.steps is None else max(0, sight.steps - sight.begun) for sight in sights]
     known = [count for count in left if count is not None]
-    told = f"{sum(known):,} steps left" if len(known) == len(left) else "as many passes over the data"
-    costs = [_cost(run, sight, count) for (run, sight), count in zip(pairs, left, strict=True)]
-    cost = together([one for one in costs if one is not None], parallel=config.sweep.max_parallel)
-    flops = [
-        0.0 if count is None else _flops(run, sight, count) for (run, sight), count in zip(pairs, steps, strict=True)
-    ]
-    memory = _largest(config, [needed for needed in map(_needs, runs, seen) if needed is not None])
+    would = f"{sum(known):,} steps left" if len(known) == len(left) else "as many passes over the data"
+    costs = [cost for sight, count in zip(sights, left, strict=True) if (cost := sight.cost(count)) is not None]
+    cost = arithmetic.together(costs, parallel=config.sweep.max_parallel)
+    flops = sum(sight.flops(sight.steps) for sight in sights if sight.steps is not None)
+    memory = _largest(config, sights)
     return {
-        "trial": f"all {len(runs)}, {len(memory)} at a time" if memory else f"all {len(runs)}",
-        "would": told + ("" if cost is None else f", {cost}"),
-        "FLOPs": f"{sum(flops):.3g}" if any(flops) else "",
+        "trial": f"all {len(sights)}, {len(memory)} at a time" if memory else f"all {len(sights)}",
+        "would": would if cost is None else f"{would}, {cost}",
+        "FLOPs": f"{flops:.3g}" if flops else "",
         "memory per process": bytes_text(sum(needed.likely for needed in memory)) if memory else "",
         "run": "",
     }
 
 
-def _needs(run: Run, seen: Seen) -> Needs | None:
-    return needs(run.config, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)))
+def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
+    """Return what the largest trials take that could run at the same time, as far as that is known."""
+    known = [needed for sight in sights if (needed := sight.needs) is not None]
+    return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
 
 
-def _largest(config: SweepConfig, needed: Sequence[Needs]) -> list[Needs]:
-    """Return what the largest trials take that could run at the same time."""
-    return sorted(needed, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
-
-
-def _about_parallel(config: SweepConfig, needed: Sequence[Needs | None]) -> list[Finding]:
+def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Finding]:
     """Return why trials that run at the same time do not fit together: on this machine they share its memory."""
-    known = [one for one in needed if one is not None]
-    if not config.platform.on_this_machine or config.sweep.max_parallel == 1 or not known:
+    if not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
-    return list(check_together(_largest(config, known)))
+    largest = _largest(config, sights)
+    return list(arithmetic.check_together(largest)) if largest else []
 
 
-def _told(found: dict[str, list[Finding]]) -> list[Finding]:
+def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:
     """Return each finding once, behind the trials that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
-    for trial, findings in found.items():
+    for trial, findings in zip(every, found, strict=True):
         for finding in dict.fromkeys(findings):
-            about.setdefault(finding, []).append(trial)
-    return [
-        finding
-        if len(whose) == len(found)
-        else replace(
-            finding, what=f"trial {whose[0]}{f' and {len(whose) - 1} more' * (len(whose) > 1)}: {finding.what}"
-        )
-        for finding, whose in about.items()
-    ]
+            about.setdefault(finding, []).append(str(trial))
+    told = []
+    for finding, (first, *others) in about.items():
+        whose = f"trial {first}" + (f" and {len(others)} more" if others else "")
+        shared = 1 + len(others) == len(found)
+        told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
+    return told
 
 
 # --- how far it is ----------------------------------------------------------------------------------------------------

@@ -1,63 +1,138 @@
-"""Checks of a config before anything is spent on it; all that is wrong is reported at once."""
+"""Checks of a config before anything is spent on it; all that is wrong is reported at once.
+
+The dataset's preparation is rehearsed before anything is rented: what it would be refused for at the end is known now.
+A small corpus is prepared in full, in a scratch folder, so that its refusals are those of the preparation itself. Of a
+larger one on this machine the start is read; what that says of the whole is a guess, and only warns.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
+import math
+import os
 import posixpath
 import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
-from launcher.formatting import bytes_text
+from launcher.errors import LoginProblem
+from launcher.findings import finding_of
+from launcher.formatting import bytes_text, count_text
 from launcher.images.fitness import check_fitness
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from litgpt_demo.config import TrainedTokenizer
+from launcher.runs.run import Run, training_spec
+from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
+from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
-from litgpt_demo.storage import bucket_path, is_remote
+from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
+PROBE = ".access-check"
 _GIB = 2**30
+WHOLE = 4_000_000
+"""Bytes of a corpus that is prepared in full, which takes two seconds; of a larger one so much is read."""
+_OPENED = 64_000_000
+"""Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
+_BYTES_PER_TOKEN = 4
+"""About what GPT-2's tokenizer makes of English."""
 
 
-def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> list[Finding]:
-    """Return what is wrong with data, model and training, whatever the place."""
-    return [
-        *check_vocabulary(config, vocab_size),
-        *check_steps(config),
-        *check_precision(config),
-        *check_strategy(config),
-        *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
-        *check_secrets(config, job),
-    ]
+def check_access(config: RunConfig | ScriptConfig) -> str:
+    """Write a small file under the root and remove it, and reach the platform; returns what was found, in words.
+
+    What gives access stays in the memory of the process that asks; a step that needs it asks for itself.
+
+    Raises:
+        LoginProblem: the root may not be written, or the platform does not let us in.
+        DiskFull, NodeError, NetworkError, Unreachable: as the storage has it; a full or silent one refuses nobody.
+        PlatformUnreachable: the platform does not answer.
+    """
+    storage = open_storage(config.root)
+    probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
+    try:
+        storage.write(probe, b"train-litgpt was here to see whether it may write\n")
+        storage.remove(probe)
+    except Unreachable:
+        raise
+    except (UserError, OSError) as error:
+        raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
+    return f"{storage.address()} can be written, {config.platform.open().check_access()}"
+
+
+def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
+    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
+    tokenizer = config.data.tokenizer
+    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
+
+
+def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
+    """Yield what is wrong with data, model and training, whatever the place."""
+    train, model = config.train, config.model
+    vocab_size, rows = vocabulary_of(config, vocab_size), catalogue.padded_vocabulary(model.name, model.config)
+    if vocab_size is not None and rows is not None:
+        problem = catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)
+        if problem is not None:
+            yield Finding("error", "model.vocabulary", *problem)
+    # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
+    if train.max_tokens is not None:
+        steps = train.steps(tokens=0, sequence_length=model.sequence_length)
+        if train.warmup_steps >= steps:
+            yield Finding(
+                "error",
+                "train.warmup_steps",
+                f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that "
+                f"train.max_tokens={train.max_tokens:,} makes",
+                "lower it; a tenth of the steps is a usual warm-up",
+            )
+    if config.platform.on_this_machine and not gpu_names():
+        if train.float8:
+            yield Finding(
+                "error",
+                "train.float8",
+                "train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has "
+                "none",
+                "leave it off",
+            )
+        if train.precision.startswith("16"):
+            what = f"train.precision={train.precision} needs a GPU, and this machine has none"
+            yield Finding("error", "train.precision", what, "use 32-true or bf16-mixed")
+        elif train.precision.startswith("bf16"):
+            what = f"train.precision={train.precision} is emulated on most CPUs and slow"
+            yield Finding("warning", "train.precision", what, "use 32-true here")
+    if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
+        what = f"train.strategy={train.strategy} is ignored: there is one process"
+        yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
+    yield from check_memory(config, vocab_size=vocab_size)
+    yield from config.platform.missing_secrets(job.secrets)
 
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
-    return [
-        *check_root(config.root),
-        *check_image(config, platform),
-        *check_architecture(config),
-        *(check_fitness(config) if Capability.IMAGES in platform.capabilities else ()),
-        *platform.check(platform.render(job)),
-    ]
-
-
-def check_script(config: ScriptConfig, platform: Platform, job: Job, *, files: Collection[str] = ()) -> list[Finding]:
-    """Return what blocks a user's own script.
-
-    Args:
-        files: the paths of the code that it mounts.
-    """
-    return [*check_program(config, files), *check_preemptions(config), *check_place(config, platform, job)]
+    found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
+    images = Capability.IMAGES in platform.capabilities
+    if images and isinstance(image, NoImage):
+        what = f"platform {platform.name} runs container images, and image.kind=none"
+        fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
+        found.append(Finding("error", "image.missing", what, fix))
+    elif not images and not isinstance(image, NoImage):
+        what = f"platform {platform.name} runs this very environment; image.kind={image.kind} is not used"
+        found.append(Finding("warning", "image.unused", what, "set image to {kind: none}"))
+    if machine is not None and isinstance(image, BuiltImage) and image.platform.split("/")[1] != machine.arch:
+        what = f"image.platform={image.platform}, and a {machine.name} is {machine.arch}"
+        fix = f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation"
+        found.append(Finding("error", "image.architecture", what, fix))
+    return [*found, *(check_fitness(config) if images else ()), *platform.check(platform.render(job))]
 
 
 def check_root(root: str) -> Iterator[Finding]:
@@ -77,20 +152,12 @@ def check_root(root: str) -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=there):
             pass
     except OSError as error:
-        yield Finding(
-            "error",
-            "root.not-writable",
-            f"root={root}: cannot write to {there} ({error.strerror})",
-            "choose another root, or give yourself write permission",
-        )
+        what = f"root={root}: cannot write to {there} ({error.strerror})"
+        yield Finding("error", "root.not-writable", what, "choose another root, or give yourself write permission")
         return
     if (free := shutil.disk_usage(there).free) < _GIB:
-        yield Finding(
-            "warning",
-            "root.disk-space",
-            f"root={root} has {bytes_text(free)} free",
-            "free some, or choose another root",
-        )
+        what = f"root={root} has {bytes_text(free)} free"
+        yield Finding("warning", "root.disk-space", what, "free some, or choose another root")
 
 
 def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
@@ -103,206 +170,53 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
     if not isinstance(workers, DaskWorkers):
         return []
     if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
-        return [
-            Finding(
-                "error",
-                "workers.dask-missing",
-                "workers.kind=dask needs packages that are not installed",
-                'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes',
-            )
-        ]
+        what = "workers.kind=dask needs packages that are not installed"
+        fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
+        return [Finding("error", "workers.dask-missing", what, fix)]
     try:
         if not trusted:
-            _require_listener(workers.scheduler)
+            address = urlsplit(workers.scheduler)
+            socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
             return []
-        there = _dask_workers(workers.scheduler)
+        from distributed import Client
+
+        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
+            there: Collection[str] = client.scheduler_info(n_workers=-1)["workers"]
     except (OSError, ValueError) as error:
-        return [
-            Finding(
-                "error",
-                "workers.scheduler",
-                f"workers.scheduler={workers.scheduler} does not answer ({error})",
-                "start it with `dask scheduler`, or fix the address",
-            )
-        ]
-    if there:
-        return []
-    return [
-        Finding(
-            "warning",
-            "workers.none",
-            f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has",
-            f"start some: dask worker {workers.scheduler}",
-        )
-    ]
+        what = f"workers.scheduler={workers.scheduler} does not answer ({error})"
+        return [Finding("error", "workers.scheduler", what, "start it with `dask scheduler`, or fix the address")]
+    what = f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has"
+    return [] if there else [Finding("warning", "workers.none", what, f"start some: dask worker {workers.scheduler}")]
 
 
-def _require_listener(scheduler: str) -> None:
-    address = urlsplit(scheduler)
-    socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
+def check_script(
+    config: ScriptConfig, platform: Platform, job: Job, *, files: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Yield what blocks a user's own script, and what does of its place.
 
-
-def _dask_workers(scheduler: str) -> Collection[str]:
-    from distributed import Client
-
-    with Client(scheduler, timeout=5, set_as_default=False) as client:
-        found: Collection[str] = client.scheduler_info(n_workers=-1)["workers"]
-        return found
-
-
-def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
-    """Check that the tokenizer's ids fit the model's embeddings."""
-    vocab_size = vocabulary_of(config, vocab_size)
-    rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
-    if vocab_size is None or rows is None:
-        return
-    if problem := catalogue.vocabulary_problem(config.model.name, rows=rows, vocab_size=vocab_size):
-        yield Finding("error", "model.vocabulary", *problem)
-
-
-def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
-    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
-    tokenizer = config.data.tokenizer
-    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
-
-
-def check_steps(config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding where the warm-up takes all of the steps that train.max_tokens makes; max_steps is held already.
-
-    Without either the dataset decides, and a rehearsal of it tells.
+    Args:
+        files: the paths of the code that it mounts, of which the script may be one.
     """
-    train = config.train
-    if train.max_tokens is None:
-        return
-    steps = train.steps(tokens=0, sequence_length=config.model.sequence_length)
-    if train.warmup_steps >= steps:
-        yield Finding(
-            "error",
-            "train.warmup_steps",
-            f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that "
-            f"train.max_tokens={train.max_tokens:,} makes",
-            "lower it; a tenth of the steps is a usual warm-up",
-        )
-
-
-def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
-    """Yield the secrets that the training names and its ranks would not have."""
-    return config.platform.missing_secrets(job.secrets)
-
-
-def check_precision(config: RunConfig) -> Iterator[Finding]:
-    """Half precision needs a GPU; on this machine it can be looked up."""
-    if not config.platform.on_this_machine or gpu_names():
-        return
-    if config.train.float8:
-        yield Finding(
-            "error",
-            "train.float8",
-            "train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none",
-            "leave it off",
-        )
-    if config.train.precision.startswith("16"):
-        yield Finding(
-            "error",
-            "train.precision",
-            f"train.precision={config.train.precision} needs a GPU, and this machine has none",
-            "use 32-true or bf16-mixed",
-        )
-    elif config.train.precision.startswith("bf16"):
-        yield Finding(
-            "warning",
-            "train.precision",
-            f"train.precision={config.train.precision} is emulated on most CPUs and slow",
-            "use 32-true here",
-        )
-
-
-def check_strategy(config: RunConfig) -> Iterator[Finding]:
-    """A strategy for several processes given to one is silently ignored by Fabric; say so."""
-    if config.world_size == 1 and config.train.strategy != "auto":
-        yield Finding(
-            "warning",
-            "train.strategy",
-            f"train.strategy={config.train.strategy} is ignored: there is one process",
-            "raise platform.nodes or platform.processes",
-        )
-
-
-def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterator[Finding]:
-    """An image where none is used, or none where one is needed."""
-    needed = Capability.IMAGES in platform.capabilities
-    if needed and isinstance(config.image, NoImage):
-        yield Finding(
-            "error",
-            "image.missing",
-            f"platform {platform.name} runs container images, and image.kind=none",
-            "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}",
-        )
-    elif not needed and not isinstance(config.image, NoImage):
-        yield Finding(
-            "warning",
-            "image.unused",
-            f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used",
-            "set image to {kind: none}",
-        )
-
-
-def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
-    """An image for the processor that the machines have."""
-    machine = config.platform.machine_type
-    if machine is None or not isinstance(config.image, BuiltImage):
-        return
-    if config.image.platform.split("/")[1] != machine.arch:
-        yield Finding(
-            "error",
-            "image.architecture",
-            f"image.platform={config.image.platform}, and a {machine.name} is {machine.arch}",
-            f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation",
-        )
-
-
-def check_program(config: ScriptConfig, files: Collection[str] = ()) -> Iterator[Finding]:
-    """Check that the script is there, or is one of the `files` of the code that it mounts."""
-    program, here = config.program, config.platform.on_this_machine
-    if program[0] == "-m":
-        top = program[1].split(".")[0]
-        if any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files):
-            return
+    program, here, given = config.program[0], config.platform.on_this_machine, f"script={config.script!r}"
+    if program == "-m":
+        top = config.program[1].split(".")[0]
+        mounted = any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files)
         # Ranks start in this folder, and `-m` looks there too.
-        places = top and (importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
-        if here and not places:
-            yield Finding(
-                "error",
-                "script.missing",
-                f"script={config.script!r}: there is no module {top}",
-                "install it, or give the path of a file",
-            )
+        installed = top and (importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
+        if here and not mounted and not installed:
+            fix = "install it, or give the path of a file"
+            yield Finding("error", "script.missing", f"{given}: there is no module {top}", fix)
     elif config.code is not None:
-        if posixpath.normpath(program[0]) not in files:
-            yield Finding(
-                "error",
-                "script.missing",
-                f"script={config.script!r} is no file of code.mount={config.code.mount}, or one that is left out",
-                "give its path within that folder, and look into the .dockerignore there",
-            )
-    elif not here and not program[0].startswith("/"):
-        yield Finding(
-            "error",
-            "script.relative",
-            f"script={config.script!r} is a path in the image, and nodes start in a folder of their own",
-            "give its absolute path in the image, or `-m package.module`",
-        )
-    elif here and not Path(program[0]).is_file():
-        yield Finding(
-            "error",
-            "script.missing",
-            f"script={config.script!r}: {program[0]} is not a file",
-            "paths are relative to the folder you start from",
-        )
-
-
-def check_preemptions(config: ScriptConfig) -> Iterator[Finding]:
-    """Tell that Spot machines end a script that may not be started again."""
+        if posixpath.normpath(program) not in files:
+            what = f"{given} is no file of code.mount={config.code.mount}, or one that is left out"
+            fix = "give its path within that folder, and look into the .dockerignore there"
+            yield Finding("error", "script.missing", what, fix)
+    elif not here and not program.startswith("/"):
+        what = f"{given} is a path in the image, and nodes start in a folder of their own"
+        yield Finding("error", "script.relative", what, "give its absolute path in the image, or `-m package.module`")
+    elif here and not Path(program).is_file():
+        fix = "paths are relative to the folder you start from"
+        yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
     own = config.restarts.preempted.attempts
     if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
         yield Finding(
@@ -312,3 +226,85 @@ def check_preemptions(config: ScriptConfig) -> Iterator[Finding]:
             "platform.restarts ends the script",
             "raise max_restarts if the script goes on where it was",
         )
+    yield from check_place(config, platform, job)
+
+
+# --- the dataset ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """An estimate of a whole corpus by its start."""
+
+    documents: int
+    """About how many there are in all."""
+    document_bytes: float
+    """The mean."""
+
+
+Rehearsal: TypeAlias = DatasetManifest | Start | Finding | None
+"""The manifest of a dataset that was prepared in full, the start of a larger one, or why it would be refused."""
+
+
+def rehearse(planned: PlannedDataset) -> Rehearsal:
+    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept.
+
+    None where that would take long, or the corpus cannot be looked at.
+    """
+    from litgpt_demo.data.corpus import documents
+    from litgpt_demo.data.preparation import prepare
+    from litgpt_demo.data.tokens import Encoder
+
+    if planned.unknown:
+        return None
+    corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
+    if not isinstance(corpus, OpenWebTextCorpus) and corpus.max_bytes is not None:
+        size = min(size, corpus.max_bytes)
+    try:
+        with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
+            if size <= WHOLE:
+                return prepare(planned, open_storage(folder))
+            if planned.tokenizer is not None:
+                Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
+            if isinstance(corpus, OpenWebTextCorpus) or first.is_remote or first.size > _OPENED:
+                return None
+            begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
+            texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
+            sizes = [len(text.encode()) for text in texts]
+    except TrainLitgptError as error:
+        return finding_of(error, "data.refused")
+    mean = sum(sizes) / len(sizes) if sizes else 0.0
+    return Start(documents=round(size / mean), document_bytes=mean) if mean else None
+
+
+def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
+    """Yield why this run could not be made of what the rehearsal found."""
+    if isinstance(rehearsal, Finding):
+        yield rehearsal
+    elif isinstance(rehearsal, DatasetManifest):
+        try:
+            training_spec(run, rehearsal)
+        except TrainLitgptError as error:
+            yield finding_of(error, "data.too-small")
+    elif rehearsal is not None:  # what may turn out too small once it is counted
+        train, length, each = run.config.train, run.config.model.sequence_length, rehearsal.document_bytes
+        held_out = math.ceil(run.config.data.validation_fraction * rehearsal.documents)
+        tokens = held_out * each / _BYTES_PER_TOKEN
+        if tokens <= length:
+            yield Finding(
+                "warning",
+                "data.validation",
+                f"the validation split will have about {count_text(round(tokens))} tokens, by the start of the corpus, "
+                f"and one sample of model.sequence_length={length} needs {length + 1:,}",
+                "raise data.validation_fraction, or take shorter sequences",
+            )
+        size = rehearsal.documents * each
+        steps = train.steps(tokens=round(size / _BYTES_PER_TOKEN), sequence_length=length)
+        if train.warmup_steps >= steps:
+            yield Finding(
+                "warning",
+                "train.warmup_steps",
+                f"train.warmup_steps={train.warmup_steps} may leave nothing of the run: by its start the corpus of "
+                f"{bytes_text(round(size))} makes about {steps:,} steps",
+                "lower it, or set train.max_steps",
+            )

@@ -31,9 +31,6 @@ from litgpt_demo.runs import read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
-MakeJob: TypeAlias = Callable[[int], Job]
-"""Attempt number to the job of that attempt."""
-
 OpenPlatform: TypeAlias = Callable[[Mapping[str, Any]], Platform]
 """The `platform` section of a record to the platform."""
 
@@ -80,7 +77,7 @@ def opening_beside(given: PlatformSettings | None) -> OpenPlatform:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """All attempts of one run."""
+    """All attempts of one run. What asks for one raises PlatformUnreachable where that cannot be asked for."""
 
     index: Index
     run: str
@@ -92,29 +89,17 @@ class Attempts:
         return self.index.records(self.run)
 
     def all(self) -> list[Attempt]:
-        """Return every attempt with its state, oldest first; those that are not known to have ended are asked for.
-
-        Raises:
-            PlatformUnreachable: one of them cannot be asked for.
-        """
+        """Return every attempt with its state, oldest first; those that are not known to have ended are asked for."""
         ends = self.index.ends(self.run)
         return [self._seen(record, ends.get(record.attempt)) for record in self.records()]
 
     def live(self) -> Attempt | None:
-        """Return the attempt that runs, if one does; only the last can.
-
-        Raises:
-            PlatformUnreachable: it cannot be asked for.
-        """
+        """Return the attempt that runs, if one does; only the last can."""
         last = self.last()
         return last if last is not None and last.status.state.live else None
 
     def last(self) -> Attempt | None:
-        """Return the last attempt with its state, None before the first.
-
-        Raises:
-            PlatformUnreachable: it cannot be asked for.
-        """
+        """Return the last attempt with its state, None before the first."""
         if not (records := self.records()):
             return None
         return self._seen(records[-1], self.index.ends(self.run).get(records[-1].attempt))
@@ -166,11 +151,7 @@ class Attempts:
                 time.sleep(min(_AGAIN, patience))
 
     def left(self) -> tuple[str, ...]:
-        """Return what there is of the last attempt on its platform, in words.
-
-        Raises:
-            PlatformUnreachable, PlatformRefused: it cannot be listed.
-        """
+        """Return what there is of the last attempt on its platform, in words."""
         records = self.records()
         return self.platform_of(records[-1]).left(records[-1].job_id) if records else ()
 
@@ -193,7 +174,8 @@ class Attempts:
         if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
-                "what became of it; ask there",
+                "what became of it",
+                fix="ask there",
                 given_up=True,
             )
         platform = self.open(record.platform)
@@ -227,26 +209,22 @@ def cancel_each(
 
     Returns what was cancelled, with the proof that nothing of it is left, and the problems of the others.
     """
-    cancelled: list[JobId] = []
-    problems: list[TrainLitgptError] = []
+    cancelled, problems = list[JobId](), list[TrainLitgptError]()
     with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
         asked = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in those}
         for future in wait(asked, timeout=told).not_done:
-            tell(f"{asked[future].run} was asked to end; {_still_there(asked[future])}")
+            try:
+                left = ", ".join(asked[future].left())
+                there = f"still there: {left}" if left else "it is about to be gone"
+            except TrainLitgptError as error:
+                there = f"what is left of it cannot be listed now: {error}"
+            tell(f"{asked[future].run} was asked to end; {there}")
         for future in asked:
             try:
                 cancelled += future.result()
             except TrainLitgptError as error:  # the others are cancelled all the same
                 problems.append(error)
     return cancelled, problems
-
-
-def _still_there(attempts: Attempts) -> str:
-    try:
-        left = attempts.left()
-    except TrainLitgptError as error:
-        return f"what is left of it cannot be listed now: {error}"
-    return f"still there: {', '.join(left)}" if left else "it is about to be gone"
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -259,7 +237,8 @@ class Claim:
     attempts: Attempts
     config: RunConfig | ScriptConfig
     platform: Platform
-    make_job: MakeJob
+    make_job: Callable[[int], Job]
+    """Attempt number to the job of that attempt."""
     progress: Callable[[], int] = lambda: 0
     """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
     flow_runs: Sequence[str] = ()
@@ -275,19 +254,15 @@ class Claim:
         """Return the outermost flow run, which keeps its id when a crashed orchestrator is resumed."""
         return self.flow_runs[-1] if self.flow_runs else None
 
-    def next_job(self) -> Job:
-        """Return the job of the attempt that runs, or else of the one that would be started."""
-        return self.make_job(self.attempts.next())
-
     def job_of(self, record: AttemptRecord) -> Job:
         """Return the job of an attempt as it was claimed: it avoids the machines that were known to be bad then."""
         return replace(self.make_job(record.attempt), exclude_nodes=record.exclude_nodes)
 
     def job_as_rendered(self, number: int) -> Job:
         """Return the job of an attempt as it was started, or with the machines that it would avoid if it was now."""
-        known = next((one for one in self.attempts.records() if one.attempt == number), None)
-        if known is not None:
-            return self.job_of(known)
+        for record in self.attempts.records():
+            if record.attempt == number:
+                return self.job_of(record)
         return replace(self.make_job(number), exclude_nodes=self.blamed(self.attempts.index.judged(self.attempts.run)))
 
     def blamed(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
@@ -310,19 +285,17 @@ class Claim:
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
         self.attempts.index.close(self.attempts.run)
-        record = self._taken(ended, exclude)
-        self.attempts.index.follow(self.flow_runs, record)
-        return record
-
-    def _taken(self, ended: int, exclude: tuple[str, ...]) -> AttemptRecord:
         while True:
             last = self.attempts.last()
             if last is not None and last.number > ended and self._goes_on(last):
-                return last.record
+                record = last.record
+                break
             record = self._record(max(last.number if last else 0, ended) + 1, exclude)
             if self.attempts.index.create(record):
-                return record
+                break
             # Somebody else was faster, and has it: take up theirs.
+        self.attempts.index.follow(self.flow_runs, record)
+        return record
 
     def _goes_on(self, last: Attempt) -> bool:
         """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
@@ -377,10 +350,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
 def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:
     """Return the script that a flow run has started already, None before that: one that is resumed goes on with it.
 
-    The folder that the config mounts may hold other code by now.
-
-    Raises:
-        DataError: that code is not under the root any more.
+    The folder that the config mounts may hold other code by now; a DataError where that code is not under the root.
     """
     record = _started_by(config, flow_run) if config.code is not None else None
     if record is None or record.code is None:
@@ -392,9 +362,6 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
     """Return the training that a flow run has started already, None before that: one that is resumed goes on with it.
 
     The corpus may have changed or gone by now: it is not looked at, for the run's dataset is done.
-
-    Raises:
-        DataError: the run's config.json is not there, or damaged.
     """
     if (record := _started_by(config, flow_run)) is None:
         return None
@@ -449,11 +416,7 @@ class CancelWatch:
         self._before = {name: index.cancellations(name) for name in names}
 
     def check(self) -> None:
-        """Raise if a request has come since this watch began.
-
-        Raises:
-            JobCancelled: it has.
-        """
+        """Raise JobCancelled if a request has come since this watch began."""
         for name, before in self._before.items():
             if self._index.cancellations(name) - before:
                 raise JobCancelled(f"{name} was cancelled; the same command goes on from its last checkpoint")

@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -72,11 +72,7 @@ class CodeArchive:
 
     @classmethod
     def stored(cls, root: Storage, address: str) -> Self:
-        """Return the archive that an attempt was started with, from under the root.
-
-        Raises:
-            DataError: it is not there, or is not what its name says.
-        """
+        """Return the archive that an attempt was started with, from under the root; a DataError if it is not there."""
         digest = PurePosixPath(address).stem
         path = f"{CODE}/{archive_name(digest)}"
         try:
@@ -120,12 +116,17 @@ class CodeArchive:
 
 
 def pack_code(mount: str, *, root: str) -> CodeArchive:
-    """Return the archive of a folder.
+    """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name.
 
     Raises:
-        ConfigProblem: see `code_paths`; a file cannot be read, or holds a private key.
+        ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere; a
+            file cannot be read, changes meanwhile, or holds a private key.
     """
-    paths, folder = code_paths(mount, root=root), _folder(mount)
+    try:
+        folder = Path(mount).expanduser().resolve()
+        paths = _paths(mount, folder, root)
+    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}; mend it, or leave it out") from error
     content = io.BytesIO()
     try:
         before = _sizes(folder, paths)
@@ -143,65 +144,44 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
             f"code.mount={mount} makes an archive of {bytes_text(content.tell())}, and nodes take "
             f"{bytes_text(MOST_ARCHIVE)}: its files have very long paths; give a folder further down, or leave some out"
         )
-    archive = CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
-    _require_no_keys(mount, archive)
-    return archive
-
-
-def _require_no_keys(mount: str, archive: CodeArchive) -> None:
-    """Refuse a key whatever its file is called: Google names those of service accounts after the project."""
-    with tarfile.open(fileobj=io.BytesIO(archive.content), mode="r:") as tar:
+    # A key whatever its file is called: Google names those of service accounts after the project.
+    with tarfile.open(fileobj=io.BytesIO(content.getvalue()), mode="r:") as tar:
         for member in tar:
-            if member.size > _KEY_BYTES or (file := tar.extractfile(member)) is None:
-                continue
-            if _KEYS.search(file.read()):
+            file = tar.extractfile(member) if member.size <= _KEY_BYTES else None
+            if file is not None and _KEYS.search(file.read()):
                 raise ConfigProblem(
                     f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it; "
                     "take it out of the folder, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
                 )
+    return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
 
 
-def code_paths(mount: str, *, root: str) -> list[str]:
-    """Return the files of a folder that ship, sorted: all but the root and what .dockerignore and our own list name.
-
-    Raises:
-        ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere.
-    """
-    try:
-        folder = _folder(mount)
-        if not folder.is_dir():
-            raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
-        rules = read_ignore_file(folder, after=(*SECRETS_AND_CACHES, *_own_output(folder, root)))
-        paths = sorted(islice(walk(folder, rules), MOST_FILES + 1))
-        _require_fit(mount, folder, paths)
-    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
-        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}; mend it, or leave it out") from error
-    return paths
-
-
-def _folder(mount: str) -> Path:
-    return Path(mount).expanduser().resolve()
-
-
-def _own_output(folder: Path, root: str) -> Iterator[str]:
-    """Yield the pattern of a root in the folder: what a run writes there would make other code of it each time."""
-    below = open_storage(root).local_path()
+def _paths(mount: str, folder: Path, root: str) -> list[str]:
+    """The files of the folder that ship, sorted."""
+    if not folder.is_dir():
+        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
+    left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
     if below == folder:
         raise ConfigProblem(
             f"root={root} and code.mount are one folder, so that each run would be part of the next one's code; give "
             "the root a folder of its own, such as output"
         )
-    if below is not None and below.is_relative_to(folder):
-        yield re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix())
-
-
-def _require_fit(mount: str, folder: Path, paths: Sequence[str]) -> None:
+    if below is not None and below.is_relative_to(folder):  # what a run writes would make other code of it each time
+        left_out.append(re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix()))
+    paths = sorted(islice(walk(folder, read_ignore_file(folder, after=left_out)), MOST_FILES + 1))
     fix = f"name what the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
     if not paths:
         raise ConfigProblem(f"code.mount={mount} has no files but those that are left out; look into its .dockerignore")
     if len(paths) > MOST_FILES:
         raise ConfigProblem(f"code.mount={mount} has more than {MOST_FILES:,} files, which is no source code; {fix}")
-    _require_links_inside(mount, folder, paths)
+    # A link to what does not ship itself may lead out of the folder, or to a secret under another name.
+    ships = {folder / path for path in paths}
+    for path in paths:
+        if (target := (folder / path).resolve()) not in ships:
+            raise ConfigProblem(
+                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do; "
+                "put the file there, or name the link in .dockerignore"
+            )
     sizes = _sizes(folder, paths)
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
@@ -210,17 +190,7 @@ def _require_fit(mount: str, folder: Path, paths: Sequence[str]) -> None:
             f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}; the largest are "
             f"{named}: {fix}"
         )
-
-
-def _require_links_inside(mount: str, folder: Path, paths: Sequence[str]) -> None:
-    """Refuse a link to what does not ship itself: it may lead out of the folder, or to a secret under another name."""
-    ships = {folder / path for path in paths}
-    for path in paths:
-        if (target := (folder / path).resolve()) not in ships:
-            raise ConfigProblem(
-                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do; "
-                "put the file there, or name the link in .dockerignore"
-            )
+    return paths
 
 
 def _sizes(folder: Path, paths: Sequence[str]) -> dict[str, int]:

@@ -1,20 +1,26 @@
-"""The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do."""
+"""The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do.
+
+Pure but for `write_verdict`: reports and exit codes in, a verdict out.
+
+Most nodes of a failed job are victims. One loses the connection to a peer that died, one waits for a peer until its
+patience is over, one is asked to leave because another has ended. What such a node says is evidence of the cause only
+where nothing else is, and it points to those that complain of nothing.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+from signal import Signals
+from typing import Any, TypeAlias
 
-from pydantic import Field
-
-from launcher.job import MACHINE, JobFault, JobStatus, LogLine
-from launcher.runs.culprits import Report, culprit
-from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.errors import Fault, fault_of_exception
+from launcher.job import MACHINE, JobStatus, LogLine
+from litgpt_demo.documents import sealed
+from litgpt_demo.errors import Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage
 
@@ -23,7 +29,6 @@ VERDICT = "verdict.json"
 
 _MOST_LINES, _LONGEST = 60, 1000  # lines of evidence, and characters of each
 _LONGEST_HOST = 253  # characters, as of a name of DNS
-_MOST_BYTES = 1 << 20
 
 
 class Action(StrEnum):
@@ -70,16 +75,16 @@ class Verdict:
     """The reason why an attempt ended."""
 
     fault: Fault
-    node: int | None
-    rank: int | None
+    node: int | None = None
+    rank: int | None = None
     """The rank within the whole job."""
     evidence: str
-    logs: str
+    logs: str = ""
     """The folder of the attempt's logs."""
     host: str = ""
     """The node's machine by its platform's name, where it is known."""
     clear: bool = False
-    """True where no other node may as well have been the cause."""
+    """True where no other node may as well have been the cause, and this one's end was no victim's."""
 
     @property
     def machine(self) -> str:
@@ -115,88 +120,259 @@ class Verdict:
         return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
 
 
-class VerdictDocument(Settings):
-    """The content of verdict.json in an attempt's folder: why it ended, for people and for scripts."""
-
-    format: Literal[1] = 1
-    code: str = Field(max_length=100)
-    """The finding's stable name, which scripts may rely on."""
-    fault: JobFault
-    node: int | None = Field(ge=0, lt=1_000_000)
-    rank: int | None = Field(ge=0, lt=1_000_000)
-    host: str = Field(max_length=_LONGEST_HOST)
-    """The machine of the culprit by its platform's name; empty where it is not known."""
-    clear: bool = False
-    """True where no other node may as well have been the cause."""
-    evidence: tuple[Annotated[str, Field(max_length=_LONGEST)], ...] = Field(max_length=_MOST_LINES)
-    action: Action
-    """The consequence by the class alone; the run's budget may be used up."""
-    advice: str = Field(max_length=_LONGEST)
-
-
 def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
-    """Leave verdict.json in the attempt's folder, unless another orchestrator has; return whether this one did."""
-    document = VerdictDocument(
-        code=verdict.finding.code,
-        fault=verdict.fault,
-        node=verdict.node,
-        rank=verdict.rank,
-        host=verdict.host[:_LONGEST_HOST],
-        clear=verdict.clear,
-        evidence=verdict.lines,
-        action=verdict.action,
-        advice=ADVICE[verdict.fault],
-    )
-    return attempt.create(VERDICT, sealed(document.model_dump_json(indent=1).encode(), "record"))
+    """Leave verdict.json in the attempt's folder, for people and for scripts, unless another orchestrator has; return
+    whether this one did."""
+    document = {
+        "format": 1,
+        # The finding's stable name, which scripts may rely on.
+        "code": verdict.finding.code,
+        "fault": verdict.fault,
+        "node": verdict.node,
+        "rank": verdict.rank,
+        "host": verdict.host[:_LONGEST_HOST],
+        "clear": verdict.clear,
+        "evidence": verdict.lines,
+        # The consequence by the class alone; the run's budget may be used up.
+        "action": verdict.action,
+        "advice": ADVICE[verdict.fault],
+    }
+    return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
-def read_verdict(attempt: Storage) -> VerdictDocument | None:
-    """Return what was judged of an attempt, None where nothing was.
+# --- the culprit -----------------------------------------------------------------------------------------------------
 
-    Raises:
-        DataError: its verdict.json is damaged.
-    """
-    if not attempt.exists(VERDICT):
-        return None
-    content = attempt.read(VERDICT, most=_MOST_BYTES)
-    where, fix = attempt.address(VERDICT), "the attempt's logs and its nodes' reports tell the same"
-    return parse_json(content, VerdictDocument, where=where, fix=fix)
+Report: TypeAlias = Mapping[str, Any]
+"""A node's report as `launcher.runs.evidence` has validated it."""
+
+# Of two causes the one that says more comes first.
+_SEVERITY = (
+    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
+    Fault.UNKNOWN, Fault.NETWORK,
+)  # fmt: skip
+
+# Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
+# launcher.platforms.local.supervisor, PEER_GRACE). A node that is asked later than this is not preempted.
+_ALONE = 4.0
+
+# The driver's errors that mean the GPU, its memory or its links, by https://docs.nvidia.com/deploy/xid-errors/: 48, 63,
+# 64, 94 and 95 memory, 54 power, 62, 119 and 120 its own processors, 74 NVLink, 79 off the bus, 110, 140 and 143
+# others. 13, 31, 43 and 45 are what a program's mistake or its end causes.
+_HARDWARE = re.compile(
+    r"NVRM: Xid \(PCI:[0-9A-Fa-f:.]+\): (?:48|54|62|63|64|74|79|94|95|110|119|120|140|143),"
+    r"|NVRM: GPU .*(?:fallen off|lost)|EDAC .*\b(?:[1-9][0-9]*) UE\b|Machine check events logged.*uncorrected"
+    r"|\[Hardware Error\]:.*(?:Uncorrected|fatal)|AER: .*Fatal",
+    re.IGNORECASE,
+)
+_KILLED_FOR_MEMORY = re.compile(r"Killed process|oom-kill:|for want of memory")
+
+# torch 2.13, ProcessGroupNCCL.cpp: said by a rank's watchdog when it gives up, and when another's has.
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d{1,18})", re.IGNORECASE)
+# torch 2.13, ProcessGroupGloo.cpp, monitoredBarrier.
+_BARRED = re.compile(r"Ranks? (\d{1,6}) failed to pass monitoredBarrier")
+
+
+class Part(IntEnum):
+    """The part that a node has in the end of a job; the lowest explains the others."""
+
+    CAUSE = 0
+    """It failed by itself."""
+    BLAMED = 1
+    """Others lost it or gave up waiting, and it complained of nothing."""
+    WAITED = 2
+    LOST_PEER = 3
+    ASKED = 4
+    """It was asked to leave after another had failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspect(Verdict):
+    """The end of one node, as the reason why all others ended."""
+
+    node: int
+    part: Part = Part.CAUSE
+    ended: float = -math.inf
+    """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+    began: float = math.inf
+    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
+    asked to leave."""
+    hardware: bool = False
+    """True if its kernel reported a broken GPU, link or memory."""
+    terminated: bool = False
+    """A SIGTERM ended it, and it could say nothing: as the pods of a job whose first one has failed."""
+
+    @property
+    def order(self) -> tuple[int, float, float, int]:
+        """Return what sorts the likeliest cause first."""
+        # A broken machine explains what hangs and is taken away, and no mistake in a program.
+        severity = _SEVERITY.index(Fault.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
+        return self.part, severity, self.began, self.node
 
 
 def diagnose(
-    status: JobStatus,
-    reports: Iterable[Report],
-    tail: Iterable[LogLine],
-    *,
-    logs: str,
-    nodes: int | None = None,
+    status: JobStatus, reports: Iterable[Report], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
 ) -> Verdict:
     """The verdict on an attempt that failed.
 
     Args:
         reports: `node_reports` of the attempt; nodes that were killed left none.
         tail: the last log lines, shown where nothing better is known.
-        nodes: the nodes of the job, where they are known.
+        nodes: the nodes of the job, where they are known; one that left nothing at all is suspected too.
     """
-    cause = culprit(status, reports, nodes=nodes)
-    if cause is None:
-        return Verdict(
-            fault=_fault_of_words(status.native), node=None, rank=None, evidence=_last(status, tail), logs=logs
+    # A node that was evicted could say of its end that it was asked to leave at the most.
+    told = [report for report in reports if int(report["node"]) not in status.evictions]
+    bad = [report for report in told if report.get("exit_code") != 0]
+    suspects = [_reported(report) for report in bad]
+    known = {int(report["node"]) for report in told}
+    suspects += [
+        _killed(node, code, status.evictions.get(node, ""))
+        for node, code in status.exit_codes.items()
+        if code != 0 and node not in known
+    ]
+    if not suspects:  # none is known to have ended badly: the platform's words, and the last lines of the logs
+        fault, lines = fault_of_exception(status.native), [str(line) for line in tail][-15:]
+        words = f"{status.native}; its nodes left neither a report nor a line of log"
+        evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else words
+        # A job that ended without any word is taken for one whose machine died.
+        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=evidence, logs=logs)
+    # A node of which neither a report nor an exit code is there: its machine is gone, or it never began.
+    missing, nothing = (
+        set(range(nodes or 0)) - known - status.exit_codes.keys(),
+        "the node left neither a report nor an exit code",
+    )
+    suspects += [_Suspect(fault=Fault.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
+    first = min(one.ended for one in suspects)
+    failed = any(one.part is Part.CAUSE and not one.terminated for one in suspects)
+    for place, one in enumerate(suspects):
+        # It left only after another had ended, and so was asked to.
+        if (one.fault is Fault.PREEMPTED and one.ended > first + _ALONE) or (one.terminated and failed):
+            suspects[place] = replace(one, part=Part.ASKED)
+    suspects += _blamed(bad, suspects)
+    done = [report for report in told if report.get("exit_code") == 0]
+    if all(one.part is Part.LOST_PEER for one in suspects) and len(done) == 1:
+        words = "its program came to its end with exit code 0 while the others still needed it"
+        evidence = f"{words}: {suspects[0].evidence.splitlines()[0]}"
+        node, host = int(done[0]["node"]), str(done[0].get("host") or "")
+        suspects.append(_Suspect(fault=Fault.USER, node=node, evidence=evidence, host=host))
+    cause = min(suspects, key=lambda one: one.order)
+    rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
+    clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
+    # The platform knows the machine better, and knows it of a node that left no report.
+    return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host, logs=logs)
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def _reported(report: Report) -> _Suspect:
+    """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node.main)."""
+    fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
+    cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
+    # What the node's kernel said may tell more of the class.
+    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
+    broken = [line for line in kernel if _HARDWARE.search(line)]
+    short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
+    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in cause.get("message", "")
+    telling: list[str] = []
+    if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
+        fault, telling = Fault.NODE, broken
+    elif short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
+        fault, telling = Fault.OUT_OF_MEMORY, short
+    words = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
+    lines = cause.get("traceback") or ()
+    # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
+    if fault is Fault.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
+        lines = ()
+    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
+    if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
+        began = -math.inf
+    part = Part.CAUSE
+    if fault is Fault.NETWORK:
+        part = Part.LOST_PEER
+    elif fault is Fault.HANG and cause.get("waits"):
+        part = Part.WAITED
+    return _Suspect(
+        fault=fault,
+        node=int(report["node"]),
+        rank=cause.get("rank"),
+        evidence="".join([words, *(f"\n    {line}" for line in (*telling, *lines))]),
+        part=part,
+        ended=float(report["ended"]),
+        began=math.inf if began is None else float(began),
+        hardware=telling is broken,
+        host=str(report.get("host") or ""),
+    )
+
+
+def _killed(node: int, code: int, eviction: str) -> _Suspect:
+    """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
+    fault = fault_of_exit_code(code)
+    evidence = eviction or f"the node's process ended with {_ending(code)}"
+    if fault is Fault.OUT_OF_MEMORY and not eviction:  # torch's own would have been reported
+        evidence += (
+            ": killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
         )
-    return Verdict(
-        fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs, host=cause.host,
-        clear=cause.clear,
-    )  # fmt: skip
+    part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
+    began = -math.inf if eviction else math.inf
+    terminated = code == -Signals.SIGTERM and not eviction
+    return _Suspect(fault=fault, node=node, evidence=evidence, part=part, began=began, terminated=terminated)
 
 
-def _fault_of_words(native: str) -> Fault:
-    """The class that a platform's words name; a job that ended without any is taken for one whose machine died."""
-    fault = fault_of_exception(native)
-    return Fault.NODE if fault is Fault.UNKNOWN else fault
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _last(status: JobStatus, tail: Iterable[LogLine]) -> str:
-    """The platform's words, and the last lines of the logs where there are any."""
-    if lines := list(tail)[-15:]:
-        return "\n".join([f"{status.native}; last lines:", *map(str, lines)])
-    return f"{status.native}; its nodes left neither a report nor a line of log"
+# --- one node beside the others ---------------------------------------------------------------------------------------
+
+
+def _blamed(reports: Sequence[Report], suspects: Sequence[_Suspect]) -> Iterator[_Suspect]:
+    """Yield the rank that others gave up waiting for, where what they say tells which one it was.
+
+    NCCL's watchdogs number what each rank has begun: the one that came least far is the one. A barrier names it. Else
+    it is the one rank, or one node, that complained of nothing while it was there.
+    """
+    waited = [suspect for suspect in suspects if suspect.part is Part.WAITED]
+    if not waited:
+        return
+    where: dict[int, int] = {}  # the node of each rank that a report speaks of
+    quiet: list[int] = []  # the ranks that were ended because of others, and had said nothing
+    begun: dict[int, int] = {}  # by rank, how many collectives
+    barred: dict[int, str] = {}  # the ranks that a monitored barrier names, and its words
+    for report in reports:
+        ranks, traces, stopped = (report.get(part) or () for part in ("ranks", "traces", "stopped"))
+        known = [one for one in ranks if one.get("rank") is not None]
+        traced = [trace for trace in traces if trace.get("rank") is not None]
+        where |= dict.fromkeys([*stopped, *(one["rank"] for one in (*known, *traced))], int(report["node"]))
+        ended = (one for one in known if one.get("exit_code") == -Signals.SIGTERM and not one.get("message"))
+        quiet += [*stopped, *(one["rank"] for one in ended)]
+        for trace in traced:
+            if found := _ENQUEUED.search(trace["text"]):
+                begun[trace["rank"]] = int(found[1])
+        for words in [*(one.get("message", "") for one in ranks), *(trace["text"] for trace in traces)]:
+            if found := _BARRED.search(str(words)):
+                barred[int(found[1])] = found[0]
+
+    def blame(node: int | None, rank: int | None, why: str) -> Iterator[_Suspect]:
+        words = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+        host = next((str(report.get("host") or "") for report in reports if int(report["node"]) == node), "")
+        if node is not None:
+            yield _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=words, part=Part.BLAMED, host=host)
+
+    least = sorted(begun, key=begun.__getitem__)[:2]
+    killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
+    if len(least) == 2 and begun[least[0]] != begun[least[1]]:
+        why = f"it had begun {begun[least[0]]} collectives, and each other rank at least {begun[least[1]]}"
+        yield from blame(where.get(least[0]), least[0], why)
+    elif len(barred) == 1:
+        [(rank, why)] = barred.items()
+        yield from blame(where.get(rank), rank, why)
+    elif any(suspect.part is Part.BLAMED for suspect in suspects):
+        return  # a node that left nothing at all is the likelier cause
+    elif killed:
+        if len(killed) == 1 and killed[0].fault is Fault.NODE:
+            # A process that dies closes its connections; this one let the others wait, until it was killed for it.
+            yield from blame(killed[0].node, None, killed[0].evidence)
+    elif len(quiet) == 1:
+        yield from blame(where[quiet[0]], quiet[0], "it was stopped without a word")
+    elif len(there := {where[rank] for rank in quiet}) == 1:
+        yield from blame(there.pop(), None, "its ranks were stopped without a word")

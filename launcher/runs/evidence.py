@@ -27,7 +27,6 @@ class _RankReport(BaseModel):
     message: _Text = ""
     traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
     time: FiniteFloat | None = None
-    bystander: bool = False
     waits: bool = False
     held: bool = False
 
@@ -55,8 +54,6 @@ class _NodeReport(BaseModel):
     stage_seconds: _Seconds = 0.0
     host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
     """The machine, by its platform's name; a name of DNS has 253 characters at the most."""
-    processes: _Number | None = None
-    """The ranks of a node."""
     stopped: Annotated[tuple[_Number, ...], Field(max_length=1024)] = ()
     """The ranks that were stopped because of others, and had failed at nothing."""
     traces: Annotated[tuple[_Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()

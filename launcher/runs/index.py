@@ -45,10 +45,8 @@ from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
-_RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
-_ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.ended\.json")
-_VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.verdict\.json")
-_FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
+_RECORD, _ENDED, _VERDICT = ".json", ".ended.json", ".verdict.json"
+_FOLLOWED = re.compile(r"(?P<flow_run>[^/]+)/(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
 MOST_EXCLUDED = 16
@@ -191,8 +189,7 @@ class Index:
 
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
-        numbers = [int(found["attempt"]) for found in self._matching(_RECORD, run)]
-        return self._read_all(self._record, [(run, number) for number in sorted(numbers)])
+        return self._read_all(self._record, self._attempts(_RECORD, run))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first.
@@ -200,50 +197,38 @@ class Index:
         Args:
             bad: counts damaged records, which must not stop a verb that is about another run; without it one raises.
         """
-        last: dict[str, int] = {}
-        for found in self._matching(_RECORD):
-            last[found["run"]] = max(int(found["attempt"]), last.get(found["run"], 0))
+        last = dict(self._attempts(_RECORD))
 
-        def record(which: tuple[str, int]) -> AttemptRecord | DataError:
+        def read(which: tuple[str, int]) -> AttemptRecord | None:
             try:
                 return self._record(which)
             except DataError as error:
                 if bad is None:
                     raise
-                return error
+                bad.runs[which[0]] = str(error)
+                return None
 
-        read = self._read_all(record, last.items())
-        for run, error in zip(last, read, strict=True):
-            if bad is not None and isinstance(error, DataError):
-                bad.add(str(error))
-                bad.runs[run] = str(error)
-        records = [record for record in read if isinstance(record, AttemptRecord)]
+        records = [record for record in self._read_all(read, last.items()) if record is not None]
+        if bad is not None:
+            for run in (run for run in last if run in bad.runs):
+                bad.add(bad.runs[run])
         return sorted(records, key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
-        return sorted({found["run"] for found in self._matching(_RECORD)})
+        return list(dict(self._attempts(_RECORD)))
 
     def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
         ended = AttemptEnd(
-            state=status.state,
-            native=status.native,
-            seen=time.time(),
-            scheduled=status.scheduled,
-            pulled=status.pulled,
-            ended=status.ended,
-        )
+            state=status.state, native=status.native, seen=time.time(), scheduled=status.scheduled,
+            pulled=status.pulled, ended=status.ended,
+        )  # fmt: skip
         self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
-        numbers = [int(found["attempt"]) for found in self._matching(_ENDED, run)]
-        read = self._read_all(
-            partial(self._read, AttemptEnd, fix="remove that file; the platform is then asked how the attempt ended"),
-            [f"{run}/{number}.ended.json" for number in numbers],
-        )
-        return dict(zip(numbers, read, strict=True))
+        return self._numbered(AttemptEnd, run, _ENDED, "the platform is then asked how the attempt ended")
 
     def judge(self, run: str, judged: AttemptVerdict) -> None:
         """Write down why an attempt ended badly, unless another orchestrator has."""
@@ -255,29 +240,20 @@ class Index:
 
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run))
-        return self._read_all(
-            partial(self._read, AttemptVerdict, fix="remove that file; its attempt is then not counted"),
-            [f"{run}/{number}.verdict.json" for number in numbers],
-        )
+        return list(self._numbered(AttemptVerdict, run, _VERDICT, "its attempt is then not counted").values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""
-        place = replace(self._folder, durable=False)
         with suppress(TrainLitgptError):
-            place.write(f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position)))
+            replace(self._folder, durable=False).write(
+                f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position))
+            )
 
     def place_in_log(self, record: AttemptRecord) -> str:
         """Return that place; the beginning where nothing tells of one."""
-        try:
-            read = self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew")
-        except (FileNotFoundError, DataError):
-            return ""
-        return read.position
-
-    def folder_of_lease(self, run: str) -> Storage:
-        """Return the folder of the run's lease (launcher.runs.lease)."""
-        return self._folder.within(f"{run}/lease")
+        with suppress(FileNotFoundError, DataError):
+            return self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew").position
+        return ""
 
     # --- cancellations ---
 
@@ -298,25 +274,30 @@ class Index:
 
     def followed_by(self, flow_run: str) -> dict[str, int]:
         """Return the runs that a flow run orchestrates or did, each with the last attempt that was this flow run's."""
-        return dict(sorted(self._followers(f"{_FLOW_RUNS}/{flow_run}")))
+        return dict(sorted(self.followers(flow_run)))
 
-    def followers(self) -> dict[tuple[str, int], tuple[str, ...]]:
-        """Return the flow runs of every attempt, by run and number."""
-        return {which: tuple(found) for which, found in self._followers(_FLOW_RUNS).items()}
-
-    def _followers(self, below: str) -> dict[tuple[str, int], list[str]]:
-        found: dict[tuple[str, int], list[str]] = {}
-        for path in self._folder.within(below).list():
-            if which := _FOLLOWED.fullmatch(path):
-                flow_runs = found.setdefault((which["run"], int(which["attempt"])), [])
-                flow_runs += [which["flow_run"]] if which["flow_run"] else []
+    def followers(self, flow_run: str = "") -> dict[tuple[str, int], tuple[str, ...]]:
+        """Return the flow runs of every attempt, or of those of this one alone, by run and number."""
+        found: dict[tuple[str, int], tuple[str, ...]] = {}
+        for path in self._folder.within(f"{_FLOW_RUNS}/{flow_run}" if flow_run else _FLOW_RUNS).list():
+            if which := _FOLLOWED.fullmatch(f"{flow_run}/{path}" if flow_run else path):
+                attempt = which["run"], int(which["attempt"])
+                found[attempt] = (*found.get(attempt, ()), which["flow_run"])
         return found
 
     # --- files ---
 
-    def _matching(self, pattern: re.Pattern[str], run: str = "") -> list[re.Match[str]]:
+    def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
+        """Return run and number of each attempt that has such a file, by both."""
+        pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
-        return [found for path in paths if (found := pattern.fullmatch(path))]
+        return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
+
+    def _numbered(self, kind: type[T], run: str, name: str, otherwise: str) -> dict[int, T]:
+        """Read what is known of each attempt of a run, oldest first."""
+        numbers = [number for _, number in self._attempts(name, run)]
+        read = partial(self._read, kind, fix=f"remove that file; {otherwise}")
+        return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
 
     def _read_all(self, read: Callable[[S], T], those: Iterable[S]) -> list[T]:
         with ThreadPoolExecutor(_READERS) as pool:
@@ -328,7 +309,12 @@ class Index:
         if (record.run, record.attempt) != which:
             raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
         place = f"runs/{run}/{ATTEMPTS}/{number}"
-        own, root = self.root.address(place), _root_of_place(record.directory, place, default=self.root)
+        own = self.root.address(place)
+        above, found, rest = record.directory.rpartition(place)
+        try:
+            root = (open_storage(above) if above else self.root).address() if found and not rest else None
+        except UserError:
+            root = None
         if root is None:
             raise DataError(
                 f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
@@ -343,15 +329,6 @@ class Index:
     def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
-
-
-def _root_of_place(directory: str, place: str, *, default: Storage) -> str | None:
-    """Return the address of the root that has this place as this directory, None if no root has."""
-    root, found, rest = directory.rpartition(place)
-    try:
-        return (open_storage(root) if root else default).address() if found and not rest else None
-    except UserError:
-        return None
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

@@ -22,10 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
-from launcher.runs.index import Index, whoami
+from launcher.runs.index import INDEX, Index, whoami
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError
@@ -39,7 +38,8 @@ LOOK = 0.5
 
 _TERM = re.compile(r"([0-9]{1,9})\.json")
 _MOST = 1 << 16  # bytes of each file
-_FIX = "it counts as a holder that is dead"
+
+T = TypeVar("T")
 
 
 class Holder(Settings):
@@ -80,7 +80,7 @@ class Lease:
         self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         # A beat that a loss of power undoes was its holder's last anyway.
-        self._folder = replace(index.folder_of_lease(run), durable=False)
+        self._folder = replace(index.root.within(f"{INDEX}/{run}/lease"), durable=False)
         self._close = partial(index.close, run)
         user, host = whoami()
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
@@ -98,9 +98,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(TrainLitgptError):  # then it is lost by its silence
             self.release()
 
@@ -109,9 +107,6 @@ class Lease:
 
         Args:
             unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
-
-        Raises:
-            NetworkError: the bucket does not answer.
         """
         newest = max(self._terms(), default=0)
         if self._term and newest == self._term:
@@ -138,7 +133,8 @@ class Lease:
     def beat_of(self, flow_run: str) -> tuple[int, bytes | None] | None:
         """Return the term of a flow run and its last beat; None if it does not hold the lease."""
         newest = max(self._terms(), default=0)
-        holder = self._holder(newest) if newest and self._released(newest) is None else None
+        content = self._read(f"{newest}.json") if newest and self._released(newest) is None else None
+        holder = None if content is None else _parsed(content, Holder, newest)
         return (newest, self._read(f"{newest}.beat")) if holder and holder.flow_run == flow_run else None
 
     def release(self, *, stopped: int = 0) -> None:
@@ -159,7 +155,8 @@ class Lease:
             return not (unless_stopped_after and released.stopped == unless_stopped_after)
         beat, now = self._read(f"{term}.beat"), self._clock()
         if self._seen is None or self._seen.term != term:
-            self.holder, self._lived = self._holder(term), False
+            content = self._read(f"{term}.json")
+            self.holder, self._lived = None if content is None else _parsed(content, Holder, term), False
             self._seen = _Seen(term, beat, now)
         elif self._seen.beat != beat:
             self._lived = True
@@ -174,16 +171,7 @@ class Lease:
 
     def _released(self, term: int) -> Released | None:
         content = self._read(f"{term}.released.json")
-        try:
-            return None if content is None else parse_json(content, Released, where=f"lease {term}", fix=_FIX)
-        except DataError:
-            return Released()
-
-    def _holder(self, term: int) -> Holder | None:
-        content = self._read(f"{term}.json")
-        with suppress(DataError):
-            return None if content is None else parse_json(content, Holder, where=f"lease {term}", fix=_FIX)
-        return None
+        return None if content is None else _parsed(content, Released, term) or Released()
 
     def _beat(self, term: int, stop: Event) -> None:
         count = 0
@@ -199,3 +187,9 @@ class Lease:
         if self._beating is not None:
             self._beating.join(timeout=BEAT)
             self._beating = None
+
+
+def _parsed(content: bytes, kind: type[T], term: int) -> T | None:
+    with suppress(DataError):
+        return parse_json(content, kind, where=f"lease {term}", fix="it counts as a holder that is dead")
+    return None

@@ -1,4 +1,8 @@
-"""The runs of a root as rows: what `train-litgpt runs` and `status` show."""
+"""The runs of a root as rows, and what dead ones have left on their platforms.
+
+Leftovers are machines or processes that nobody works with, and somebody pays for. A run is dead when its last attempt
+is known to have ended. Of a run that lives, or whose state is not known, nothing is listed and nothing removed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.formatting import NOTHING, duration_text, loss_text
-from launcher.job import JobState
+from launcher.job import JobId, JobState
 from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
@@ -21,7 +25,7 @@ from litgpt_demo.runs import read_metrics
 DONE = "done"
 """The state of a run that was trained, collected and reported."""
 
-_AT_ONCE = 8  # runs looked at side by side: each is a few small reads and perhaps a question to a platform
+_AT_ONCE = 8  # runs looked at side by side: each is a few small reads and perhaps a question or two to a platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +57,6 @@ class RunRow:
         """Return whether a job runs, as far as is known."""
         return self.state in {JobState.PENDING.value, JobState.RUNNING.value, JobState.UNKNOWN.value}
 
-    def table_row(self, *, now: float) -> dict[str, str]:
-        """Return what the terminal shows of it."""
-        step = NOTHING if self.step is None else f"{self.step:,}" + (f"/{self.steps:,}" if self.steps else "")
-        return {
-            "run": self.run,
-            "state": self.state,
-            "step": step,
-            "loss": loss_text(self.loss),
-            "age": duration_text(now - self.started),
-            "platform": self.platform,
-            "attempts": str(self.attempts),
-            "flow run": (self.flow_run or NOTHING)[:8],
-        }
-
     def as_json(self) -> dict[str, Any]:
         """Return the same for a program."""
         return asdict(self)
@@ -86,47 +76,129 @@ def run_rows(
     Args:
         bad: counts runs that have no row, because their records are damaged; without it one raises.
     """
-    newest = [record for record in index.newest(bad) if runs is None or record.run in runs]
     followers = index.followers()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(
-            pool.map(lambda record: _row(index, record, followers.get((record.run, record.attempt), ()), open), newest)
+
+    def row(record: AttemptRecord) -> RunRow:
+        folder, note = index.root.within(f"runs/{record.run}"), ""
+        step, steps, loss = None, None, None
+        try:
+            manifest = read_manifest(folder, RunManifest)
+            last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
+            state = DONE if last is None else last.status.state.value
+            if manifest:
+                step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
+            elif rows := read_metrics(folder):
+                seen = summary(rows)
+                step, steps = seen.step, seen.steps
+                loss = seen.loss if seen.validation_loss is None else seen.validation_loss
+        except TrainLitgptError as error:
+            state, note = JobState.UNKNOWN.value, str(error)
+        return RunRow(
+            run=record.run,
+            sweep=record.sweep,
+            state=state,
+            step=step,
+            steps=steps,
+            loss=loss,
+            started=record.created,
+            platform=str(record.platform.get("kind")),
+            attempts=record.attempt,
+            flow_run=record.flow_run,
+            flow_runs=followers.get((record.run, record.attempt), ()),
+            user=record.user,
+            note=note,
         )
 
-
-def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: OpenPlatform) -> RunRow:
-    folder, note = index.root.within(f"runs/{record.run}"), ""
-    step, steps, loss = None, None, None
-    try:
-        manifest = read_manifest(folder, RunManifest)
-        last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
-        state = DONE if last is None else last.status.state.value
-        if manifest:
-            step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
-        elif rows := read_metrics(folder):
-            seen = summary(rows)
-            step, steps = seen.step, seen.steps
-            loss = seen.loss if seen.validation_loss is None else seen.validation_loss
-    except TrainLitgptError as error:
-        state, note = JobState.UNKNOWN.value, str(error)
-    return RunRow(
-        run=record.run,
-        sweep=record.sweep,
-        state=state,
-        step=step,
-        steps=steps,
-        loss=loss,
-        started=record.created,
-        platform=str(record.platform.get("kind")),
-        attempts=record.attempt,
-        flow_run=record.flow_run,
-        flow_runs=flow_runs,
-        user=record.user,
-        note=note,
-    )
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(row, [one for one in index.newest(bad) if runs is None or one.run in runs]))
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
-    """Return the rows as a table."""
+    """Return the rows as the terminal shows them."""
     now = time.time()
-    return [row.table_row(now=now) for row in rows]
+    return [
+        {
+            "run": row.run,
+            "state": row.state,
+            "step": NOTHING if row.step is None else f"{row.step:,}" + (f"/{row.steps:,}" if row.steps else ""),
+            "loss": loss_text(row.loss),
+            "age": duration_text(now - row.started),
+            "platform": row.platform,
+            "attempts": str(row.attempts),
+            "flow run": (row.flow_run or NOTHING)[:8],
+        }
+        for row in rows
+    ]
+
+
+# --- leftovers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """The things that are left of one attempt that has ended."""
+
+    run: str
+    record: AttemptRecord
+    what: tuple[str, ...]
+
+    @property
+    def job_id(self) -> JobId:
+        return self.record.job_id
+
+    def __str__(self) -> str:
+        return (
+            f"{self.run}, attempt {self.record.attempt}, on {self.record.platform.get('kind')}: {', '.join(self.what)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untold:
+    """A run of which it cannot be known whether something is left; nothing of it is touched."""
+
+    run: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.run} is left alone, for its state is not known: {self.why}"
+
+
+def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover | Untold]:
+    """Return what every dead run of an index has left, by run and attempt.
+
+    A job of another machine, which that one alone can ask for, is passed over.
+    """
+
+    def of(run: str) -> list[Leftover | Untold]:
+        attempts, found = Attempts(index=index, run=run, open=open), list[Leftover | Untold]()
+        try:
+            for record in attempts.records() if _is_dead(attempts) else ():
+                if attempts.is_out_of_reach(record):
+                    continue
+                if what := attempts.platform_of(record).left(record.job_id):
+                    found.append(Leftover(run=run, record=record, what=what))
+        except TrainLitgptError as error:
+            return [Untold(run=run, why=str(error))]
+        return found
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [found for some in pool.map(of, index.runs()) for found in some]
+
+
+def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:
+    """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone.
+
+    Raises:
+        PlatformUnreachable, PlatformRefused: something of it does not go.
+    """
+    attempts = Attempts(index=index, run=leftover.run, open=open)
+    if not _is_dead(attempts):
+        return False
+    attempts.platform_of(leftover.record).cancel(leftover.job_id)
+    return True
+
+
+def _is_dead(attempts: Attempts) -> bool:
+    """Return whether the run's last attempt is known to have ended."""
+    last = attempts.last()
+    return last is not None and last.status.state.final

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 from zlib import crc32
 
 from launcher.runs.diagnosis import ADVICE
@@ -33,24 +32,17 @@ _HELPS: Mapping[Fault, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
-    """Another attempt follows."""
+class Decision:
+    """Another attempt follows, unless it is a `Stop`."""
 
     wait: float = 0.0
-    """Seconds."""
+    """Seconds before it."""
     why: str = ""
-    """The reason for the wait."""
+    """The reason for the wait; of a Stop, where the last attempt's verdict is not all of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Decision):
     """No attempt follows."""
-
-    why: str = ""
-    """The reason, where the last attempt's verdict is not all of it."""
-
-
-Decision: TypeAlias = Again | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +66,7 @@ class Budget:
 
         An attempt that was started after the budget had said to stop was a person's decision, and begins a new count.
         """
-        decision: Decision = Again()
+        decision = Decision()
         spent: Counter[Fault] = Counter()
         idle = 0
         for one in verdicts:
@@ -98,37 +90,28 @@ class Budget:
         return bool(rule.attempts) or (fault is Fault.PREEMPTED and self.settings.preempted.attempts is None)
 
     def _decided(self, last: AttemptVerdict, spent: int, idle: int) -> Decision:
-        rule = self.rule(last.fault)
+        fault, rule = last.fault, self.rule(last.fault)
         if rule is None:
             return Stop()
         if spent > (rule.attempts or 0):
-            return Stop(why=self._used_up(last.fault, spent, rule))
+            if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
+                return Stop()  # the class has no budget by itself, and its verdict says what to do
+            counted = " without a new checkpoint" if rule.forgive else ""
+            return Stop(
+                why=f"no new attempt is left after {fault}: {spent} attempts ended so{counted}, and "
+                f"restarts.{_setting(fault)} allows {rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or "
+                "raise max_restarts"
+            )
         if not spent:  # what costs nothing must not come back without a pause
             wait = min(rule.wait, self.settings.longest_wait)
-            return Again(wait=wait, why=f"the attempt ended as {last.fault}, and left a new checkpoint")
-        why = f"{last.fault}: {spent} of {rule.attempts} new attempts"
+            return Decision(wait=wait, why=f"the attempt ended as {fault}, and left a new checkpoint")
+        why = f"{fault}: {spent} of {rule.attempts} new attempts"
         if not idle:
-            return Again(why=why)
-        return Again(
-            wait=self._wait(rule, idle, f"{self.run}-{last.attempt}"),
-            why=f"{why}; attempts in a row that committed no new checkpoint: {idle}",
-        )
-
-    def _wait(self, rule: RestartRule, idle: int, seed: str) -> float:
-        """Return the wait after `idle` attempts in a row without a new checkpoint; the same seed has the same wait."""
+            return Decision(why=why)
         whole = min(rule.wait * 2.0 ** min(idle - 1, 32), self.settings.longest_wait)
-        return whole * (1 - _JITTER * crc32(seed.encode()) / 2**32)
-
-    def _used_up(self, fault: Fault, spent: int, rule: RestartRule) -> str:
-        """Return which budget is spent and what to do; nothing where the class has none, for its verdict says it."""
-        if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
-            return ""
-        counted = " without a new checkpoint" if rule.forgive else ""
-        return (
-            f"no new attempt is left after {fault}: {spent} attempts ended so{counted}, and "
-            f"restarts.{_setting(fault)} allows {rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or raise "
-            "max_restarts"
-        )
+        jitter = _JITTER * crc32(f"{self.run}-{last.attempt}".encode()) / 2**32  # the same attempt has the same wait
+        idly = f"{why}; attempts in a row that committed no new checkpoint: {idle}"
+        return Decision(wait=whole * (1 - jitter), why=idly)
 
     def __str__(self) -> str:
         """The budgets in words, for a plan."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from pydantic import JsonValue, TypeAdapter
 
-from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
 from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
-from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
+from litgpt_demo.config import Settings, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
     UNKNOWN,
     DatasetManifest,
@@ -26,7 +25,7 @@ from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import catalogue
-from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document, write_document
+from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 FORMAT = 1
@@ -55,23 +54,16 @@ class Run:
 
 
 def plan_run(config: RunConfig) -> Run:
-    """The run that this config means.
+    """The run that this config means. A UserError where the corpus or the tokenizer is not there.
 
     The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
     do not depend on them, and a run that lost half its machines must be able to go on with the other half.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
     """
     return as_started(run_of(config, plan_dataset(config.data)))
 
 
 def preview_run(config: RunConfig) -> Run:
-    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
-    """
+    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is."""
     run = run_of(config, preview_dataset(config.data))
     try:
         return run if run.dataset.unknown else as_started(run)
@@ -79,36 +71,24 @@ def preview_run(config: RunConfig) -> Run:
         return run
 
 
-def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
+def run_of(config: RunConfig, dataset: PlannedDataset, *, in_old_keys: bool = False) -> Run:
     """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
-    return Run(config=config, dataset=dataset, key=_key(config, dataset, config.train.outcome()))
-
-
-def _key(config: RunConfig, dataset: PlannedDataset, train: Mapping[str, JsonValue]) -> str:
-    model: JsonValue = {
-        "fields": catalogue.settings(config.model.name, config.model.config),
-        "length": config.model.sequence_length,
-    }
-    return UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+    train = config.train.outcome(in_old_keys=in_old_keys)
+    fields = catalogue.settings(config.model.name, config.model.config)
+    model: JsonValue = {"fields": fields, "length": config.model.sequence_length}
+    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+    return Run(config=config, dataset=dataset, key=key)
 
 
 def as_started(run: Run) -> Run:
-    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key.
-
-    Raises:
-        NetworkError, Unreachable: the root does not answer.
-    """
-    train = run.config.train
-    old = replace(run, key=_key(run.config, run.dataset, train.outcome(in_old_keys=True)))
+    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key."""
+    old = run_of(run.config, run.dataset, in_old_keys=True)
     return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """Return the settings that the nodes get.
-
-    Raises:
-        UserError: a split is too short for one sample, or the run for its warm-up.
-    """
+    """Return the settings that the nodes get; a UserError where a split is too short for one sample, or the run for its
+    warm-up."""
     config = run.config
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
         where = f"{name} of {run.root.address(run.dataset.path)}"
@@ -116,8 +96,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
     if config.train.warmup_steps >= steps:
         raise UserError(
-            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps; "
-            "a tenth of the steps is a usual warm-up"
+            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps",
+            fix="a tenth of the steps is a usual warm-up",
         )
     return TrainingSpec(
         run=run.name,
@@ -132,7 +112,10 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
     """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
-    written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
+    machine, price = run.config.platform.machine_type, None
+    if machine is not None and (listed := machine.price) is not None:
+        price = RecordedPrice(machine=machine.name, usd=listed.usd, region=listed.region, date=listed.date)
+    written = run.config.model_dump(mode="json")
     write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
 
 
@@ -144,13 +127,13 @@ def recorded_software(run: Run) -> SoftwareIdentity | None:
 
 def write_bill(run: Run, identity: SoftwareIdentity) -> None:
     """Leave the bill of materials of the run's code in its folder, where we know what its image holds."""
-    bill = bill_of_materials(identity, run.config.image)
-    if bill is not None:
+    if (bill := bill_of_materials(identity, run.config.image)) is not None:
         run.storage.write(SBOM, bill.encode())
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
     """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
+    wandb = run.config.train.wandb
     return Job(
         name=run.name,
         root=run.root.address(),
@@ -159,17 +142,13 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
         processes=run.config.platform.processes,
         program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
         directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
-        secrets=secrets_of(run.config.train),
+        # The secret that these settings refer to, by its name.
+        secrets=() if wandb is None or wandb.secret is None else (wandb.secret,),
         image=image,
         stage=(run.root.address(run.dataset.path),),
         labels=labels or {},
         unknown=run.dataset.unknown,
     )
-
-
-def secrets_of(train: TrainConfig) -> tuple[str, ...]:
-    """The names of the secrets that these settings refer to."""
-    return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +163,7 @@ class Script:
     def name(self) -> str:
         """Same script, arguments, environment and code: same name, so that a live job is adopted."""
         parts: list[JsonValue] = [list(self.config.program), dict(self.config.env)]
-        return f"{self.config.name}-{key_of(FORMAT, *parts, *((self.code.sha256,) if self.code else ()))}"
+        return f"{self.config.name}-{key_of(FORMAT, *parts, *([self.code.sha256] if self.code else []))}"
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -197,11 +176,7 @@ class Script:
 
 
 def plan_script(config: ScriptConfig) -> Script:
-    """Return the script that this config means; the code that it mounts is read now.
-
-    Raises:
-        ConfigProblem: that cannot be mounted.
-    """
+    """Return the script that this config means; the code that it mounts is read now."""
     return Script(config=config, code=pack_code(config.code.mount, root=config.root) if config.code else None)
 
 

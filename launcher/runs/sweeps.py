@@ -60,8 +60,7 @@ def sweep_name(sweep: SweepConfig) -> str:
 def trials(sweep: SweepConfig) -> list[Trial]:
     """Every combination of the grid, in the order it is written; all are validated before any of them runs.
 
-    Raises:
-        ConfigProblem: a trial's settings cannot be used, or two trials would be the same training.
+    A ConfigProblem where a trial's settings cannot be used, or two trials would be the same training.
     """
     base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {
         "start": {"others": sweep.start.others, "sweep": sweep_name(sweep)}
@@ -91,15 +90,10 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]) -> list[Run]:
-    """Return the runs of these trials; `plan` looks at a corpus once, however many trials read it.
-
-    Raises:
-        UserError: a corpus or a tokenizer is not there.
-    """
-    planned: dict[str, PlannedDataset] = {}
-    for trial in every:
-        if (key := key_of(trial.config.data)) not in planned:
-            planned[key] = plan(trial.config.data)
+    """Return the runs of these trials; `plan` looks at a corpus once, however many trials read it."""
+    planned = {
+        key: plan(data) for key, data in {key_of(trial.config.data): trial.config.data for trial in every}.items()
+    }
     return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -59,8 +61,15 @@ def find(words: str, *, root: str) -> Target:
     Raises:
         UnknownRun: there is none, or there are several.
     """
-    if "/" in words:
-        return _by_folder(words)
+    if "/" in words:  # `<root>/runs/<run>`, or something below it
+        folder, runs, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
+        if not runs:
+            raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
+        index, run = Index.of(folder), rest.partition("/")[0]
+        if not index.records(run):
+            there = _listed(index.newest(damaged_records())) or "  none"
+            raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
+        return Target(index=index, name=run, runs=(run,))
     index = Index.of(root)
     newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
     if not newest:
@@ -92,60 +101,58 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
         UnknownRun: none was, or several runs were, as when the corpus changed in between. Of several with mounted code
             the one of the present code is meant, or else the only one that lives.
     """
-    return replace(_started_with(config), open=opening_beside(config.platform))
-
-
-def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
-    index = Index.of(config.root)
+    index, beside = Index.of(config.root), opening_beside(config.platform)
     if isinstance(config, SweepConfig):
         name = sweep_name(config)
         newest, bad = _newest(index, lambda record: record.sweep == name)
         if all(record.sweep != name for record in newest):
             raise UnknownRun(_none_of(index, newest, config.name))
-        return _target(index, newest, name, bad)
+        return replace(_target(index, newest, name, bad), open=beside)
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
         runs = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not runs:
             raise UnknownRun(_none_of(index, index.newest(damaged_records()), config.name))
-        return Target(index=index, name=runs[0], runs=runs)
-
-    def means(record: AttemptRecord) -> bool:
-        if isinstance(config, ScriptConfig):
-            return record.name == config.name and _same_script(record, config)
-        return record.name == config.name and _same_training(record, config)
-
-    newest, bad = _newest(index, means)
-    meant = [record for record in newest if means(record)]
+        return Target(index=index, name=runs[0], runs=runs, open=beside)
+    newest, bad = _newest(index, partial(_means, config))
+    meant = [record for record in newest if _means(config, record)]
     if not meant:
         raise UnknownRun(_none_of(index, newest, config.name))
     if len(meant) > 1 and isinstance(config, ScriptConfig):
-        meant = _of_present_code(config, meant) or _live(index, config, meant) or meant
+        with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
+            present = plan_script(config).name
+            meant = [record for record in meant if record.run == present] or meant
+    if len(meant) > 1 and isinstance(config, ScriptConfig):
+        with suppress(TrainLitgptError):  # one of them cannot be asked for
+            each = [(record, Attempts(index=index, run=record.run, open=beside)) for record in meant]
+            meant = [record for record, attempts in each if attempts.live() is not None] or meant
     if len(meant) > 1:
         raise UnknownRun(
             f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
-    return _target(index, newest, meant[0].run, bad)
+    return replace(_target(index, newest, meant[0].run, bad), open=beside)
 
 
-def _of_present_code(config: ScriptConfig, meant: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return the record of the code that the mounted folder holds now, if that was started."""
+def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
+    """Return whether the record's config starts the same program out of the same folder, whatever that held, or leads
+    to the same model as far as configs say, which name a corpus and do not hold it."""
+    theirs: RunConfig | ScriptConfig
     try:
-        name = plan_script(config).name
-    except ConfigProblem:  # the folder has gone, or cannot be mounted any more
-        return []
-    return [record for record in meant if record.run == name]
-
-
-def _live(index: Index, config: ScriptConfig, meant: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-    """Return those whose jobs live; none where one of them cannot be asked for."""
-    beside = opening_beside(config.platform)
-    try:
-        return [record for record in meant if Attempts(index=index, run=record.run, open=beside).live() is not None]
-    except TrainLitgptError:
-        return []
+        if isinstance(config, ScriptConfig):
+            decisive = {
+                name: value for name, value in record.config.items() if name in ("script", "args", "env", "code")
+            }
+            theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
+            same = (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
+        else:
+            theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
+            outcomes = theirs.train.outcome(), config.train.outcome()
+            same = (theirs.data, theirs.model, outcomes[0]) == (config.data, config.model, outcomes[1])
+    except (KeyError, ValidationError):  # of the other kind, or another version's
+        return False
+    return record.name == config.name and same
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
@@ -158,18 +165,6 @@ def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[
     if bad.count and not any(map(means, newest)):
         raise DataError(str(bad))
     return newest, bad
-
-
-def _by_folder(words: str) -> Target:
-    """The run whose folder this is: `<root>/runs/<run>`, or something below it."""
-    root, found, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
-    if not found:
-        raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
-    index, run = Index.of(root), rest.partition("/")[0]
-    if not index.records(run):
-        there = _listed(index.newest(damaged_records())) or "  none"
-        raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
-    return Target(index=index, name=run, runs=(run,))
 
 
 def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: DamagedRecords) -> Target:
@@ -199,22 +194,3 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
     ]
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
-
-
-def _same_script(record: AttemptRecord, config: ScriptConfig) -> bool:
-    """Return whether both start the same program out of the same folder, whatever that held."""
-    decisive = {name: value for name, value in record.config.items() if name in ("script", "args", "env", "code")}
-    try:
-        theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
-    except ValidationError:  # a training's, or another version's
-        return False
-    return (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
-
-
-def _same_training(record: AttemptRecord, config: RunConfig) -> bool:
-    """Return whether both lead to the same model as far as configs say, which name a corpus and do not hold it."""
-    try:
-        theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
-    except (KeyError, ValidationError):  # a script's, or another version's
-        return False
-    return (theirs.data, theirs.model, theirs.train.outcome()) == (config.data, config.model, config.train.outcome())

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
@@ -16,16 +17,8 @@ from litgpt_demo.errors import NetworkError, was_given_up
 T = TypeVar("T")
 
 
-class Clock(Protocol):
+class Clock:
     """Seconds, and waiting for some to pass."""
-
-    def now(self) -> float: ...
-
-    async def sleep(self, seconds: float) -> None: ...
-
-
-class WallClock:
-    """The real one."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -39,7 +32,7 @@ async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.
 
     A storage that does not answer is no reason: the next look asks it again.
     """
-    clock = clock or WallClock()
+    clock = clock or Clock()
     end = clock.now() + seconds
     while (left := end - clock.now()) > 0:
         with suppress(NetworkError):
@@ -82,8 +75,8 @@ async def follow(
         PlatformUnreachable: silent for longer than that.
         LoginProblem: the credentials were refused for longer than that.
     """
-    clock = clock or WallClock()
-    silence = _Silence(platform.name, job_id, patience=patience, clock=clock, on_silence=on_silence)
+    clock = clock or Clock()
+    silence = _Silence(platform=platform.name, about=job_id, patience=patience, clock=clock, on_silence=on_silence)
     while True:
         try:
             # Status first: what the job wrote before it ended is then surely in the page that follows.
@@ -122,8 +115,9 @@ async def asked(
     Raises:
         PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
     """
-    clock = clock or WallClock()
-    silence, wait = _Silence(platform, about, patience=patience, clock=clock, on_silence=on_silence), 1.0
+    clock = clock or Clock()
+    silence = _Silence(platform=platform, about=about, patience=patience, clock=clock, on_silence=on_silence)
+    wait = 1.0
     while True:
         try:
             return await asyncio.to_thread(ask)
@@ -135,61 +129,48 @@ async def asked(
         wait = min(2 * wait, 15.0)
 
 
+@dataclass(kw_only=True)
 class _Silence:
     """The time for which a platform has said nothing of a job, and what follows from it."""
 
-    def __init__(
-        self,
-        platform: str,
-        about: str,
-        *,
-        patience: float,
-        clock: Clock,
-        on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
-    ) -> None:
-        self._platform, self._about, self._patience = platform, about, patience
-        self._clock, self._on_silence = clock, on_silence
-        self._heard, self._told = clock.now(), False
+    platform: str
+    about: str
+    """The job or run that it is asked about, for the message."""
+    patience: float
+    clock: Clock
+    on_silence: Callable[[PlatformUnreachable | LoginProblem], None]
+    told: bool = False
+
+    def __post_init__(self) -> None:
+        self.heard = self.clock.now()
 
     def lasts(self, error: PlatformUnreachable | LoginProblem) -> None:
-        """Give up after a platform that has not answered for too long; tell of one that has begun not to.
-
-        Raises:
-            PlatformUnreachable, LoginProblem: it is too long.
-        """
-        seconds = self._clock.now() - self._heard
-        if seconds > self._patience:
+        """Give up after a platform that has not answered for too long; tell of one that has begun not to."""
+        seconds = self.clock.now() - self.heard
+        if seconds > self.patience:
             raise type(error)(
-                f"{self._about} on {self._platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
+                f"{self.about} on {self.platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
                 "running: run the same command again to take up where this left off",
                 given_up=True,
             ) from error
-        if not self._told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
-            self._told = True
-            self._on_silence(error)
+        if not self.told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
+            self.told = True
+            self.on_silence(error)
 
     def ends(self, *, known: bool) -> None:
-        """Begin anew after an answer, unless it is that there is no such job.
-
-        Raises:
-            PlatformUnreachable: there has been none for too long.
-        """
-        now, self._told = self._clock.now(), False
+        """Begin anew after an answer, unless it is that there is no such job, and has been for too long."""
+        now, self.told = self.clock.now(), False
         if known:
-            self._heard = now
-        elif now - self._heard > self._patience:
+            self.heard = now
+        elif now - self.heard > self.patience:
             raise PlatformUnreachable(
-                f"{self._platform} has not known {self._about} for {now - self._heard:.0f} s; was it removed by hand?",
+                f"{self.platform} has not known {self.about} for {now - self.heard:.0f} s; was it removed by hand?",
                 given_up=True,
             )
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
-    """Hand every line that is there to `on_lines`, page by page.
-
-    Raises:
-        PlatformUnreachable: the platform does not answer.
-    """
+    """Hand every line that is there to `on_lines`, page by page."""
     page = LogPage((), "", more=True)
     while page.more:
         page = await asyncio.to_thread(platform.logs, job_id, page.position)

@@ -14,7 +14,7 @@ import yaml
 from bucket_emulator import bucket_emulator
 from bucket_faults import faulty_bucket
 
-from launcher.checks.access import check_access
+from launcher.checks.preflight import check_access
 from launcher.config import ScriptConfig
 from launcher.platforms.kubernetes.access import PROJECT_ROLES, RESOURCE_MANAGER
 from litgpt_demo.storage import open_storage

@@ -27,13 +27,13 @@ KINDS = {
 def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_process(
     kind: type[TrainLitgptError], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = kind("it broke", fault=Fault.HANG) if kind is JobFailed else kind("it broke")
+    error = kind("it broke", fix="mend it", fault=Fault.HANG if kind is JobFailed else None)
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.fault) == (kind, "it broke", error.fault)
+    assert (type(again), str(again), again.fault) == (kind, "it broke; mend it", error.fault)
     with pytest.raises(SystemExit) as ended, errors_for_people():
         raise again
     assert ended.value.code == EXIT_CODES[error.fault] == error.exit_code
-    assert "it broke" in capsys.readouterr().err
+    assert "it broke; mend it" in capsys.readouterr().err
 
 
 def test_every_class_has_an_exit_code_of_its_own_and_a_line_in_the_docs() -> None:

@@ -9,8 +9,7 @@ from launcher.events import Event, Listener, Note, report
 
 def test_listeners_get_every_event_of_their_time_from_any_thread_and_one_that_fails_is_not_passed_over() -> None:
     note = Note(what="100 % of it, {braces} and %s", severity="warning")
-    first: list[Event] = []
-    second: list[Event] = []
+    first, second = list[Event](), list[Event]()
     report(note)
     with Listener(first.append), Listener(second.append):
         report(note)

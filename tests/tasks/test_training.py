@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -21,7 +22,7 @@ from strict_platform import StrictPlatform
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
-from launcher.runs.diagnosis import Action, read_verdict
+from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
@@ -140,9 +141,8 @@ def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp
 def test_what_another_attempt_would_not_mend_ends_the_run_and_why_is_in_the_attempts_folder(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
-    stored = read_verdict(open_storage(str(tmp_path / "runs" / "demo" / "attempts" / "1")))
-    assert stored is not None
-    assert (stored.fault, stored.node, stored.action) == (Fault.USER, 0, Action.STOP)
+    stored = json.loads((tmp_path / "runs" / "demo" / "attempts" / "1" / VERDICT).read_bytes())
+    assert (stored["fault"], stored["node"], stored["action"]) == (Fault.USER, 0, Action.STOP)
 
 
 def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_begins_anew(

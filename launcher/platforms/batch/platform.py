@@ -107,7 +107,7 @@ class BatchPlatform:
             try:
                 self._batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH.roles}") from None
+                raise LoginProblem(f"{where}: {words_of(error.message)}", fix=BATCH.roles) from None
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:

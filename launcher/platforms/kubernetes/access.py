@@ -152,7 +152,7 @@ def require_permissions(lacking: list[Permission], where: str) -> None:
     """
     if lacking:
         listed = ", ".join(f"{one} ({one.why})" for one in lacking)
-        raise LoginProblem(f"{where} does not let you {listed}; {_fix(lacking)}")
+        raise LoginProblem(f"{where} does not let you {listed}", fix=_fix(lacking))
 
 
 def _fix(lacking: Iterable[Permission]) -> str:

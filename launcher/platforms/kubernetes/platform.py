@@ -143,8 +143,8 @@ class GkePlatform:
             return  # namespaces may not be looked at; the permissions in it will tell
         if not there:
             raise ConfigProblem(
-                f"platform.namespace={name}: {self.cluster.where} has no such namespace; create it with "
-                f"`kubectl create namespace {name}`, or fix platform.namespace"
+                f"platform.namespace={name}: {self.cluster.where} has no such namespace",
+                fix=f"create it with `kubectl create namespace {name}`, or fix platform.namespace",
             )
 
     def check(self, submission: Submission) -> Iterator[Finding]:

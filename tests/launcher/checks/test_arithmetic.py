@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.checks import arithmetic as module
-from launcher.checks.arithmetic import arithmetic, check_memory, gpu_names, host_memory
+from launcher.checks.arithmetic import check_memory, expected, figures, gpu_names, host_memory, seconds_for
 from launcher.config import RunConfig, validated
+from launcher.machines import MACHINES, ListPrice
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 
@@ -25,7 +27,7 @@ def config(model: dict[str, Any], **settings: Any) -> RunConfig:
 
 
 def said(asked: RunConfig, **known: Any) -> dict[str, tuple[str, str]]:
-    table = arithmetic(asked, **{"vocab_size": None} | known)
+    table = figures(asked, **{"vocab_size": None} | known)
     return {row["what"]: (row["figure"], row["arithmetic"]) for row in table}
 
 
@@ -95,3 +97,19 @@ def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pyt
     assert found(config(huge, platform={"kind": "local"})) == []
     monkeypatch.setattr(module, "gpu_names", list)
     assert found(config(huge, platform={"kind": "local"})) != [], "the memory of a machine without GPUs is known"
+
+
+PRICE = ListPrice(usd=36.0, region="us-central1", date="2026-10-13", source="here")
+A2 = replace(MACHINES["a2-highgpu-8g"], price=PRICE)
+
+
+def test_more_machines_take_less_time_for_the_same_money() -> None:
+    def on(nodes: int) -> RunConfig:
+        platform = {"kind": "gke", "machine": A2.name, "nodes": nodes}
+        return validated(RunConfig, {"train": {"global_batch": 1024}, "platform": platform}, where="test")
+
+    one, eight = (expected(A2, nodes=nodes, seconds=seconds_for(on(nodes), 1e21) or 0) for nodes in (1, 8))
+    assert one.seconds == pytest.approx(8 * eight.seconds)
+    assert one.dollars == pytest.approx(eight.dollars)
+    assert "$288 at list price" in str(expected(A2, nodes=8, seconds=3600))
+    assert "not known" in str(expected(replace(A2, price=None), nodes=1, seconds=3600))

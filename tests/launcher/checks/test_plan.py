@@ -10,7 +10,7 @@ import pytest
 import yaml
 from console_script import Cli
 
-from launcher.checks.arithmetic import arithmetic
+from launcher.checks.arithmetic import figures
 from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
@@ -73,7 +73,7 @@ def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: 
     for precision, peak in a100.items():
         train = {"global_batch": 64, "micro_batch": 8, "max_steps": steps, "precision": precision}
         config = tiny({"platform": gke, **{f"train.{name}": value for name, value in train.items()}})
-        (row,) = (one for one in arithmetic(config, vocab_size=300, tokens=steps * 64 * 32) if "in all" in one["what"])
+        (row,) = (one for one in figures(config, vocab_size=300, tokens=steps * 64 * 32) if "in all" in one["what"])
         duration, _, share = row["arithmetic"].partition("; ")[2].partition(" at ")
         assert share == f"35% of 8 A100 of {peak:g} TFLOP/s"
         assert f"about {duration} at 35% of peak" in would(config)["training"]

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from echoing_server import echoing_server
 from strangers import evil_scheduler
 
-from launcher.checks.access import check_access
-from launcher.checks.preflight import check_place, check_training, check_workers
+from launcher.checks.doctor import examine_environment
+from launcher.checks.preflight import check_access, check_place, check_training, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
@@ -77,6 +79,14 @@ def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_
     assert finding_of(LoginProblem("a role is missing"), "some.code").severity == "error"
 
 
+def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
+    refused = LoginProblem("the cluster does not let you create a; b", fix="have the Role bound; or do without")
+    finding, quoted = finding_of(refused, "gke.access"), finding_of(DataError("it says: a; b"), "some.code")
+    assert (finding.what, finding.fix) == (refused.what, "have the Role bound; or do without")
+    assert str(refused) == "the cluster does not let you create a; b; have the Role bound; or do without"
+    assert (quoted.what, quoted.fix) == ("it says: a; b", "")
+
+
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
     assert fault_of_findings([data]) is Fault.DATA
@@ -87,3 +97,33 @@ def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would(
     first, *rest = str(caught.value).splitlines()
     assert (first, rest[0]) == ("2 problems:", "  [a.b] wrong -> fix it")
     assert len(rest) == 2
+
+
+def severities(root: Path) -> dict[str, str]:
+    return {one.code: one.severity for one in examine_environment(str(root))}
+
+
+def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    found = {one.code: one for one in examine_environment(str(tmp_path))}
+    assert found["python.version"].what == "Python " + ".".join(map(str, sys.version_info[:3]))
+    assert found["package.torch"].what.startswith("torch ")
+    assert {"machine.memory", "machine.cores", "machine.gpus", "network.loopback", "tool.git"} <= set(found)
+    assert all(one.fix for one in found.values() if one.severity != "info")
+    (tmp_path / "file").touch()
+    assert severities(tmp_path / "file")["root.not-a-folder"] == "error"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert severities(tmp_path)["tool.git"] == "warning"
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0rc1")
+        assert severities(tmp_path)["package.torch"] == "warning"
+    monkeypatch.setattr(sys, "path", [])
+    assert severities(tmp_path)["package.litgpt"] == "error"
+
+
+def test_doctor_says_whether_prefects_server_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with echoing_server(status=200) as server:
+        monkeypatch.setenv("PREFECT_API_URL", f"{server.address}/api")
+        assert severities(tmp_path)["prefect.server"] == "info"
+        assert [one.splitlines()[0] for one in server.asked] == ["GET /api/health HTTP/1.1"]
+    assert severities(tmp_path)["prefect.server"] == "error"

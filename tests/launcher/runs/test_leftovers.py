@@ -20,7 +20,7 @@ from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
-from launcher.runs.leftovers import Untold, leftovers, remove_leftover
+from launcher.runs.listing import Untold, leftovers, remove_leftover
 
 
 class Runs:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from launcher.runs.diagnosis import ACTIONS, Action
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
-from launcher.runs.restarts import Again, Budget, Stop, blamed
+from launcher.runs.restarts import Budget, Stop, blamed
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import JOB_FAULTS, Fault
 
@@ -33,7 +33,7 @@ def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts:
         step = made[-1].after
     settings = RestartSettings.model_validate(restarts)
     decided = Budget(run=run, max_restarts=max_restarts, settings=settings).after(made)
-    return decided.wait if isinstance(decided, Again) else None
+    return None if isinstance(decided, Stop) else decided.wait
 
 
 def goes_on(*endings: Ending, **given: Any) -> bool:

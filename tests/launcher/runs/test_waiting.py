@@ -16,7 +16,7 @@ from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, LogPage
-from launcher.runs.waiting import follow, pause
+from launcher.runs.waiting import Clock, follow, pause
 from litgpt_demo.errors import NetworkError
 
 Fate = tuple[float, Callable[[], object]]
@@ -25,7 +25,7 @@ Fate = tuple[float, Callable[[], object]]
 REFUSED = LoginProblem("the credentials are refused; log in again")
 
 
-class Hours:
+class Hours(Clock):
     """A clock on which hours pass in no time: `sleep` lets what is due in the meantime happen."""
 
     def __init__(self, *fates: Fate) -> None:

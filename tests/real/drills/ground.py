@@ -29,7 +29,7 @@ from launcher.config import RunConfig, overridden, validated
 from launcher.job import JobState
 from launcher.runs.attempts import claim_of
 from launcher.runs.lease import Lease
-from launcher.runs.leftovers import leftovers
+from launcher.runs.listing import leftovers
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.node.agent import kill_tagged, tagged
