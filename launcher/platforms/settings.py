@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
@@ -17,6 +18,11 @@ from litgpt_demo.findings import Finding
 if TYPE_CHECKING:
     from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
+
+
+LONGEST_LABEL = 63
+"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
+RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def without_default(schema: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import words_of
@@ -116,7 +116,6 @@ class Expired(ApiRefused):
 
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
-_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _TABLE = "application/json;as=Table;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
@@ -144,6 +143,9 @@ def _understood(question: Question) -> Question:
 class Cluster:
     """One cluster, as one identity.
 
+    Every call raises ApiRefused (of it Forbidden) where the server says no, LoginProblem where credentials were refused
+    and new ones too, and PlatformUnreachable where there is no answer after several tries.
+
     Args:
         client: set up with an address and credentials.
         where: what to call the cluster in messages.
@@ -156,7 +158,7 @@ class Cluster:
         self._renewing = threading.Lock()
         self._ends = math.inf
 
-    def within(self, seconds: float) -> Self:
+    def within(self, seconds: float) -> Cluster:
         """Return the same cluster for calls that have so many seconds for all of them together, from now on."""
         limited = copy(self)
         limited._ends = time.monotonic() + seconds
@@ -165,34 +167,14 @@ class Cluster:
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
-        """The object, or None where there is none.
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
-        """
+        """The object, or None where there is none."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
-
-    def has(self, resource: Resource, namespace: str, name: str) -> bool:
-        """Return whether the object exists. Its content is not asked for: a secret's values stay where they are.
-
-        https://kubernetes.io/docs/reference/using-api/api-concepts/#metadata-only-fetches
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
-        """
-        return bool(self.ask("GET", resource.path(namespace, name), missing={}, accept=_METADATA))
 
     @_understood
     def secret_type(self, namespace: str, name: str) -> str | None:
         """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
 
         https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
         """
         path = SECRETS.path(namespace, name)
         if not (table := self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE)):
@@ -285,40 +267,26 @@ class Cluster:
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
             "labelSelector": labels, "fieldSelector": fields,
         }  # fmt: skip
-        return Stream(self, self._send("GET", resource.path(namespace), query, None, read=_WATCH + 30))
+        return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 
-    def log(self, namespace: str, pod: str, container: str, *, since: str | None = None, follow: bool) -> Stream:
+    def log(self, namespace: str, pod: str, container: str, *, since: str = "", follow: bool) -> Stream:
         """A container's log with the time before each line; `since` is a moment, which counts in whole seconds.
 
         Raises:
             NotThere: no such pod.
             ApiRefused: the container has not started.
         """
-        query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
-        if since is not None:
-            query["sinceTime"] = since
+        query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may be silent for long; an hour of silence costs one more call.
-        return Stream(self, self._send("GET", PODS.path(namespace, pod, "log"), query, None, read=3600.0))
+        return Stream(self, self._send("GET", PODS.path(namespace, pod, "log"), query, read=3600.0))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: ApiObject | None = None,
-        *,
-        missing: ApiObject | None = None,
-        accept: str = "application/json",
-    ) -> ApiObject:
-        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
-
-        Raises:
-            ApiRefused: the server said no.
-            LoginProblem: credentials were refused, and new ones too.
-            PlatformUnreachable: no answer after several tries.
-        """
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: ApiObject | None = None, *,
+        missing: ApiObject | None = None, accept: str = "application/json",
+    ) -> ApiObject:  # fmt: skip
+        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404."""
         try:
             with self._send(method, path, query or {}, body, read=_ANSWER, accept=accept) as response:
                 content = response.read()
@@ -328,81 +296,67 @@ class Cluster:
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        if not (answer := _told(content)):  # a proxy's page, or nothing
+        if not (answer := _object_in(content)):  # a proxy's page, or nothing
             raise PlatformUnreachable(f"{self.where} answers with no JSON object but {words_of(repr(content[:200]))}")
         return answer
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
-        accept: str = "application/json",
-    ) -> urllib3.HTTPResponse:  # fmt: skip
-        renewed = False
-        for pause in (*_PAUSES, None):
-            problem: LauncherError
-            try:
-                return self._once(method, path, query, body, read=read, accept=accept)
-            except _Unauthorized:
-                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
-                problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
-                wait = (pause or 0.0) if renewed else 0.0
-                renewed = True
-                self._new_credentials(problem)
-            except _Busy as busy:
-                problem = PlatformUnreachable(f"{self.where} does not answer: {busy}")
-                wait = min(_LONGEST_PAUSE, max(pause or 0.0, busy.retry_after))
-            if pause is None or time.monotonic() + wait > self._ends:
-                raise problem
-            time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
-
-    def _new_credentials(self, problem: LoginProblem) -> None:
-        if self._renew is None:
-            raise problem
-        with self._renewing:
-            self._renew()
-
-    def _once(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None = None, *, read: float,
         accept: str = "application/json",
     ) -> urllib3.HTTPResponse:  # fmt: skip
         import urllib3
         from kubernetes.client.exceptions import ApiException
 
-        if (left := self._ends - time.monotonic()) <= 0:
-            raise PlatformUnreachable(f"{self.where} has not answered in time")
-        try:
-            answer = self._call(
-                method, path, query, body, accept=accept, timeout=(min(_CONNECT, left), min(read, left))
-            )
-        except ApiException as error:  # of status 0: TLS
-            raise PlatformUnreachable(
-                f"{self.where} cannot be trusted or reached: {words_of(str(error.reason))}"
-            ) from None
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _Busy(words_of(error)) from None
-        if answer.status < 300:
-            return answer
-        raise self._refusal(answer)
+        renewed = False
+        for pause in (*_PAUSES, None):
+            problem: LauncherError
+            if (left := self._ends - time.monotonic()) <= 0:
+                raise PlatformUnreachable(f"{self.where} has not answered in time")
+            try:
+                answer = self._call(method, path, query, body, accept, (min(_CONNECT, left), min(read, left)))
+                if answer.status < 300:
+                    return answer
+                raise self._refusal(answer)
+            except ApiException as error:  # of status 0: TLS
+                told = words_of(str(error.reason))
+                raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
+            except _Unauthorized:
+                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
+                problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
+                wait = (pause or 0.0) if renewed else 0.0
+                renewed = True
+                if self._renew is None:
+                    raise problem from None
+                with self._renewing:
+                    self._renew()
+            except (_Busy, urllib3.exceptions.HTTPError, OSError) as error:
+                problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
+                after = error.retry_after if isinstance(error, _Busy) else 0.0
+                wait = min(_LONGEST_PAUSE, max(pause or 0.0, after))
+            if pause is None or time.monotonic() + wait > self._ends:
+                raise problem
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
 
     def _refusal(self, answer: urllib3.HTTPResponse) -> Exception:
         """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
-        told = _told(text)
+        told = _object_in(text)
         words = redacted(str(told.get("message") or text[:300]))
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
             return _Unauthorized()
         if answer.status == 429 or answer.status >= 500:
-            return _Busy(words, _seconds(answer.headers.get("Retry-After")))
-        kind = _BY_STATUS.get(answer.status, ApiRefused)
-        if told.get("reason") == "AlreadyExists":
-            kind = AlreadyThere
+            # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
+            after = str(answer.headers.get("Retry-After", "")).strip()
+            return _Busy(words, float(after) if after.isdecimal() else 0.0)
+        kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
         return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words)
 
     def _call(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *,
-        accept: str, timeout: tuple[float, float],
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
+        timeout: tuple[float, float],
     ) -> urllib3.HTTPResponse:  # fmt: skip
         """Send one request. Its headers hold the token, so that no error leaves from here with a traceback of ours."""
         from urllib.parse import urlencode
@@ -423,17 +377,12 @@ class _Unauthorized(Exception):
 class _Busy(Exception):
     """Try again: 429, 5xx, or no connection."""
 
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-def _seconds(retry_after: str | None) -> float:
-    """What a Retry-After header asks for. A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good."""
-    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
-
-
-def _told(text: str | bytes) -> dict[str, Any]:
+def _object_in(text: str | bytes) -> dict[str, Any]:
     """The object that the API answers with; empty where a proxy in between says something else."""
     try:
         told = json.loads(text)

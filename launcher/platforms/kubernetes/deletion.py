@@ -17,7 +17,8 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
 )
 from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.refusals import advice
+from launcher.platforms.kubernetes.reasons import advice
+from launcher.platforms.kubernetes.states import condition
 
 Left = Mapping[Resource, Sequence[ApiObject]]
 
@@ -55,14 +56,11 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
             time.sleep(pause)
             pause = min(2.0, pause * 1.5)
     except PlatformUnreachable as error:
-        still = (
-            f"is not gone: {told(left)}{_lost(cluster.within(_LAST_WORDS * limit), left)}"
-            if left
-            else "may not be gone"
-        )
+        lost = _lost(cluster.within(_LAST_WORDS * limit), left) if left else ""
+        still = f"is not gone: {_told(left)}{lost}" if left else "may not be gone"
         raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
     if refused:
-        rest = f"still there: {told(left)}" if left else "what may be seen of it is gone"
+        rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
         words = "; ".join(error.message for error in refused.values())
         fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
         raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest}); {fixes}")
@@ -79,7 +77,7 @@ def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple
     left = _left(cluster, job, kinds, refused)
     if words := "; ".join(error.message for error in refused.values()):
         raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
-    return tuple(told({resource: things}) for resource, things in left.items())
+    return tuple(_told({resource: things}) for resource, things in left.items())
 
 
 def _left(
@@ -103,10 +101,16 @@ def _left(
 
 def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, Forbidden]) -> bool:
     """Ask for the deletion of all that nobody else will delete; return whether there was any."""
+    there = {one["metadata"]["uid"] for things in left.values() for one in things}
     asked = False
     for resource, things in left.items():
         # What has an owner goes with it, or a controller would put another in its place.
-        free = [thing for thing in things if _is_free(thing, left)]
+        free = [
+            thing
+            for thing in things
+            if not _leaving(thing)
+            and not any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
+        ]
         if not free or resource in refused:
             continue
         try:
@@ -125,26 +129,17 @@ def _leaving(thing: ApiObject) -> bool:
     return bool(thing["metadata"].get("deletionTimestamp"))
 
 
-def _is_free(thing: ApiObject, left: Left) -> bool:
-    """Return whether it is neither being deleted nor has an owner that is there and will take it along."""
-    there = {one["metadata"]["uid"] for things in left.values() for one in things}
-    owned = any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
-    return not owned and not _leaving(thing)
-
-
-def told(left: Left) -> str:
+def _told(left: Left) -> str:
     """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
     parts = []
     for resource, things in left.items():
         held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
-        some = ", ".join(_named(thing) for thing in things[:3])
-        parts.append(f"{len(things)} {resource} ({some}" + (f"; held by {', '.join(held)}" if held else "") + ")")
+        some = []
+        for thing in things[:3]:
+            machine = thing.get("spec", {}).get("nodeName")
+            some.append(f"{thing['metadata']['name']}" + (f" on {machine}" if machine else ""))
+        parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
     return ", ".join(parts)
-
-
-def _named(thing: ApiObject) -> str:
-    machine = thing.get("spec", {}).get("nodeName")
-    return str(thing["metadata"]["name"]) + (f" on {machine}" if machine else "")
 
 
 def _lost(cluster: Cluster, left: Left) -> str:
@@ -156,10 +151,8 @@ def _lost(cluster: Cluster, left: Left) -> str:
             found, _ = cluster.list(NODES, None, fields=f"metadata.name={machine}")
         except LauncherError:
             return ""  # machines may not be looked at, or nobody answers
-        conditions = found[0].get("status", {}).get("conditions", ()) if found else ()
-        ready: ApiObject = next((one for one in conditions if one["type"] == "Ready"), {})
-        if ready.get("status") == "Unknown":
-            lost.append(f"{machine} has not answered since {ready.get('lastTransitionTime', 'some time')}")
+        if found and (unknown := condition(found[0], "Ready", "Unknown")) is not None:
+            lost.append(f"{machine} has not answered since {unknown.get('lastTransitionTime', 'some time')}")
     if not lost:
         return ""
     return f"; {', '.join(lost)}: its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from launcher.networks import known_pairs
-from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Installer
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes.checks import Submitted
 from launcher.platforms.kubernetes.cluster import (
     ATTACHMENTS,
@@ -58,9 +58,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
-    settings = submitted.settings
-    made = settings.fabric
-    pairs = known_pairs(settings)
+    made, pairs = submitted.fabric, known_pairs(submitted.settings)
     needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
         return
@@ -72,42 +70,38 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
 
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    installer = submitted.fabric.installer
+    network, fabric = submitted.settings.network, submitted.fabric
+    installer, wanted = fabric.installer, fabric.pair.plugin if fabric.pair is not None else None
     injected = any(key.startswith(DEVICES) for key in submitted.annotations)
     if installer is None and not injected:
         return
     listed, _ = cluster.list(DAEMON_SETS, None)
     if installer is not None:
-        yield from _installed(listed, installer, submitted)
+        tags = {}
+        for one in listed:
+            for image in _images(one):
+                name, _, tag = image.partition("@")[0].rpartition(":")
+                if name in installer.images:
+                    tags[one["metadata"]["name"]] = tag
+        if not tags:
+            what = f"no DaemonSet installs the plug-in of {network} on the nodes"
+            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            yield Finding("error", "gke.installer", what, fix)
+        elif wanted not in tags.values():
+            name, tag = next(iter(tags.items()))
+            what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+            yield Finding(
+                "error", "gke.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet"
+            )
+        else:
+            yield Finding("info", "gke.installer", f"the nodes have {network} {wanted}")
+        yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
     if injected:
         injectors = [one for one in listed if any(INJECTOR in image for image in _images(one))]
         if not injectors:
             what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
             yield Finding("error", "gke.device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
         yield from _unready(injectors, "gke.device-injector")
-
-
-def _installed(listed: list[ApiObject], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
-    settings = submitted.settings
-    pair = settings.fabric.pair
-    wanted = pair.plugin if pair is not None else None
-    tags = {}
-    for one in listed:
-        for image in _images(one):
-            name, _, tag = image.partition("@")[0].rpartition(":")
-            if name in installer.images:
-                tags[one["metadata"]["name"]] = tag
-    if not tags:
-        what = f"no DaemonSet installs the plug-in of {settings.network} on the nodes"
-        fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
-        yield Finding("error", "gke.installer", what, fix)
-    elif wanted not in tags.values():
-        name, tag = next(iter(tags.items()))
-        what = f"the nodes have {settings.network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
-        yield Finding("error", "gke.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
-    else:
-        yield Finding("info", "gke.installer", f"the nodes have {settings.network} {wanted}")
-    yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
 
 
 def _unready(sets: list[ApiObject], code: str) -> Iterator[Finding]:
@@ -119,10 +113,9 @@ def _unready(sets: list[ApiObject], code: str) -> Iterator[Finding]:
             yield Finding("warning", code, what, "kubectl describe it; jobs on the other nodes fail their checks")
 
 
-def _images(daemon_set: ApiObject) -> Iterator[str]:
+def _images(daemon_set: ApiObject) -> list[str]:
     pod = daemon_set["spec"]["template"]["spec"]
-    for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-        yield container.get("image", "")
+    return [one.get("image", "") for one in (*pod.get("initContainers", ()), *pod.get("containers", ()))]
 
 
 def _raw(address: str) -> str:
