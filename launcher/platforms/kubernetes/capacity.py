@@ -89,7 +89,7 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
         yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif settings.cluster is not None:
-        yield from pools(google_way(settings).described, settings, what)
+        yield from pools(google_way(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
         yield Finding("warning", "gke.machines", what, fix)

@@ -170,7 +170,7 @@ def multi_networking(survey: Survey) -> Iterator[Finding]:
     settings = survey.settings
     if settings.cluster is None or INTERFACES not in survey.annotations:
         return
-    if not google_way(settings).described.network_config.enable_multi_networking:
+    if not google_way(settings)[1].network_config.enable_multi_networking:
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
         yield _bad("multi-networking", what, fix)
