@@ -186,11 +186,7 @@ class Cluster:
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
-        """The objects, and the version to watch from.
-
-        Raises:
-            NotThere: the cluster has no such kind.
-        """
+        """The objects, and the version to watch from. NotThere says that the cluster has no such kind."""
         query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
         found: list[ApiObject] = []
         while True:
@@ -207,12 +203,7 @@ class Cluster:
             query["continue"] = rest
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
-        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped.
-
-        Raises:
-            AlreadyThere: one of that name exists.
-            ApiRefused: it is not valid, not allowed, or over a quota.
-        """
+        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped."""
         query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         return self.ask("POST", resource.path(namespace), query, body)
 
@@ -258,10 +249,9 @@ class Cluster:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
-        """Yield the changes after that version, an event per line; the stream ends after some minutes.
+        """The changes after that version, an event per line; the stream ends after some minutes.
 
-        Raises:
-            Expired: the version is too long ago.
+        Expired says that the version is too long ago.
         """
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
@@ -272,9 +262,7 @@ class Cluster:
     def log(self, namespace: str, pod: str, container: str, *, since: str = "", follow: bool) -> Stream:
         """A container's log with the time before each line; `since` is a moment, which counts in whole seconds.
 
-        Raises:
-            NotThere: no such pod.
-            ApiRefused: the container has not started.
+        NotThere says that there is no such pod, another ApiRefused that the container has not started.
         """
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may be silent for long; an hour of silence costs one more call.
@@ -401,8 +389,7 @@ class Stream:
     def __iter__(self) -> Iterator[bytes]:
         """Whole lines, without their newline; what is left behind the last newline comes at the end.
 
-        Raises:
-            PlatformUnreachable: the connection broke; the lines so far are good.
+        PlatformUnreachable says that the connection broke; the lines so far are good.
         """
         import urllib3
 
@@ -422,12 +409,7 @@ class Stream:
             self._response.close()
 
     def events(self) -> Iterator[tuple[str, ApiObject]]:
-        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object.
-
-        Raises:
-            Expired: the watch fell too far behind.
-            PlatformUnreachable: the connection broke, or the server said so.
-        """
+        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object. Expired: it fell too far behind."""
         for line in self:
             try:
                 event = json.loads(line)

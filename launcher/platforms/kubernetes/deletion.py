@@ -6,16 +6,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.platforms.kubernetes.cluster import (
-    NODES,
-    PODS,
-    SERVICES,
-    ApiObject,
-    Cluster,
-    Forbidden,
-    NotThere,
-    Resource,
-)
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Forbidden, Resource
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.reasons import advice
 from launcher.platforms.kubernetes.states import condition
@@ -33,13 +25,11 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
 
     A kind that may not be listed or deleted keeps nothing else from being deleted; it is reported in the end.
 
+    PlatformUnreachable names what is left and what holds it where something is not gone in time.
+
     Args:
         kinds: what the job can have been made of.
         limit: seconds that all of it may take.
-
-    Raises:
-        PlatformRefused: some of it may not be listed or deleted; names what, and what is still there.
-        PlatformUnreachable: no answer, or something is not gone in time; names what is left and what holds it.
     """
     asking = (1 - _LAST_WORDS) * limit
     ends, pause = time.monotonic() + asking, 0.1
@@ -67,12 +57,7 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
 
 
 def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple[str, ...]:
-    """Return what there is of the job, a line for each kind.
-
-    Raises:
-        PlatformRefused: a kind may not be listed.
-        PlatformUnreachable: no answer.
-    """
+    """Return what there is of the job, a line for each kind. One that may not be listed is PlatformRefused."""
     refused: dict[Resource, Forbidden] = {}
     left = _left(cluster, job, kinds, refused)
     if words := "; ".join(error.message for error in refused.values()):
@@ -86,10 +71,10 @@ def _left(
     left = {}
     for resource in kinds:
         # JobSet does not hand our labels on to the Service that it makes.
-        which = {"fields": f"metadata.name={job.name}"} if resource is SERVICES else {"labels": job.labels}
+        which = {"fields": f"metadata.name={job.name}"} if resource is api.SERVICES else {"labels": job.labels}
         try:
             found, _ = cluster.list(resource, job.namespace, **which)
-        except NotThere:
+        except api.NotThere:
             continue  # a cluster without that kind has nothing of it
         except Forbidden as error:
             refused[resource] = error
@@ -105,16 +90,12 @@ def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, 
     asked = False
     for resource, things in left.items():
         # What has an owner goes with it, or a controller would put another in its place.
-        free = [
-            thing
-            for thing in things
-            if not _leaving(thing)
-            and not any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
-        ]
+        owned = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} & there for thing in things]
+        free = [thing for thing, by in zip(things, owned, strict=True) if not by and not _leaving(thing)]
         if not free or resource in refused:
             continue
         try:
-            if resource is SERVICES:  # of which there is one, maybe without our labels
+            if resource is api.SERVICES:  # of which there is one, maybe without our labels
                 cluster.delete_one(resource, free[0])
             else:
                 cluster.delete(resource, job.namespace, labels=job.labels)
@@ -144,11 +125,11 @@ def _told(left: Left) -> str:
 
 def _lost(cluster: Cluster, left: Left) -> str:
     """Return which machines of the pods that are left do not answer; only they can say that a pod has ended."""
-    machines = sorted({pod["spec"]["nodeName"] for pod in left.get(PODS, ()) if pod["spec"].get("nodeName")})
+    machines = sorted({pod["spec"]["nodeName"] for pod in left.get(api.PODS, ()) if pod["spec"].get("nodeName")})
     lost = []
     for machine in machines[:_LOOKED_AT]:
         try:
-            found, _ = cluster.list(NODES, None, fields=f"metadata.name={machine}")
+            found, _ = cluster.list(api.NODES, None, fields=f"metadata.name={machine}")
         except LauncherError:
             return ""  # machines may not be looked at, or nobody answers
         if found and (unknown := condition(found[0], "Ready", "Unknown")) is not None:

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 
 from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
+from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.checks import Submitted
-from launcher.platforms.kubernetes.cluster import (
-    ATTACHMENTS,
-    DAEMON_SETS,
-    NETWORK_PARAMETERS,
-    NETWORKS,
-    ApiObject,
-    Cluster,
-)
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
@@ -28,7 +22,7 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check the Network objects that the pods are attached to, and their parameters."""
     rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
     wanted = [row["network"] for row in rows if row["network"] != "default"]
-    found = {name: cluster.get(NETWORKS, None, name) for name in wanted}
+    found = {name: cluster.get(api.NETWORKS, None, name) for name in wanted}
     if lacking := [name for name, thing in found.items() if thing is None]:
         there = [name for name, thing in found.items() if thing is not None]
         what = f"the Network objects {', '.join(lacking)} are missing (there are {', '.join(there) or 'none of them'})"
@@ -37,7 +31,7 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     for name, thing in found.items():
         reference = ((thing or {}).get("spec") or {}).get("parametersRef") or {}
         parameters = reference.get("name")
-        if parameters and cluster.get(NETWORK_PARAMETERS, None, parameters) is None:
+        if parameters and cluster.get(api.NETWORK_PARAMETERS, None, parameters) is None:
             what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
             yield Finding("error", "gke.networks", what, f"create it: {_NETWORKS}")
     if wanted and not lacking:
@@ -48,7 +42,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
     wanted = [one.partition("@")[0] for one in submitted.annotations.get(MULTUS, "").split(",") if one]
     places = [(one.rpartition("/")[0] or submitted.settings.namespace, one.rpartition("/")[2]) for one in wanted]
-    if lacking := [place for place in places if cluster.get(ATTACHMENTS, *place) is None]:
+    if lacking := [place for place in places if cluster.get(api.ATTACHMENTS, *place) is None]:
         what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
         fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
         yield Finding("error", "gke.networks", what, fix)
@@ -75,7 +69,7 @@ def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     injected = any(key.startswith(DEVICES) for key in submitted.annotations)
     if installer is None and not injected:
         return
-    listed, _ = cluster.list(DAEMON_SETS, None)
+    listed, _ = cluster.list(api.DAEMON_SETS, None)
     if installer is not None:
         tags = {}
         for one in listed:

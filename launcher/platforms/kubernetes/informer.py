@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
@@ -44,40 +44,6 @@ class JobName:
         return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
 
 
-@dataclass
-class Snapshot:
-    """A snapshot of a job in the cluster: enough to answer, and to watch on from."""
-
-    resource: Resource = api.JOBSETS
-    workload: ApiObject | None = None
-    workload_version: str = ""
-    pods: list[ApiObject] = field(default_factory=list)
-    pods_version: str = ""
-
-    def status(self) -> JobStatus:
-        return status_of(
-            self.workload, self.pods, {(restart_of(pod), index_of(pod)): node_seen(pod) for pod in self.pods}
-        )
-
-
-def snapshot(cluster: Cluster, job: JobName) -> Snapshot:
-    """The job now: two calls, or three where the cluster has no JobSets or the job is none.
-
-    Raises:
-        PlatformUnreachable: no answer.
-    """
-    for resource in (api.JOBSETS, api.JOBS):
-        try:
-            found, version = cluster.list(resource, job.namespace, fields=f"metadata.name={job.name}")
-        except NotThere:  # no such kind in this cluster
-            continue
-        if found:
-            pods, pods_version = cluster.list(api.PODS, job.namespace, labels=job.labels)
-            workload = {"kind": "JobSet" if resource is api.JOBSETS else "Job", **found[0]}  # lists leave it out
-            return Snapshot(resource, workload, version, pods, pods_version)
-    return Snapshot()
-
-
 class Informer:
     """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
 
@@ -97,11 +63,7 @@ class Informer:
         threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True).start()
 
     def objects(self) -> list[ApiObject]:
-        """All of them, as of now.
-
-        Raises:
-            PlatformUnreachable, LoginProblem, PlatformRefused: what keeps the watch from being up to date.
-        """
+        """All of them, as of now; raises what keeps the watch from being up to date."""
         with self._lock:
             if self._trouble is not None:
                 raise self._trouble
@@ -164,53 +126,85 @@ class Informer:
 
 
 class JobWatch:
-    """One job, watched until `stop`."""
+    """One job: listed when it is asked for first, and watched from the second time on if it was alive, until `stop`."""
 
-    def __init__(self, cluster: Cluster, job: JobName, found: Snapshot) -> None:
-        assert found.workload is not None
-        self.job = job
-        self.workload = found.workload
+    def __init__(self, cluster: Cluster, job: JobName) -> None:
+        self._cluster, self._job = cluster, job
+        self.workload: ApiObject | None = None
         """The JobSet or Job as last seen, also after its deletion."""
+        self.pods: Callable[[], list[ApiObject]] = list
+        """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
+        self.listed: tuple[Resource, str, str] | None = None
+        """Where the lists of a live job can be watched on from: kind, and version of its object and its pods."""
+        self.informers: tuple[Informer, ...] = ()
         self._deleted = self._settled = False
         self._seen: dict[tuple[int, int], NodeSeen] = {}
-        for pod in found.pods:
-            self._pod_changed(pod, gone=False)
-        self._workloads = Informer(
-            cluster, found.resource, job.namespace, fields=f"metadata.name={job.name}", objects=[found.workload],
-            version=found.workload_version, changed=self._workload_changed,
-        )  # fmt: skip
-        self._pods = Informer(
-            cluster, api.PODS, job.namespace, labels=job.labels, objects=found.pods, version=found.pods_version,
-            changed=self._pod_changed,
-        )  # fmt: skip
-        self.pods = self._pods.objects
-        """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
 
     def status(self) -> JobStatus:
         """Return the state of the job; one that is deleted while it is watched was cancelled.
 
         Raises:
-            PlatformUnreachable: the watches are not up to date.
+            PlatformUnreachable: no answer, or the watches are not up to date.
         """
+        if self.listed is not None and self.workload is not None:
+            self._watch(self.workload, *self.listed)
+        if not self.informers or self.workload is None:
+            return self._list()
+        workloads, pods = self.informers
         if not self._settled:
-            self._workloads.objects()
+            workloads.objects()
             deleted, over = self._deleted, final(self.workload) is not None
             if over:
                 # The two watches are not in step: the last pods' ends may still be on their way.
-                self._pods.refresh()
+                pods.refresh()
             self._settled = deleted or over
-        pods = [] if self._settled and self._deleted else self.pods()
-        told = status_of(self.workload, pods, self._seen)
+        told = status_of(self.workload, [] if self._settled and self._deleted else self.pods(), self._seen)
         if self._deleted and not told.state.final:
             return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
         return told
 
     def stop(self) -> None:
-        self._workloads.stop()
-        self._pods.stop()
+        for informer in self.informers:
+            informer.stop()
+
+    def _list(self) -> JobStatus:
+        """Two calls, or three where the cluster has no JobSets or the job is none."""
+        self.workload, self.pods, self.listed, self._seen = None, list, None, {}
+        for resource in (api.JOBSETS, api.JOBS):
+            try:
+                found, version = self._cluster.list(
+                    resource, self._job.namespace, fields=f"metadata.name={self._job.name}"
+                )
+            except NotThere:  # no such kind in this cluster
+                continue
+            if found:
+                pods, pods_version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
+                for pod in pods:
+                    self._pod_changed(pod, gone=False)
+                # Lists leave the kind out.
+                self.workload = {"kind": "JobSet" if resource is api.JOBSETS else "Job", **found[0]}
+                self.pods, self.listed = pods.copy, (resource, version, pods_version)
+                break
+        told = status_of(self.workload, self.pods(), self._seen)
+        if not told.state.live:
+            self.listed = None
+        return told
+
+    def _watch(self, workload: ApiObject, resource: Resource, version: str, pods_version: str) -> None:
+        cluster, job = self._cluster, self._job
+        self.listed = None
+        workloads = Informer(
+            cluster, resource, job.namespace, fields=f"metadata.name={job.name}", objects=[workload], version=version,
+            changed=self._workload_changed,
+        )  # fmt: skip
+        pods = Informer(
+            cluster, api.PODS, job.namespace, labels=job.labels, objects=self.pods(), version=pods_version,
+            changed=self._pod_changed,
+        )  # fmt: skip
+        self.informers, self.pods = (workloads, pods), pods.objects
 
     def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
-        if uid_of(workload) != uid_of(self.workload):
+        if self.workload is None or uid_of(workload) != uid_of(self.workload):
             return  # another of the same name, after ours was deleted
         self.workload = {"kind": self.workload["kind"], **workload}
         self._deleted = self._deleted or gone

@@ -105,8 +105,7 @@ def written(places: Places) -> str:
 def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: str) -> LogPage:
     """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
 
-    Raises:
-        PlatformUnreachable: no answer; the page is asked for again as a whole.
+    Where there is no answer, the page is asked for again as a whole.
     """
     places = parse(position)
     waiting = []
@@ -156,8 +155,8 @@ def _in_order(pods: list[ApiObject]) -> list[ApiObject]:
 class Follower:
     """Reads the logs of a watched job in the background, a thread for each, and hands them out page by page."""
 
-    def __init__(self, cluster: Cluster, watch: JobWatch, position: str) -> None:
-        self._cluster, self._watch = cluster, watch
+    def __init__(self, cluster: Cluster, job: JobName, watch: JobWatch, position: str) -> None:
+        self._cluster, self._job, self._watch = cluster, job, watch
         self._turns = threading.BoundedSemaphore(_TOGETHER)
         self._places = parse(position)
         self._lines: list[LogLine] = []
@@ -217,7 +216,7 @@ class Follower:
                 last = reader.ended  # the container has ended: one more reading gets all there is
                 try:
                     with self._turns if last else nullcontext():
-                        reader.stream = _open(self._cluster, self._watch.job, reader.pod, reader.place, follow=not last)
+                        reader.stream = _open(self._cluster, self._job, reader.pod, reader.place, follow=not last)
                         for text, place in _lines(reader.stream, reader.place, uid_of(reader.pod)):
                             reader.place = place
                             self._add(reader, text)

@@ -21,7 +21,7 @@ from launcher.platforms.kubernetes.checks import Submitted, check_settings
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import listed, remove
-from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
+from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.logs import Follower, log_page
 from launcher.platforms.kubernetes.preflight import examine_cluster
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
@@ -52,10 +52,7 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 class _Followed:
     """A job whose status was asked for."""
 
-    snapshot: Snapshot | None = None
-    """The job when it was asked for first, and was alive."""
-    watch: JobWatch | None = None
-    """Started for who asks again."""
+    watch: JobWatch
     follower: Follower | None = None
     asked: float | None = None
     """When the cluster was last asked why the job waits, and the answer."""
@@ -65,8 +62,7 @@ class _Followed:
     def stop(self) -> None:
         if self.follower is not None:
             self.follower.stop()
-        if self.watch is not None:
-            self.watch.stop()
+        self.watch.stop()
 
 
 class GkePlatform:
@@ -260,19 +256,13 @@ class GkePlatform:
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason."""
-        job, followed = JobName.parse(job_id), self._jobs.setdefault(job_id, _Followed())
-        if followed.watch is None and followed.snapshot is not None:
-            followed.watch, followed.snapshot = JobWatch(self.cluster, job, followed.snapshot), None
-        if (watch := followed.watch) is None:
-            found = snapshot(self.cluster, job)
-            told, workload, pods = found.status(), found.workload, found.pods
-            followed.snapshot = found if told.state.live else None
-        else:
-            told, workload, pods = watch.status(), watch.workload, []
+        job = JobName.parse(job_id)
+        followed = self._jobs.setdefault(job_id, _Followed(JobWatch(self.cluster, job)))
+        watch = followed.watch
+        told, workload = watch.status(), watch.workload
         if told.state.final or workload is None:
             return told
-        if watch is not None:
-            pods = watch.pods()
+        pods = watch.pods()
         missing = losses(pods, told.exit_codes)
         if told.state is not JobState.PENDING:
             followed.refused_since = None
@@ -295,15 +285,17 @@ class GkePlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`."""
-        job, followed = JobName.parse(job_id), self._jobs.get(job_id, _Followed())
-        if (watch := followed.watch) is None:
-            found = followed.snapshot or snapshot(self.cluster, job)
-            return log_page(self.cluster, job, found.pods, position)
-        over = watch.status().state.final
+        job, followed = JobName.parse(job_id), self._jobs.get(job_id)
+        if followed is None or not followed.watch.informers:
+            if followed is None or followed.watch.listed is None:
+                followed = _Followed(JobWatch(self.cluster, job))
+                followed.watch.status()
+            return log_page(self.cluster, job, followed.watch.pods(), position)
+        over = followed.watch.status().state.final
         if followed.follower is None or not followed.follower.knows(position):
             if followed.follower is not None:
                 followed.follower.stop()
-            followed.follower = Follower(self.cluster, watch, position)
+            followed.follower = Follower(self.cluster, job, followed.watch, position)
         told = followed.follower.page(position, last=over)
         if over:
             self._forget(job_id)

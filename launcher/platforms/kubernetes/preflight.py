@@ -47,11 +47,7 @@ class Survey(Submitted):
         return self.cluster.get(resource, self.namespace, name)
 
     def try_out(self, item: ApiObject) -> ApiObject:
-        """Ask the cluster to judge an object without storing it; returns what would be stored.
-
-        Raises:
-            ApiRefused: it would be refused.
-        """
+        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
         resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
         return self.cluster.create(resource, self.namespace, item, dry_run=True)
 
@@ -86,7 +82,7 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
         PlatformUnreachable, LoginProblem: nothing can be known.
     """
     survey = Survey(cluster, settings, items)
-    yield from version(survey)
+    yield from _version(survey)
     told: dict[str, Severity] = {}
     there = True
     for what, check in (*CHECKS.items(), *WITHIN.items()):
@@ -122,8 +118,7 @@ def _bad(code: str, what: str, fix: str) -> Finding:
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def version(survey: Survey) -> Iterator[Finding]:
-    """Check that the control plane is new enough."""
+def _version(survey: Survey) -> Iterator[Finding]:
     told = survey.cluster.version()
     if _numbers(told) < LEAST_KUBERNETES:
         least = ".".join(map(str, LEAST_KUBERNETES))
@@ -138,8 +133,7 @@ def _numbers(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def permissions(survey: Survey) -> Iterator[Finding]:
-    """Check that we may do what the run does."""
+def _permissions(survey: Survey) -> Iterator[Finding]:
     lacking = access.missing(survey.cluster, survey.settings, survey.kind)
     for one in lacking:
         what = f"you may not {one} in namespace {survey.namespace}, which {one.why} needs"
@@ -148,8 +142,8 @@ def permissions(survey: Survey) -> Iterator[Finding]:
         yield _good("permissions", f"you may do all that a run does in namespace {survey.namespace}")
 
 
-def jobset(survey: Survey) -> Iterator[Finding]:
-    """Check that JobSet is installed. Its version shows when it is asked to take the objects (`accepted`)."""
+def _jobset(survey: Survey) -> Iterator[Finding]:
+    """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
     if survey.kind != "jobset":
         return
     crd = survey.get(api.CRDS, "jobsets.jobset.x-k8s.io")
@@ -162,11 +156,8 @@ def jobset(survey: Survey) -> Iterator[Finding]:
         yield _good("jobset", "JobSet is installed")
 
 
-def multi_networking(survey: Survey) -> Iterator[Finding]:
-    """Check in the GKE API that the cluster's pods can have more than one interface.
-
-    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
-    """
+def _multi_networking(survey: Survey) -> Iterator[Finding]:
+    """https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods"""
     settings = survey.settings
     if settings.cluster is None or INTERFACES not in survey.annotations:
         return
@@ -179,8 +170,7 @@ def multi_networking(survey: Survey) -> Iterator[Finding]:
 # --- what the job refers to -------------------------------------------------------------------------------------------
 
 
-def namespace(survey: Survey) -> Iterator[Finding]:
-    """Check that it is there."""
+def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
     found = survey.get(api.NAMESPACES, name)
     if found is None:
@@ -193,8 +183,7 @@ def namespace(survey: Survey) -> Iterator[Finding]:
         yield _good("namespace", f"namespace {name}")
 
 
-def service_account(survey: Survey) -> Iterator[Finding]:
-    """Check that it is there, and tell which Google Cloud service account it stands for."""
+def _service_account(survey: Survey) -> Iterator[Finding]:
     name, space = survey.settings.service_account, survey.namespace
     if name is None:
         return
@@ -208,8 +197,7 @@ def service_account(survey: Survey) -> Iterator[Finding]:
     yield _good("service-account", f"service account {name}" + (f", which stands for {google}" if google else ""))
 
 
-def queue(survey: Survey) -> Iterator[Finding]:
-    """Check that Kueue is there, and that its queue lets jobs in."""
+def _queue(survey: Survey) -> Iterator[Finding]:
     name, space = survey.settings.queue, survey.namespace
     if name is None:
         return
@@ -235,8 +223,7 @@ def queue(survey: Survey) -> Iterator[Finding]:
     yield _good("queue", f"queue {name} of {behind}")
 
 
-def priority(survey: Survey) -> Iterator[Finding]:
-    """Check that the class is there."""
+def _priority(survey: Survey) -> Iterator[Finding]:
     resource, kind = api.PRIORITY_CLASSES, "PriorityClass"
     if survey.settings.queue:
         resource, kind = api.WORKLOAD_PRIORITIES, "WorkloadPriorityClass"
@@ -244,8 +231,7 @@ def priority(survey: Survey) -> Iterator[Finding]:
         yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; fix platform.priority")
 
 
-def topology(survey: Survey) -> Iterator[Finding]:
-    """Check that the label is a level that Kueue knows."""
+def _topology(survey: Survey) -> Iterator[Finding]:
     if survey.settings.topology is None:
         return
     label = next((value for key, value in survey.annotations.items() if key.endswith("-topology")), None)
@@ -256,8 +242,7 @@ def topology(survey: Survey) -> Iterator[Finding]:
         yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
-def claim(survey: Survey) -> Iterator[Finding]:
-    """Check that all nodes can write to it."""
+def _claim(survey: Survey) -> Iterator[Finding]:
     name, nodes = survey.settings.claim, survey.settings.nodes
     if name is None:
         return
@@ -270,8 +255,8 @@ def claim(survey: Survey) -> Iterator[Finding]:
         yield _bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
-def image(survey: Survey) -> Iterator[Finding]:
-    """Check that it is in its registry. Only the nodes know whether they may pull it."""
+def _image(survey: Survey) -> Iterator[Finding]:
+    """Only the nodes know whether they may pull it."""
     name = survey.node["image"]
     if name == UNBUILT:
         return
@@ -283,8 +268,8 @@ def image(survey: Survey) -> Iterator[Finding]:
         yield Finding("warning", "gke.image", what, "it may be there all the same")
 
 
-def secrets(survey: Survey) -> Iterator[Finding]:
-    """Check that they are there. Only a node finds out whether they have the right entries."""
+def _secrets(survey: Survey) -> Iterator[Finding]:
+    """Only a node finds out whether they have the right entries."""
     for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
         if survey.cluster.secret_type(survey.namespace, name) is None:
             what = f"there is no Secret {name} in namespace {survey.namespace}, and platform.secrets names it"
@@ -296,8 +281,8 @@ def secrets(survey: Survey) -> Iterator[Finding]:
 _LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
 
 
-def pull_secrets(survey: Survey) -> Iterator[Finding]:
-    """Check that they are there and are logins: a pod is created without them too, and waits for its image."""
+def _pull_secrets(survey: Survey) -> Iterator[Finding]:
+    """A pod is created without these logins too, and waits for its image."""
     for name in survey.settings.image_pull_secrets:
         kind = survey.cluster.secret_type(survey.namespace, name)
         fix = (
@@ -315,15 +300,13 @@ def pull_secrets(survey: Survey) -> Iterator[Finding]:
 # --- what the cluster would take --------------------------------------------------------------------------------------
 
 
-def quotas(survey: Survey) -> Iterator[Finding]:
-    """Check that the namespace has room for all pods of the job."""
+def _quotas(survey: Survey) -> Iterator[Finding]:
     listed, _ = survey.cluster.list(api.QUOTAS, survey.namespace)
     kind, nodes = survey.workload["kind"], survey.settings.nodes
     yield from overdrawn(listed, survey.admitted_pod, nodes=nodes, kind=kind)
 
 
-def accepted(survey: Survey) -> Iterator[Finding]:
-    """Check that the cluster would take the objects: it is asked without storing them (dryRun=All)."""
+def _accepted(survey: Survey) -> Iterator[Finding]:
     for item in survey.items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
@@ -331,24 +314,18 @@ def accepted(survey: Survey) -> Iterator[Finding]:
         except api.AlreadyThere:
             yield _good("there", f"{name} is there already, and will be taken up if it is the same")
         except api.NotThere:
-            continue  # `namespace` and `jobset` have said it
+            continue  # `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
             if "onJobFailureMessagePatterns" in error.message:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
                 yield _bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             else:
-                # A role that is missing has been found by `permissions`, which names all of them.
+                # A role that is missing has been found by `_permissions`, which names all of them.
                 yield from (one for one in _refused(item, error) if one.code != "gke.permission")
 
 
-def parts_accepted(survey: Survey) -> Iterator[Finding]:
-    """Check that the cluster would take what its controllers will make of the objects.
-
-    A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods.
-
-    Raises:
-        Forbidden: may not be tried out.
-    """
+def _parts_accepted(survey: Survey) -> Iterator[Finding]:
+    """A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods."""
     for item in survey.parts:
         try:
             survey.try_out(item)
@@ -368,29 +345,29 @@ def _refused(item: ApiObject, error: api.ApiRefused) -> list[Finding]:
 
 
 CHECKS: dict[str, Check] = {
-    "namespace": namespace,
-    "JobSet": jobset,
-    "priority": priority,
-    "topology": topology,
-    "multi-networking": multi_networking,
+    "namespace": _namespace,
+    "JobSet": _jobset,
+    "priority": _priority,
+    "topology": _topology,
+    "multi-networking": _multi_networking,
     "the network's release": lambda survey: release(_numbers(survey.cluster.version()), survey),
     "networks": lambda survey: networks(survey.cluster, survey),
     "attachments": lambda survey: attachments(survey.cluster, survey),
     "the network's DaemonSets": lambda survey: daemon_sets(survey.cluster, survey),
     "machines": lambda survey: machines(survey.cluster, survey),
-    "image": image,
+    "image": _image,
 }
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
-    "permissions": permissions,
-    "service account": service_account,
-    "secrets": secrets,
-    "pull secrets": pull_secrets,
-    "queue": queue,
-    "claim": claim,
-    "quotas": quotas,
+    "permissions": _permissions,
+    "service account": _service_account,
+    "secrets": _secrets,
+    "pull secrets": _pull_secrets,
+    "queue": _queue,
+    "claim": _claim,
+    "quotas": _quotas,
     "limits": lambda survey: limited(survey.admitted_pod, survey.pod),
-    "what the cluster would take": accepted,
-    "what its controllers would make": parts_accepted,
+    "what the cluster would take": _accepted,
+    "what its controllers would make": _parts_accepted,
 }
 """The checks of the job's namespace: without it none of them can succeed."""

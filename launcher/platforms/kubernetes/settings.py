@@ -127,24 +127,20 @@ class GkePlatformConfig(ClusterSettings):
     """Seconds that an ended job is kept in the cluster."""
 
     def open(self) -> Platform:
-        """Return the cluster as a platform."""
         from launcher.platforms.kubernetes.platform import GkePlatform
 
         return GkePlatform(self)
 
     @property
     def hardware(self) -> str | None:
-        """Return the machine type, as the config names it."""
         return self.machine
 
     @property
     def fabric(self) -> Network:
-        """Return the network of the pods."""
         return chosen_network(self, host_network=self.host_network)
 
     @property
     def ends_by_preemption(self) -> bool:
-        """Return whether these are Spot VMs."""
         return self.spot
 
     @property
