@@ -13,7 +13,7 @@ from launcher.platforms.kubernetes.cluster import Cluster, Resource
 from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
-Verb = Literal["submit", "status", "logs", "cancel", "check"]
+Verb = Literal["submit", "status", "logs", "cancel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Permission:
     resource: Resource
     verb: str
     why: Verb
-    """The verb of ours that fails without it; without one that only `check` has, something is not checked."""
+    """The verb of ours that fails without it."""
     subresource: str = ""
 
     def __str__(self) -> str:
@@ -37,32 +37,22 @@ def _some(*resources: Resource, **verbs: Verb) -> tuple[Permission, ...]:
 
 _MADE: dict[str, Verb] = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
 
-# In the job's namespace.
-NEEDED: tuple[Permission, ...] = (
+_NEEDED: tuple[Permission, ...] = (
     *_some(api.JOBSETS, api.JOBS, list="status", watch="status", **_MADE),
     *_some(api.SERVICES, create="submit", get="submit", list="cancel", delete="cancel"),
-    *_some(api.PODS, list="status", watch="status", deletecollection="cancel", create="check"),
+    *_some(api.PODS, list="status", watch="status", deletecollection="cancel"),
     Permission(resource=api.PODS, subresource="log", verb="get", why="logs"),
     *_some(api.NETWORK_POLICIES, api.CLAIM_TEMPLATES, api.COMPUTE_DOMAINS, list="cancel", **_MADE),
     *_some(api.EVENTS, api.WORKLOADS, list="status"),
-    *_some(api.QUOTAS, list="check"),
-    *_some(api.SECRETS, api.SERVICE_ACCOUNTS, api.LOCAL_QUEUES, api.CLAIMS, get="check"),
-)
-# In the whole cluster.
-LOOKED_AT: tuple[Permission, ...] = (
-    *_some(api.NODES, api.DAEMON_SETS, api.TOPOLOGIES, list="check"),
-    *_some(api.NAMESPACES, api.CRDS, api.NETWORKS, api.NETWORK_PARAMETERS, api.ATTACHMENTS, get="check"),
-    *_some(api.PRIORITY_CLASSES, api.CLUSTER_QUEUES, api.WORKLOAD_PRIORITIES, get="check"),
 )
 
 
 def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> Iterator[Permission]:
-    """Return the permissions that a run with these settings needs; those for looking alone do not stop it."""
+    """Return the permissions that a run with these settings needs. Without those for looking alone, which only the
+    checks have, something is not checked."""
     kinds, parts = made_of(settings), (api.CLAIM_TEMPLATES, api.COMPUTE_DOMAINS, api.NETWORK_POLICIES)
     other = api.JOBS if workload == "jobset" else api.JOBSETS
-    for one in NEEDED:
-        if one.why == "check":
-            continue
+    for one in _NEEDED:
         if one.resource not in kinds and one.resource in parts:
             continue
         if one.resource is api.WORKLOADS and settings.queue is None:
