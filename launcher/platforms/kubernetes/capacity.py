@@ -134,8 +134,11 @@ def _unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
     if holding(node, "Ready") is None:
         return "not ready"
     for taint in spec.get("taints", ()):
-        if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in pod["tolerations"]):
-            return f"with the taint {taint['key']}={taint.get('value', '')}"
+        key, value, effect = taint["key"], taint.get("value", ""), taint["effect"]
+        same = [one for one in pod["tolerations"] if one.get("key") == key and one.get("effect") in (None, "", effect)]
+        tolerated = any(one.get("operator") == "Exists" or one.get("value", "") == value for one in same)
+        if effect != "PreferNoSchedule" and not tolerated:
+            return f"with the taint {key}={value}"
     return _too_small(node, wanted)
 
 
@@ -148,12 +151,6 @@ def _too_small(node: ApiObject, wanted: Amounts) -> str:
             name = _COMPARED.get(resource, resource)
             return f"with {_shown(resource, has)} {name} of {_shown(resource, asked)}"
     return ""
-
-
-def _tolerates(toleration: Mapping[str, str], taint: Mapping[str, str]) -> bool:
-    if toleration.get("effect") not in (None, "", taint["effect"]) or toleration.get("key") != taint["key"]:
-        return False
-    return toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get("value", "")
 
 
 def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:

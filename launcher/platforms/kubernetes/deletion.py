@@ -38,8 +38,23 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
     left: Left = {}
     try:
         while left := _left(limited, job, kinds, refused):
-            asked = _delete(limited, job, left, refused)
-            if not asked and not any(_leaving(thing) for things in left.values() for thing in things):
+            there = {one["metadata"]["uid"] for things in left.values() for one in things}
+            going = any(_leaving(thing) for things in left.values() for thing in things)
+            for resource, things in left.items():
+                # What has an owner goes with it, or a controller would put another in its place.
+                owned = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in things]
+                free = [one for one, by in zip(things, owned, strict=True) if not by & there and not _leaving(one)]
+                if not free or resource in refused:
+                    continue
+                try:
+                    if resource is api.SERVICES:  # of which there is one, maybe without our labels
+                        limited.delete_one(resource, free[0])
+                    else:
+                        limited.delete(resource, job.namespace, labels=job.labels)
+                    going = True
+                except Forbidden as error:
+                    refused[resource] = error
+            if not going:
                 break  # nothing of what is left may be deleted
             if time.monotonic() + pause > ends:
                 raise PlatformUnreachable(f"it had {limit:.0f} s")
@@ -82,28 +97,6 @@ def _left(
         if found:
             left[resource] = found
     return left
-
-
-def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, Forbidden]) -> bool:
-    """Ask for the deletion of all that nobody else will delete; return whether there was any."""
-    there = {one["metadata"]["uid"] for things in left.values() for one in things}
-    asked = False
-    for resource, things in left.items():
-        # What has an owner goes with it, or a controller would put another in its place.
-        owned = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} & there for thing in things]
-        free = [thing for thing, by in zip(things, owned, strict=True) if not by and not _leaving(thing)]
-        if not free or resource in refused:
-            continue
-        try:
-            if resource is api.SERVICES:  # of which there is one, maybe without our labels
-                cluster.delete_one(resource, free[0])
-            else:
-                cluster.delete(resource, job.namespace, labels=job.labels)
-        except Forbidden as error:
-            refused[resource] = error
-        else:
-            asked = True
-    return asked
 
 
 def _leaving(thing: ApiObject) -> bool:

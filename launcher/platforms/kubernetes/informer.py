@@ -90,31 +90,26 @@ class Informer:
         failures = 0
         while not self._stopped.is_set():
             try:
-                self._follow()
+                if self._version is None:
+                    self._version = self.refresh()
+                self._stream = self._cluster.watch(self._resource, self._namespace, self._version, **self._selection)
+                self._trouble = None
+                if self._stopped.is_set():
+                    self._stream.close()
+                for kind, thing in self._stream.events():
+                    if kind != "BOOKMARK":
+                        self._apply(thing, gone=kind == "DELETED")
+                    self._version = thing["metadata"]["resourceVersion"]
                 failures = 0
             except Expired:
                 self._version = None
             except Exception as error:  # whatever it is: a watch that has died unseen would show the past forever
-                known = isinstance(error, LauncherError)
-                self._trouble = (
-                    error if known else PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
-                )
-                self._version = self._version if known else None
+                self._trouble = error
+                if not isinstance(error, LauncherError):
+                    self._trouble = PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
+                    self._version = None
                 self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
                 failures += 1
-
-    def _follow(self) -> None:
-        """One watch, from its opening to its end."""
-        if self._version is None:
-            self._version = self.refresh()
-        self._stream = self._cluster.watch(self._resource, self._namespace, self._version, **self._selection)
-        self._trouble = None
-        if self._stopped.is_set():
-            self._stream.close()
-        for kind, thing in self._stream.events():
-            if kind != "BOOKMARK":
-                self._apply(thing, gone=kind == "DELETED")
-            self._version = thing["metadata"]["resourceVersion"]
 
     def _apply(self, thing: ApiObject, *, gone: bool) -> None:
         with self._lock:

@@ -89,22 +89,19 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
         if what in WITHIN and not there:
             continue  # what follows from a namespace that is missing says nothing more
         before = told.copy()
-        for finding in _checked(what, check, survey):
-            # The dry runs repeat each other, and what has been found with better words before.
-            if finding.severity == "info" or before.get(finding.code) not in ("error", finding.severity):
-                yield finding
-            if finding.severity == "error" or (finding.severity == "warning" and finding.code != "gke.unseen"):
-                told[finding.code] = finding.severity
+        try:
+            for finding in check(survey):
+                # The dry runs repeat each other, and what has been found with better words before.
+                if finding.severity == "info" or before.get(finding.code) not in ("error", finding.severity):
+                    yield finding
+                if finding.severity in ("error", "warning"):
+                    told[finding.code] = finding.severity
+        except api.Forbidden as error:
+            unseen = f"{what}: not checked, for {error.message}"
+            yield Finding("warning", "gke.unseen", unseen, access.CLUSTER_ROLES)
+        except LauncherError as error:
+            yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
         there = there and "gke.namespace" not in told
-
-
-def _checked(what: str, check: Check, survey: Survey) -> Iterator[Finding]:
-    try:
-        yield from check(survey)
-    except api.Forbidden as error:
-        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error.message}", access.CLUSTER_ROLES)
-    except LauncherError as error:
-        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
 
 
 def _good(code: str, what: str) -> Finding:
