@@ -116,6 +116,7 @@ class Expired(ApiRefused):
 
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
+_DELETE = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _TABLE = "application/json;as=Table;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
@@ -209,18 +210,16 @@ class Cluster:
 
     def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
         """Delete whatever has the labels, and what it owns; nothing or no such kind is success."""
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
-        self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, options, missing={})
+        self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
         """Delete this very object, and no other of its name."""
         meta = thing["metadata"]
-        options = {"propagationPolicy": "Foreground", "preconditions": {"uid": meta["uid"]}}
-        body = {"kind": "DeleteOptions", "apiVersion": "v1", **options}
+        body = {**_DELETE, "preconditions": {"uid": meta["uid"]}}
         try:
-            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body)
+            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body, missing={})
         except ApiRefused as error:
-            if error.status not in (404, 409):  # 409: another has its name by now, so this one is gone
+            if error.status != 409:  # another has its name by now, so this one is gone
                 raise
 
     @_understood
@@ -298,49 +297,54 @@ class Cluster:
         renewed = False
         for pause in (*_PAUSES, None):
             problem: LauncherError
+            after: float | None = 0.0
             if (left := self._ends - time.monotonic()) <= 0:
                 raise PlatformUnreachable(f"{self.where} has not answered in time")
             try:
                 answer = self._call(method, path, query, body, accept, (min(_CONNECT, left), min(read, left)))
                 if answer.status < 300:
                     return answer
-                raise self._refusal(answer)
+                problem, after = self._problem(answer)
             except ApiException as error:  # of status 0: TLS
                 told = words_of(str(error.reason))
                 raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
-            except _Unauthorized:
-                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
-                problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
-                wait = (pause or 0.0) if renewed else 0.0
-                renewed = True
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
+            if after is None:
+                raise problem
+            wait = min(_LONGEST_PAUSE, max(pause or 0.0, after))
+            if isinstance(problem, LoginProblem):
                 if self._renew is None:
-                    raise problem from None
+                    raise problem
+                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
+                wait = wait if renewed else 0.0
+                renewed = True
                 with self._renewing:
                     self._renew()
-            except (_Busy, urllib3.exceptions.HTTPError, OSError) as error:
-                problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
-                after = error.retry_after if isinstance(error, _Busy) else 0.0
-                wait = min(_LONGEST_PAUSE, max(pause or 0.0, after))
             if pause is None or time.monotonic() + wait > self._ends:
                 raise problem
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
-    def _refusal(self, answer: urllib3.HTTPResponse) -> Exception:
-        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
+    def _problem(self, answer: urllib3.HTTPResponse) -> tuple[LauncherError, float | None]:
+        """Return the error that an answer means, and the least seconds after which to try again; None is never.
+
+        Made apart, because the answer's text may repeat the token.
+        """
         text = answer.data.decode(errors="replace")
         told = _object_in(text)
         words = redacted(str(told.get("message") or text[:300]))
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
-            return _Unauthorized()
+            return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account"), 0.0
         if answer.status == 429 or answer.status >= 500:
             # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
             after = str(answer.headers.get("Retry-After", "")).strip()
-            return _Busy(words, float(after) if after.isdecimal() else 0.0)
+            problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(words)}")
+            return problem, float(after) if after.isdecimal() else 0.0
         kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
-        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words)
+        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words), None
 
     def _call(
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
@@ -356,18 +360,6 @@ class Cluster:
         url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
         answer: urllib3.HTTPResponse = client.call_api(method, url, headers, body, _request_timeout=timeout).response
         return answer
-
-
-class _Unauthorized(Exception):
-    """401."""
-
-
-class _Busy(Exception):
-    """Try again: 429, 5xx, or no connection."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
 
 
 def _object_in(text: str | bytes) -> dict[str, Any]:

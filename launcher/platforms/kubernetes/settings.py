@@ -159,14 +159,10 @@ class GkePlatformConfig(ClusterSettings):
     _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 
     @model_validator(mode="after")
-    def _machine_is_known(self) -> Self:
+    def _consistent(self) -> Self:
         if self.machine is not None:
             machine_named(self.machine)
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
         if (self.cluster is None) != (self.location is None):
             raise ValueError(
                 f"platform.cluster={self.cluster} and platform.location={self.location}: a GKE cluster is found by "
