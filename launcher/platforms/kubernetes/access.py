@@ -84,11 +84,7 @@ def fix_of(lacking: Iterable[Permission]) -> str:
 
 
 def require_permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> None:
-    """Refuse to go on without all permissions of a run.
-
-    Raises:
-        LoginProblem: something is lacking; names all of it, and the role that grants it.
-    """
+    """Refuse to go on without all permissions of a run; names what is lacking, and the role that grants it."""
     if lacking := missing(cluster, settings, workload):
         listed = ", ".join(f"{one} ({one.why})" for one in lacking)
         raise LoginProblem(f"{cluster.where} does not let you {listed}; {fix_of(lacking)}")

@@ -161,8 +161,6 @@ def google_way(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
     """Return a cluster on GKE, and what Google Cloud knows of it.
 
     Found anew every ten minutes: a run asks for its platform many times, and an endpoint may move.
-
-    Raises: as `connect`.
     """
     name, place, period = str(settings.cluster), str(settings.location), int(time.monotonic() // _KEPT)
     return _google_way(name, place, settings.project, settings.dns_endpoint, period)

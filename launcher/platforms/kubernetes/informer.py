@@ -136,11 +136,7 @@ class JobWatch:
         self._seen: dict[tuple[int, int], NodeSeen] = {}
 
     def status(self) -> JobStatus:
-        """Return the state of the job; one that is deleted while it is watched was cancelled.
-
-        Raises:
-            PlatformUnreachable: no answer, or the watches are not up to date.
-        """
+        """Return the state of the job; one that is deleted while it is watched was cancelled."""
         if self.listed is not None and self.workload is not None:
             self._watch(self.workload, *self.listed)
         if not self.informers or self.workload is None:

@@ -174,9 +174,8 @@ class Follower:
     def page(self, position: str, *, last: bool) -> LogPage:
         """The lines behind a position. The same position again gives the same lines again, and those since.
 
-        Args:
-            last: the job has ended: wait until all of it is read, or a page is full. A connection that neither speaks
-                nor ends is given up.
+        Where the job has ended, the last page waits until all is read or a page is full. A connection that neither
+        speaks nor ends is given up.
         """
         pods = self._watch.pods()
         over = {uid_of(pod): ended(pod) for pod in pods}

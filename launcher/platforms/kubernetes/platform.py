@@ -85,11 +85,7 @@ class GkePlatform:
 
     @property
     def cluster(self) -> Cluster:
-        """Connected to when it is first needed.
-
-        Raises:
-            LauncherError: it cannot be reached, by its name or with these credentials.
-        """
+        """Connected to when it is first needed."""
         if self._connected is None:
             self._connected = connect(self._settings)
         return self._connected

@@ -46,11 +46,7 @@ def claim_name(job: Job, claim: str) -> str:
 
 
 def pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
-    """Return the template of the pod that every node of the job has, and all variables of its nodes.
-
-    Raises:
-        ConfigProblem: the job's environment clashes with its network's or with what launching needs.
-    """
+    """Return the template of the pod that every node of the job has, and all variables of its nodes."""
     unprivileged = settings.uid != 0 and not network.root and not network.privileged
     # Our own programs write where their volumes are. A script of the user's may write next to itself, and the scripts
     # of networks that need root write as they like.
@@ -248,11 +244,6 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
 def _volumes(
     job: Job, settings: GkePlatformConfig, network: Network, *, read_only: bool
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """The pod's volumes, and their mounts.
-
-    Raises:
-        ConfigProblem: a bucket is to be mounted, and a dataset is in none.
-    """
     # 64 MB is what a container has otherwise: https://github.com/NVIDIA/nccl/issues/290
     size = settings.shm or f"{network.shm_bytes // 2**30}Gi"
     volumes: list[Mapping[str, Any]] = [

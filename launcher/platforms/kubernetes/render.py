@@ -99,9 +99,6 @@ def made_of(settings: GkePlatformConfig) -> tuple[api.Resource, ...]:
     """Return the kinds of all objects that a job with these settings may have.
 
     It is a JobSet or a Job by what the cluster had when it was submitted, so either is looked for.
-
-    Raises:
-        ConfigProblem: the network's release is not known.
     """
     claimed = (_CLAIM_KINDS[claim] for claim in settings.fabric.claims)
     isolated = (api.NETWORK_POLICIES,) if settings.isolated else ()
@@ -154,11 +151,7 @@ def _jobset(settings: GkePlatformConfig, template: Mapping[str, Any]) -> dict[st
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All"},
-        "failurePolicy": {
-            "maxRestarts": settings.restarts,
-            "restartStrategy": "BlockingRecreate",
-            "rules": [hopeless],
-        },
+        "failurePolicy": {"maxRestarts": settings.restarts, "restartStrategy": "BlockingRecreate", "rules": [hopeless]},
         "replicatedJobs": [{"name": NODES, "replicas": 1, "template": template}],
     }
 
