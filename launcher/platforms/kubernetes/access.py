@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from launcher.errors import LoginProblem
 from launcher.platforms.kubernetes import cluster as api
@@ -16,58 +15,44 @@ from launcher.platforms.kubernetes.settings import GkePlatformConfig
 Verb = Literal["submit", "status", "logs", "cancel"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Permission:
+class Permission(NamedTuple):
     """One thing to be allowed."""
 
     resource: Resource
     verb: str
     why: Verb
     """The verb of ours that fails without it."""
-    subresource: str = ""
 
     def __str__(self) -> str:
-        what = f"{self.resource}/{self.subresource}" if self.subresource else str(self.resource)
-        return f"{self.verb} {what}"
+        return f"{self.verb} {self.resource}"
 
 
-def _some(*resources: Resource, **verbs: Verb) -> tuple[Permission, ...]:
-    return tuple(Permission(resource=one, verb=verb, why=why) for one in resources for verb, why in verbs.items())
-
-
-_MADE: dict[str, Verb] = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
-
-_NEEDED: tuple[Permission, ...] = (
-    *_some(api.JOBSETS, api.JOBS, list="status", watch="status", **_MADE),
-    *_some(api.SERVICES, create="submit", get="submit", list="cancel", delete="cancel"),
-    *_some(api.PODS, list="status", watch="status", deletecollection="cancel"),
-    Permission(resource=api.PODS, subresource="log", verb="get", why="logs"),
-    *_some(api.NETWORK_POLICIES, api.CLAIM_TEMPLATES, api.COMPUTE_DOMAINS, list="cancel", **_MADE),
-    *_some(api.EVENTS, api.WORKLOADS, list="status"),
-)
+def _some(*resources: Resource, **verbs: Verb) -> Iterator[Permission]:
+    return (Permission(one, verb, why) for one in resources for verb, why in verbs.items())
 
 
 def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> Iterator[Permission]:
     """Return the permissions that a run with these settings needs. Without those for looking alone, which only the
     checks have, something is not checked."""
-    kinds, parts = made_of(settings), (api.CLAIM_TEMPLATES, api.COMPUTE_DOMAINS, api.NETWORK_POLICIES)
-    other = api.JOBS if workload == "jobset" else api.JOBSETS
-    for one in _NEEDED:
-        if one.resource not in kinds and one.resource in parts:
-            continue
-        if one.resource is api.WORKLOADS and settings.queue is None:
-            continue
-        # One of the other kind is only looked for, and removed with the rest.
-        if one.resource is other and one.verb in ("create", "watch", "delete"):
-            continue
-        yield one
+    made: dict[str, Verb] = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
+    kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
+    kinds = made_of(settings)
+    parts = [one for one in (api.NETWORK_POLICIES, api.CLAIM_TEMPLATES, api.COMPUTE_DOMAINS) if one in kinds]
+    yield from _some(kind, list="status", watch="status", **made)
+    # One of the other kind is only looked for, and removed with the rest.
+    yield from _some(other, get="submit", list="status", deletecollection="cancel")
+    yield from _some(api.SERVICES, create="submit", get="submit", list="cancel", delete="cancel")
+    yield from _some(api.PODS, list="status", watch="status", deletecollection="cancel")
+    yield from _some(api.LOGS, get="logs")
+    yield from _some(*parts, list="cancel", **made)
+    yield from _some(api.EVENTS, *([] if settings.queue is None else [api.WORKLOADS]), list="status")
 
 
 def missing(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
     """Return the needed permissions that the cluster would refuse us."""
 
     def refused(one: Permission) -> bool:
-        return not cluster.allows(one.verb, one.resource, settings.namespace, one.subresource)
+        return not cluster.allows(one.verb, one.resource, settings.namespace)
 
     asked = list(needed(settings, workload))
     with ThreadPoolExecutor(max_workers=4) as pool:

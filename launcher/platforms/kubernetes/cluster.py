@@ -40,11 +40,11 @@ class Resource:
     plural: str
     namespaced: bool = True
 
-    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+    def path(self, namespace: str | None, name: str = "") -> str:
         """Without a namespace, of all namespaces."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         space = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
-        return f"{root}{space}/{self.plural}" + "".join(f"/{part}" for part in (name, subresource) if part)
+        return f"{root}{space}/{self.plural}" + (f"/{name}" if name else "")
 
     def __str__(self) -> str:
         return f"{self.plural}.{self.group}" if self.group else self.plural
@@ -53,6 +53,7 @@ class Resource:
 JOBSETS = Resource("jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOBS = Resource("batch", "v1", "jobs")
 PODS = Resource("", "v1", "pods")
+LOGS = Resource("", "v1", "pods/log")
 SERVICES = Resource("", "v1", "services")
 EVENTS = Resource("", "v1", "events")
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
@@ -234,9 +235,10 @@ class Cluster:
         return str(self.ask("GET", "/version")["gitVersion"])
 
     @_understood
-    def allows(self, verb: str, resource: Resource, namespace: str | None, subresource: str = "") -> bool:
+    def allows(self, verb: str, resource: Resource, namespace: str | None) -> bool:
         """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
-        asked = {"verb": verb, "group": resource.group, "resource": resource.plural, "subresource": subresource}
+        plural, _, part = resource.plural.partition("/")
+        asked = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part}
         space = {"namespace": namespace} if resource.namespaced and namespace else {}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
@@ -265,7 +267,7 @@ class Cluster:
         """
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may be silent for long; an hour of silence costs one more call.
-        return Stream(self, self._send("GET", PODS.path(namespace, pod, "log"), query, read=3600.0))
+        return Stream(self, self._send("GET", f"{PODS.path(namespace, pod)}/log", query, read=3600.0))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
