@@ -325,12 +325,9 @@ def _stop(jobs: dict[JobId, _Followed]) -> None:
 
 def digest_of(items: Any) -> str:
     """A checksum of what is sent, but for labels, which tell who has sent it and change nothing."""
-    return sha256(json.dumps(_unlabelled(items), sort_keys=True).encode()).hexdigest()[:32]
 
+    def unlabelled(thing: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in thing.items() if name != "labels"}
 
-def _unlabelled(thing: Any) -> Any:
-    if isinstance(thing, list):
-        return [_unlabelled(one) for one in thing]
-    if isinstance(thing, dict):
-        return {name: _unlabelled(value) for name, value in thing.items() if name != "labels"}
-    return thing
+    sent = json.loads(json.dumps(items), object_hook=unlabelled)
+    return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]

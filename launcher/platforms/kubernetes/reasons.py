@@ -14,20 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from launcher.errors import LauncherError
+from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.access import CLUSTER_ROLES
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.pods import job_name
-from launcher.platforms.kubernetes.states import (
-    began,
-    condition,
-    holding,
-    index_of,
-    nodes_of,
-    restart_of,
-    restarts_of,
-    uid_of,
-)
 from litgpt_demo.findings import Finding, Severity
 
 
@@ -116,11 +107,11 @@ REFUSALS = frozenset(
 
 def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
-    there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
-    waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
+    there = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
+    waiting = sorted((pod for pod in there if not states.began(pod)), key=states.index_of)
     found = _asked(lambda: _of_pods(waiting))
     # What once kept a pod from being made is over when all of them are there.
-    past = {"FailedCreate"} if len(there) >= nodes_of(workload) else set()
+    past = {"FailedCreate"} if len(there) >= states.nodes_of(workload) else set()
     found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
     if _QUEUE in workload["metadata"].get("labels", {}):
         found += _asked(lambda: _of_kueue(cluster, job, workload))
@@ -214,7 +205,7 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
             close = "kueue.x-k8s.io/topology" in gates
             by = "Kueue, which looks for machines close together" if close else ", ".join(gates)
             found.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it goes on by itself"))
-        elif (told := condition(pod, "PodScheduled", "False")) is not None:
+        elif (told := states.condition(pod, "PodScheduled", "False")) is not None:
             found += unschedulable(told.get("message", ""))
         status = pod.get("status", {})
         for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
@@ -223,7 +214,7 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
                 what = f"container {one['name']}, image {one['image']}: {waits['reason']}: {waits.get('message', '')}"
                 found.append(Finding("error", f"{_AREA}.{code}", what, _FIXES[code]))
         for finding in found:
-            reasons.setdefault(finding, []).append(index_of(pod))
+            reasons.setdefault(finding, []).append(states.index_of(pod))
     for finding, nodes in reasons.items():
         who = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
         yield replace(finding, what=f"{who}: {finding.what}")
@@ -256,7 +247,7 @@ def _of_events(
 ) -> Iterator[Finding]:
     """Yield what the newest event of each kind means; nothing for one that keeps nobody from running."""
     known = [job.name, *(pod["metadata"]["name"] for pod in waiting)]
-    alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
+    alive = {states.uid_of(workload), *(states.uid_of(pod) for pod in waiting)}
     for name in (job.name, *([job_name(job.name)] if workload["kind"] == "JobSet" else []), *known[1:]):
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
         about = [event for event in events if isinstance(event.get("involvedObject"), dict)]
@@ -290,17 +281,17 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[F
         yield Finding("error", "gke.pending.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
     owned = ((one, one["metadata"].get("ownerReferences", ())) for one in listed)
-    mine = [one for one, owners in owned if any(owner["uid"] == uid_of(workload) for owner in owners)]
+    mine = [one for one, owners in owned if any(owner["uid"] == states.uid_of(workload) for owner in owners)]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", "gke.pending.queue", what, "is Kueue's controller running, with JobSets turned on?")
     for one in mine:
-        if (evicted := holding(one, "Evicted")) is not None:
+        if (evicted := states.holding(one, "Evicted")) is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
             yield Finding("warning", "gke.pending.evicted", what, "it goes on by itself, from its last checkpoint")
-        if holding(one, "Admitted") is not None:
+        if states.holding(one, "Admitted") is not None:
             continue
-        told = condition(one, "QuotaReserved", "False")
+        told = states.condition(one, "QuotaReserved", "False")
         if told is not None and evicted is None:
             what = f"queue {queue}: {told.get('message', '')}"
             if told.get("reason") == "Inadmissible" or "maximum capacity" in what:
