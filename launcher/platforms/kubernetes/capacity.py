@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.formatting import bytes_text
 from launcher.job import Object
-from launcher.platforms.kubernetes.checks import Submitted
-from launcher.platforms.kubernetes.cluster import NODES, ApiObject, Cluster
+from launcher.platforms.kubernetes.checks import Submitted, Survey
+from launcher.platforms.kubernetes.cluster import NODES, QUOTAS, ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.pods import NODE
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -70,12 +70,12 @@ def _total(pod: Object, *parts: str) -> Amounts:
 # --- machines ---------------------------------------------------------------------------------------------------------
 
 
-def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
-    settings = submitted.settings
-    nodes, _ = cluster.list(NODES, None)
-    wanted = _reserved(submitted)
-    reasons = Counter(_unfit(node, submitted.pod, wanted) for node in nodes)
+    settings = survey.settings
+    nodes, _ = survey.cluster.list(NODES, None)
+    wanted = _reserved(survey)
+    reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     if (fit := reasons.pop("", 0)) >= settings.nodes:
         yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
         return
@@ -183,21 +183,23 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
 # the other pods, or of what a limit that is set by default will do to a training.
 
 
-def overdrawn(quotas: Iterable[Object], pod: Object, *, nodes: int, kind: str) -> Iterator[Finding]:
+def quotas(survey: Survey) -> Iterator[Finding]:
     """Yield what the job as a whole asks for and a ResourceQuota has not got, now or ever.
 
     Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
     """
+    listed, _ = survey.cluster.list(QUOTAS, survey.namespace)
+    pod, nodes = survey.admitted_pod, survey.settings.nodes
     pods, one = Decimal(nodes), Decimal(1)
     wanted = {"pods": pods, "count/pods": pods, "count/jobs.batch": one, "services": one, "count/services": one}
-    if kind == "JobSet":
+    if survey.kind == "jobset":
         wanted["count/jobsets.jobset.x-k8s.io"] = one
     for resource, quantity in _total(pod, "limits", "requests").items():
         wanted[f"requests.{resource}"] = quantity * nodes
         if "/" not in resource:
             wanted[resource] = quantity * nodes
     wanted |= {f"limits.{resource}": quantity * nodes for resource, quantity in _total(pod, "limits").items()}
-    for quota in quotas:
+    for quota in listed:
         name, spec = quota["metadata"]["name"], quota["spec"]
         if spec.get("scopes") or spec.get("scopeSelector"):
             continue
@@ -217,14 +219,11 @@ def overdrawn(quotas: Iterable[Object], pod: Object, *, nodes: int, kind: str) -
                 yield Finding("warning", "gke.quota", what, f"wait for other jobs to end, {fix}")
 
 
-def limited(admitted: Object, pod: Object) -> Iterator[Finding]:
+def limits(survey: Survey) -> Iterator[Finding]:
     """Yield the limits that the namespace would give the container that trains, and nobody has asked for."""
-
-    def limits(spec: Object) -> dict[str, str]:
-        node: Object = next((one for one in spec["containers"] if one["name"] == NODE), {})
-        return dict(node.get("resources", {}).get("limits", {}))
-
-    if added := {name: value for name, value in limits(admitted).items() if name not in limits(pod)}:
+    admitted: Object = next((one for one in survey.admitted_pod["containers"] if one["name"] == NODE), {})
+    ours, given = (one.get("resources", {}).get("limits", {}) for one in (survey.node, admitted))
+    if added := {name: value for name, value in given.items() if name not in ours}:
         listed = ", ".join(f"{resource}={quantity}" for resource, quantity in sorted(added.items()))
         what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
         yield Finding("warning", "gke.limits", what, "have its default raised, or take another platform.namespace")

@@ -1,14 +1,19 @@
-"""Checks of what a config says, against the objects that are made of it: findings that need no cluster."""
+"""What checks look at: a submission and its cluster; and the checks of what a config says, which need no cluster."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from launcher.networks import known_pairs, network_findings
-from launcher.platforms.kubernetes.pods import NODE
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
+from launcher.platforms.kubernetes.pods import NODE, job_name, pod_host
+from launcher.platforms.kubernetes.render import WorkloadObjects
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import job_of
 from litgpt_demo.findings import Finding
@@ -29,6 +34,53 @@ class Submitted:
         self.pod: dict[str, Any] = self.template["spec"]
         self.node: dict[str, Any] = next(one for one in self.pod["containers"] if one["name"] == NODE)
         """The container that trains."""
+
+
+class Survey(Submitted):
+    """A question to the cluster: what is asked, and about what."""
+
+    def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
+        super().__init__(items, settings)
+        self.cluster, self.namespace = cluster, settings.namespace
+        self.kind: WorkloadObjects = "jobset" if self.workload["kind"] == "JobSet" else "job"
+
+    @cached_property
+    def control_plane(self) -> str:
+        return self.cluster.version()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The control plane's: v1.33.5-gke.1080000 is (1, 33)."""
+        found = re.match(r"v?(\d+)\.(\d+)", self.control_plane)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+    def get(self, resource: Resource, name: str) -> ApiObject | None:
+        return self.cluster.get(resource, self.namespace, name)
+
+    def try_out(self, item: ApiObject) -> ApiObject:
+        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
+        resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
+        return self.cluster.create(resource, self.namespace, item, dry_run=True)
+
+    @property
+    def parts(self) -> list[ApiObject]:
+        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        name, meta = self.workload["metadata"]["name"], self.template["metadata"]
+        metadata = {**meta, "name": f"{pod_host(self.kind, name, 0)}-check", "namespace": self.namespace}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.pod}
+        if self.kind == "job":
+            return [pod]
+        metadata = {"name": job_name(name), "namespace": self.namespace, "labels": meta["labels"]}
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": self.job}, pod]
+
+    @cached_property
+    def admitted_pod(self) -> Mapping[str, Any]:
+        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
+        try:
+            spec: Mapping[str, Any] = self.try_out(self.parts[-1])["spec"]
+        except api.ApiRefused:
+            return self.pod
+        return spec
 
 
 def check_settings(submitted: Submitted) -> Iterator[Finding]:

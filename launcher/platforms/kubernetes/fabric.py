@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.checks import Submitted
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
+from launcher.platforms.kubernetes.checks import Survey
+from launcher.platforms.kubernetes.cluster import ApiObject
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
@@ -18,11 +18,11 @@ _INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
-def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def networks(survey: Survey) -> Iterator[Finding]:
     """Check the Network objects that the pods are attached to, and their parameters."""
-    rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
+    rows = json.loads(survey.annotations.get(INTERFACES, "[]"))
     wanted = [row["network"] for row in rows if row["network"] != "default"]
-    found = {name: cluster.get(api.NETWORKS, None, name) for name in wanted}
+    found = {name: survey.cluster.get(api.NETWORKS, None, name) for name in wanted}
     if lacking := [name for name, thing in found.items() if thing is None]:
         there = [name for name, thing in found.items() if thing is not None]
         what = f"the Network objects {', '.join(lacking)} are missing (there are {', '.join(there) or 'none of them'})"
@@ -31,18 +31,18 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     for name, thing in found.items():
         reference = ((thing or {}).get("spec") or {}).get("parametersRef") or {}
         parameters = reference.get("name")
-        if parameters and cluster.get(api.NETWORK_PARAMETERS, None, parameters) is None:
+        if parameters and survey.cluster.get(api.NETWORK_PARAMETERS, None, parameters) is None:
             what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
             yield Finding("error", "gke.networks", what, f"create it: {_NETWORKS}")
     if wanted and not lacking:
         yield Finding("info", "gke.networks", f"the networks {', '.join(wanted)}")
 
 
-def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def attachments(survey: Survey) -> Iterator[Finding]:
     """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
-    wanted = [one.partition("@")[0] for one in submitted.annotations.get(MULTUS, "").split(",") if one]
-    places = [(one.rpartition("/")[0] or submitted.settings.namespace, one.rpartition("/")[2]) for one in wanted]
-    if lacking := [place for place in places if cluster.get(api.ATTACHMENTS, *place) is None]:
+    wanted = [one.partition("@")[0] for one in survey.annotations.get(MULTUS, "").split(",") if one]
+    places = [(one.rpartition("/")[0] or survey.namespace, one.rpartition("/")[2]) for one in wanted]
+    if lacking := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
         what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
         fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
         yield Finding("error", "gke.networks", what, fix)
@@ -50,10 +50,10 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield Finding("info", "gke.networks", f"the attachments {', '.join(wanted)}")
 
 
-def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
+def release(survey: Survey) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
-    made, pairs = submitted.fabric, known_pairs(submitted.settings)
-    needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
+    made, pairs = survey.fabric, known_pairs(survey.settings)
+    needed = next((place for place, pair in enumerate(pairs) if pair.since and survey.version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
         return
     least, since = pairs[needed].plugin, ".".join(map(str, pairs[needed].since or ()))
@@ -62,14 +62,14 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
     yield Finding("warning", f"gke.{made.name}-release", what, fix)
 
 
-def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def daemon_sets(survey: Survey) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    network, fabric = submitted.settings.network, submitted.fabric
+    network, fabric = survey.settings.network, survey.fabric
     installer, wanted = fabric.installer, fabric.pair.plugin if fabric.pair is not None else None
-    injected = any(key.startswith(DEVICES) for key in submitted.annotations)
+    injected = any(key.startswith(DEVICES) for key in survey.annotations)
     if installer is None and not injected:
         return
-    listed, _ = cluster.list(api.DAEMON_SETS, None)
+    listed, _ = survey.cluster.list(api.DAEMON_SETS, None)
     if installer is not None:
         tags = {}
         for one in listed:

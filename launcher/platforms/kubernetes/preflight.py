@@ -5,11 +5,8 @@ All of it is looked at, whatever is found on the way. What may not be looked at 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import ImageReference, find_digest
@@ -17,14 +14,13 @@ from launcher.job import UNBUILT
 from launcher.networks.profile import INTERFACES
 from launcher.platforms.kubernetes import access
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.capacity import limited, machines, overdrawn
-from launcher.platforms.kubernetes.checks import Submitted
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
+from launcher.platforms.kubernetes.capacity import limits, machines, quotas
+from launcher.platforms.kubernetes.checks import Survey
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, networks, release
-from launcher.platforms.kubernetes.pods import job_name, pod_host
 from launcher.platforms.kubernetes.reasons import refusals
-from launcher.platforms.kubernetes.render import LEAST_JOBSET, WorkloadObjects
+from launcher.platforms.kubernetes.render import LEAST_JOBSET
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition
 from litgpt_demo.findings import Finding, Severity
@@ -33,43 +29,6 @@ LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
 _JOBSET = ".".join(map(str, LEAST_JOBSET))
-
-
-class Survey(Submitted):
-    """A question to the cluster: what is asked, and about what."""
-
-    def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
-        super().__init__(items, settings)
-        self.cluster, self.namespace = cluster, settings.namespace
-        self.kind: WorkloadObjects = "jobset" if self.workload["kind"] == "JobSet" else "job"
-
-    def get(self, resource: Resource, name: str) -> ApiObject | None:
-        return self.cluster.get(resource, self.namespace, name)
-
-    def try_out(self, item: ApiObject) -> ApiObject:
-        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
-        resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
-        return self.cluster.create(resource, self.namespace, item, dry_run=True)
-
-    @property
-    def parts(self) -> list[ApiObject]:
-        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
-        name, meta = self.workload["metadata"]["name"], self.template["metadata"]
-        metadata = {**meta, "name": f"{pod_host(self.kind, name, 0)}-check", "namespace": self.namespace}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.pod}
-        if self.kind == "job":
-            return [pod]
-        metadata = {"name": job_name(name), "namespace": self.namespace, "labels": meta["labels"]}
-        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": self.job}, pod]
-
-    @cached_property
-    def admitted_pod(self) -> Mapping[str, Any]:
-        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
-        try:
-            spec: Mapping[str, Any] = self.try_out(self.parts[-1])["spec"]
-        except api.ApiRefused:
-            return self.pod
-        return spec
 
 
 Check = Callable[[Survey], Iterable[Finding]]
@@ -116,18 +75,12 @@ def _bad(code: str, what: str, fix: str) -> Finding:
 
 
 def _version(survey: Survey) -> Iterator[Finding]:
-    told = survey.cluster.version()
-    if _numbers(told) < LEAST_KUBERNETES:
+    told = survey.control_plane
+    if survey.version < LEAST_KUBERNETES:
         least = ".".join(map(str, LEAST_KUBERNETES))
         yield _bad("version", f"{survey.cluster.where} is {told}; we need {least}, for sidecars", "upgrade the cluster")
     else:
         yield _good("version", f"{survey.cluster.where} answers: {told}")
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """v1.33.5-gke.1080000 is (1, 33)."""
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _permissions(survey: Survey) -> Iterator[Finding]:
@@ -297,12 +250,6 @@ def _pull_secrets(survey: Survey) -> Iterator[Finding]:
 # --- what the cluster would take --------------------------------------------------------------------------------------
 
 
-def _quotas(survey: Survey) -> Iterator[Finding]:
-    listed, _ = survey.cluster.list(api.QUOTAS, survey.namespace)
-    kind, nodes = survey.workload["kind"], survey.settings.nodes
-    yield from overdrawn(listed, survey.admitted_pod, nodes=nodes, kind=kind)
-
-
 def _accepted(survey: Survey) -> Iterator[Finding]:
     for item in survey.items:
         name = f"{item['kind']} {item['metadata']['name']}"
@@ -347,11 +294,11 @@ CHECKS: dict[str, Check] = {
     "priority": _priority,
     "topology": _topology,
     "multi-networking": _multi_networking,
-    "the network's release": lambda survey: release(_numbers(survey.cluster.version()), survey),
-    "networks": lambda survey: networks(survey.cluster, survey),
-    "attachments": lambda survey: attachments(survey.cluster, survey),
-    "the network's DaemonSets": lambda survey: daemon_sets(survey.cluster, survey),
-    "machines": lambda survey: machines(survey.cluster, survey),
+    "the network's release": release,
+    "networks": networks,
+    "attachments": attachments,
+    "the network's DaemonSets": daemon_sets,
+    "machines": machines,
     "image": _image,
 }
 """The checks of the cluster as a whole; the namespace first."""
@@ -362,8 +309,8 @@ WITHIN: dict[str, Check] = {
     "pull secrets": _pull_secrets,
     "queue": _queue,
     "claim": _claim,
-    "quotas": _quotas,
-    "limits": lambda survey: limited(survey.admitted_pod, survey.pod),
+    "quotas": quotas,
+    "limits": limits,
     "what the cluster would take": _accepted,
     "what its controllers would make": _parts_accepted,
 }
