@@ -29,6 +29,9 @@ Amounts = Mapping[str, Decimal]
 _COMPARED = {"nvidia.com/gpu": "GPUs", "cpu": "CPUs", "memory": "memory"}
 """The resources that a machine must have enough of, beside extended ones such as RDMA cards, and their names."""
 
+_RESERVED = ("limits", "requests")
+"""What a pod has reserved on its machine; where only a limit is given, the limit."""
+
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
 
@@ -74,7 +77,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
     settings = survey.settings
     nodes, _ = survey.cluster.list(NODES, None)
-    wanted = _reserved(survey)
+    wanted = _total(survey.pod, *_RESERVED)
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     if (fit := reasons.pop("", 0)) >= settings.nodes:
         yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
@@ -103,13 +106,8 @@ def spare_machines(cluster: Cluster, submitted: Submitted) -> int | None:
     nodes, _ = cluster.list(NODES, None)
     if settings.cluster or _may_grow(nodes, settings):
         return None
-    wanted = _reserved(submitted)
+    wanted = _total(submitted.pod, *_RESERVED)
     return max(0, sum(not _unfit(node, submitted.pod, wanted) for node in nodes) - settings.nodes)
-
-
-def _reserved(submitted: Submitted) -> Amounts:
-    """Return what a pod has reserved on its machine; where only a limit is given, the limit."""
-    return _total(submitted.pod, "limits", "requests")
 
 
 def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
@@ -194,7 +192,7 @@ def quotas(survey: Survey) -> Iterator[Finding]:
     wanted = {"pods": pods, "count/pods": pods, "count/jobs.batch": one, "services": one, "count/services": one}
     if survey.kind == "jobset":
         wanted["count/jobsets.jobset.x-k8s.io"] = one
-    for resource, quantity in _total(pod, "limits", "requests").items():
+    for resource, quantity in _total(pod, *_RESERVED).items():
         wanted[f"requests.{resource}"] = quantity * nodes
         if "/" not in resource:
             wanted[resource] = quantity * nodes

@@ -36,9 +36,6 @@ DIGEST = "train-litgpt/submission"
 """Annotation of the JobSet or Job: a checksum of what was sent. What is stored differs from that, by defaults and by
 what controllers change."""
 
-_BAD_MACHINE = (
-    "have the machine mended, or cordon it off (kubectl cordon NAME) and add another; or take fewer platform.nodes"
-)
 _EXPLAIN = 20.0
 """Seconds between two questions why a job waits."""
 _GONE = 120.0
@@ -146,7 +143,8 @@ class GkePlatform:
             most = spare_machines(self.cluster, Submitted(items=items, settings=self._settings))
         except LauncherError:  # machines may not be looked at, or nobody answers
             most = None
-        return Avoidable(most, _BAD_MACHINE)
+        fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
+        return Avoidable(most, f"{fix}; or take fewer platform.nodes")
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":
