@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from corpora import as_parquet, prepared
+from launcher.checks.preview import previews
 from test_size import ALLOWED, CHECKOUT, SOURCE, lines
 
 from cli.main import read_config
-from launcher.checks.preview import previews
 from litgpt_demo.data.batches import open_split
 
 ASKED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
@@ -64,55 +64,40 @@ def combined(
     mine = {entry.name: entry for entry in platform}
     network = {one.name: _of_profile(one, "profile") for one in profile}
     by_script = {one.name: _of_profile(one, "script") for one in scripted}
-    users = {name: _of_user(name, value, network.get(name) or by_script.get(name)) for name, value in overrides.items()}
-    problems = [
-        *_bad_names({**overrides, **job}),
-        *(
-            f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
-            for name in sorted(mine.keys() & users.keys())
-        ),
-        *_clashes(job, {**by_script, **network, **users, **mine}),
+    users = {}
+    for name, value in overrides.items():
+        replaced = network.get(name) or by_script.get(name)
+        why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
+        users[name] = Entry(name=name, value=value, origin="user", why=why)
+    wrong = [name for name in {**overrides, **job} if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    problems = [f"{name!r} cannot be an environment variable; use letters, digits and underscores" for name in wrong]
+    problems += [
+        f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
+        for name in sorted(mine.keys() & users.keys())
     ]
+    known = {**by_script, **network, **users, **mine}
+    for name in sorted(job.keys() & known.keys()):
+        other = known[name]
+        if other.field is None and other.value == job[name]:
+            continue
+        where, fix = "the launcher", "leave it out of env"
+        if other.origin == "user":
+            where = "platform.overrides"
+        elif other.origin != "platform":
+            where = "the network profile" if other.origin == "profile" else "a script of the network profile"
+            fix = "if that is meant, set it in platform.overrides instead"
+        problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
     if problems:
         raise ConfigProblem("\n".join(problems))
-    known = {**mine, **network, **users}
     own = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
+    sent = {**mine, **network, **users}
     told = [entry for name, entry in by_script.items() if name not in users]
-    return [*known.values(), *(entry for name, entry in own.items() if name not in known), *told]
+    return [*sent.values(), *(entry for name, entry in own.items() if name not in sent), *told]
 
 
 def _of_profile(variable: Variable, origin: Origin) -> Entry:
     why = f"{variable.why}; {variable.source}" if variable.why else variable.source
     return Entry(name=variable.name, value=variable.value, origin=origin, why=why)
-
-
-def _of_user(name: str, value: str, replaced: Entry | None) -> Entry:
-    entry = Entry(name=name, value=value, origin="user", why="platform.overrides")
-    return entry if replaced is None else replace(entry, why=f"platform.overrides, instead of {replaced.value}")
-
-
-def _bad_names(given: Mapping[str, str]) -> list[str]:
-    wrong = [name for name in given if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-    return [f"{name!r} cannot be an environment variable; use letters, digits and underscores" for name in wrong]
-
-
-def _clashes(job: Mapping[str, str], known: Mapping[str, Entry]) -> list[str]:
-    problems = []
-    for name in sorted(job.keys() & known.keys()):
-        other = known[name]
-        if other.field is None and other.value == job[name]:
-            continue
-        where = {
-            "profile": "the network profile", "script": "a script of the network profile",
-            "platform": "the launcher", "user": "platform.overrides", "job": "the job",
-        }[other.origin]  # fmt: skip
-        fix = (
-            "leave it out of env"
-            if other.origin in {"platform", "user"}
-            else "if that is meant, set it in platform.overrides instead"
-        )
-        problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
-    return problems
 
 
 def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:

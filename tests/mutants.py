@@ -82,7 +82,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "price.usd * seconds / 3600", "launcher/checks/test_arithmetic.py"),
     ("gone-without-proof", "launcher/platforms/kubernetes/deletion.py", "if refused:", "if refused and left:",
      "launcher/platforms/kubernetes/test_gke_cancel.py"),
-    ("pods-of-two-lives", "launcher/platforms/kubernetes/jobset.py", '"restartStrategy": "BlockingRecreate"',
+    ("pods-of-two-lives", "launcher/platforms/kubernetes/render.py", '"restartStrategy": "BlockingRecreate"',
      '"restartStrategy": "Recreate"',
      "launcher/platforms/kubernetes/test_rendering.py::test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone"),
     ("log-begun-anew", "litgpt_demo/storage/local.py", "if size < position.size:", "if not size:",

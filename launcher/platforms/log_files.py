@@ -33,7 +33,14 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     lines: list[LogLine] = []
     share, more = share_of_page(nodes), False
     for node in range(nodes):
-        begin, fresh = _behind(attempt, f"node-{node}.log", positions.get(node, Position()), share)
+        name = f"node-{node}.log"
+        try:
+            # A pod that comes back moves the log of its last life away; the new one is read from its beginning.
+            begin, fresh = attempt.read_on(name, positions.get(node, Position()), most=share)
+        except FileNotFoundError:
+            begin, fresh = Position(), b""
+        except TrainLitgptError as error:
+            raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
         full = len(fresh) == share
         if full or not ended:
             # A line that fills a page by itself goes out in pieces: nobody waits for its end, and it is never held.
@@ -42,19 +49,6 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
         text = fresh.decode(errors="replace").removesuffix("\n")
         lines += (LogLine(node, terminal_text(line)) for line in (text.split("\n") if fresh else ()))
     return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
-
-
-def _behind(attempt: Storage, name: str, position: Position, most: int) -> tuple[Position, bytes]:
-    """Return where the bytes of a log begin that are behind `position`, and at most so many of them.
-
-    A pod that comes back moves the log of its last life away and begins a new one, which is read from its beginning.
-    """
-    try:
-        return attempt.read_on(name, position, most=most)
-    except FileNotFoundError:
-        return Position(), b""
-    except TrainLitgptError as error:
-        raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
 
 
 def terminal_text(line: str) -> str:

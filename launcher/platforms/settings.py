@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import MACHINES, Machine
 from litgpt_demo.config import Count, Settings, number_fields
@@ -17,6 +18,11 @@ from litgpt_demo.findings import Finding
 if TYPE_CHECKING:
     from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
+
+
+LONGEST_LABEL = 63
+"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
+RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def without_default(schema: dict[str, Any]) -> None:
@@ -127,17 +133,6 @@ class ClusterSettings(PlatformSettings):
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
-
-    @field_validator("nodes", mode="before")
-    @classmethod
-    def _are_fixed(cls, nodes: object) -> object:
-        if isinstance(nodes, Mapping):
-            kind = get_args(cls.model_fields["kind"].annotation)[0]
-            raise ValueError(
-                f"{dict(nodes)} given; the nodes of a job on {kind} start and end together, and a lost one is a new "
-                "attempt there: give a number. platform.kind=local goes on without it"
-            )
-        return nodes
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that `secrets` does not name."""

@@ -16,7 +16,6 @@ from bucket_faults import faulty_bucket
 
 from launcher.checks.preflight import check_access
 from launcher.config import ScriptConfig
-from launcher.platforms.kubernetes.access import PROJECT_ROLES, RESOURCE_MANAGER
 from litgpt_demo.storage import open_storage
 
 CHECKOUT = Path(__file__).parents[2]
@@ -135,11 +134,7 @@ def test_no_other_service_of_google_is_called() -> None:
     assert {name for _, name in clients} == {"storage", "batch_v1", "logging_v2", "container_v1", "devtools"}
     # Another module that talks to buckets would do what nothing here records.
     assert {file for file, _ in found(r"^\s*from (google\.cloud\.storage) import")} == {"objects.py"}
-    addressed = {name for _, name in found(r"https://(\w+)\.googleapis\.com")} - {"www"}
-    assert addressed == {urlsplit(RESOURCE_MANAGER).netloc.partition(".")[0]}
-    assert IAM["free"] == ["cloudresourcemanager.projects.testIamPermissions"]
-    listed = [(one["permission"], one["role"], one["why"]) for one in entries("launcher", "gke")]
-    assert [one for one in PROJECT_ROLES if (one.permission, one.role, one.why) not in listed] == []
+    assert {name for _, name in found(r"https://(\w+)\.googleapis\.com")} == {"www"}
 
 
 def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import words_of
@@ -40,11 +40,11 @@ class Resource:
     plural: str
     namespaced: bool = True
 
-    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+    def path(self, namespace: str | None, name: str = "") -> str:
         """Without a namespace, of all namespaces."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         space = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
-        return f"{root}{space}/{self.plural}" + "".join(f"/{part}" for part in (name, subresource) if part)
+        return f"{root}{space}/{self.plural}" + (f"/{name}" if name else "")
 
     def __str__(self) -> str:
         return f"{self.plural}.{self.group}" if self.group else self.plural
@@ -53,6 +53,7 @@ class Resource:
 JOBSETS = Resource("jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOBS = Resource("batch", "v1", "jobs")
 PODS = Resource("", "v1", "pods")
+LOGS = Resource("", "v1", "pods/log")
 SERVICES = Resource("", "v1", "services")
 EVENTS = Resource("", "v1", "events")
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
@@ -116,7 +117,7 @@ class Expired(ApiRefused):
 
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
-_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_DELETE = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _TABLE = "application/json;as=Table;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
@@ -144,6 +145,9 @@ def _understood(question: Question) -> Question:
 class Cluster:
     """One cluster, as one identity.
 
+    Every call raises ApiRefused (of it Forbidden) where the server says no, LoginProblem where credentials were refused
+    and new ones too, and PlatformUnreachable where there is no answer after several tries.
+
     Args:
         client: set up with an address and credentials.
         where: what to call the cluster in messages.
@@ -156,7 +160,7 @@ class Cluster:
         self._renewing = threading.Lock()
         self._ends = math.inf
 
-    def within(self, seconds: float) -> Self:
+    def within(self, seconds: float) -> Cluster:
         """Return the same cluster for calls that have so many seconds for all of them together, from now on."""
         limited = copy(self)
         limited._ends = time.monotonic() + seconds
@@ -165,34 +169,14 @@ class Cluster:
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
-        """The object, or None where there is none.
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
-        """
+        """The object, or None where there is none."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
-
-    def has(self, resource: Resource, namespace: str, name: str) -> bool:
-        """Return whether the object exists. Its content is not asked for: a secret's values stay where they are.
-
-        https://kubernetes.io/docs/reference/using-api/api-concepts/#metadata-only-fetches
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
-        """
-        return bool(self.ask("GET", resource.path(namespace, name), missing={}, accept=_METADATA))
 
     @_understood
     def secret_type(self, namespace: str, name: str) -> str | None:
         """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
 
         https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
-
-        Raises:
-            Forbidden: may not be looked at.
-            PlatformUnreachable: no answer.
         """
         path = SECRETS.path(namespace, name)
         if not (table := self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE)):
@@ -204,11 +188,7 @@ class Cluster:
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
-        """The objects, and the version to watch from.
-
-        Raises:
-            NotThere: the cluster has no such kind.
-        """
+        """The objects, and the version to watch from. NotThere says that the cluster has no such kind."""
         query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
         found: list[ApiObject] = []
         while True:
@@ -225,29 +205,22 @@ class Cluster:
             query["continue"] = rest
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
-        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped.
-
-        Raises:
-            AlreadyThere: one of that name exists.
-            ApiRefused: it is not valid, not allowed, or over a quota.
-        """
+        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped."""
         query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         return self.ask("POST", resource.path(namespace), query, body)
 
     def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
         """Delete whatever has the labels, and what it owns; nothing or no such kind is success."""
-        options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
-        self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, options, missing={})
+        self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
         """Delete this very object, and no other of its name."""
         meta = thing["metadata"]
-        options = {"propagationPolicy": "Foreground", "preconditions": {"uid": meta["uid"]}}
-        body = {"kind": "DeleteOptions", "apiVersion": "v1", **options}
+        body = {**_DELETE, "preconditions": {"uid": meta["uid"]}}
         try:
-            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body)
+            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body, missing={})
         except ApiRefused as error:
-            if error.status not in (404, 409):  # 409: another has its name by now, so this one is gone
+            if error.status != 409:  # another has its name by now, so this one is gone
                 raise
 
     @_understood
@@ -262,9 +235,10 @@ class Cluster:
         return str(self.ask("GET", "/version")["gitVersion"])
 
     @_understood
-    def allows(self, verb: str, resource: Resource, namespace: str | None, subresource: str = "") -> bool:
+    def allows(self, verb: str, resource: Resource, namespace: str | None) -> bool:
         """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
-        asked = {"verb": verb, "group": resource.group, "resource": resource.plural, "subresource": subresource}
+        plural, _, part = resource.plural.partition("/")
+        asked = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part}
         space = {"namespace": namespace} if resource.namespaced and namespace else {}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
@@ -276,49 +250,32 @@ class Cluster:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
-        """Yield the changes after that version, an event per line; the stream ends after some minutes.
+        """The changes after that version, an event per line; the stream ends after some minutes.
 
-        Raises:
-            Expired: the version is too long ago.
+        Expired says that the version is too long ago.
         """
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
             "labelSelector": labels, "fieldSelector": fields,
         }  # fmt: skip
-        return Stream(self, self._send("GET", resource.path(namespace), query, None, read=_WATCH + 30))
+        return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 
-    def log(self, namespace: str, pod: str, container: str, *, since: str | None = None, follow: bool) -> Stream:
+    def log(self, namespace: str, pod: str, container: str, *, since: str = "", follow: bool) -> Stream:
         """A container's log with the time before each line; `since` is a moment, which counts in whole seconds.
 
-        Raises:
-            NotThere: no such pod.
-            ApiRefused: the container has not started.
+        NotThere says that there is no such pod, another ApiRefused that the container has not started.
         """
-        query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
-        if since is not None:
-            query["sinceTime"] = since
+        query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may be silent for long; an hour of silence costs one more call.
-        return Stream(self, self._send("GET", PODS.path(namespace, pod, "log"), query, None, read=3600.0))
+        return Stream(self, self._send("GET", f"{PODS.path(namespace, pod)}/log", query, read=3600.0))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: ApiObject | None = None,
-        *,
-        missing: ApiObject | None = None,
-        accept: str = "application/json",
-    ) -> ApiObject:
-        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
-
-        Raises:
-            ApiRefused: the server said no.
-            LoginProblem: credentials were refused, and new ones too.
-            PlatformUnreachable: no answer after several tries.
-        """
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: ApiObject | None = None, *,
+        missing: ApiObject | None = None, accept: str = "application/json",
+    ) -> ApiObject:  # fmt: skip
+        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404."""
         try:
             with self._send(method, path, query or {}, body, read=_ANSWER, accept=accept) as response:
                 content = response.read()
@@ -328,81 +285,72 @@ class Cluster:
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        if not (answer := _told(content)):  # a proxy's page, or nothing
+        if not (answer := _object_in(content)):  # a proxy's page, or nothing
             raise PlatformUnreachable(f"{self.where} answers with no JSON object but {words_of(repr(content[:200]))}")
         return answer
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
-        accept: str = "application/json",
-    ) -> urllib3.HTTPResponse:  # fmt: skip
-        renewed = False
-        for pause in (*_PAUSES, None):
-            problem: LauncherError
-            try:
-                return self._once(method, path, query, body, read=read, accept=accept)
-            except _Unauthorized:
-                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
-                problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
-                wait = (pause or 0.0) if renewed else 0.0
-                renewed = True
-                self._new_credentials(problem)
-            except _Busy as busy:
-                problem = PlatformUnreachable(f"{self.where} does not answer: {busy}")
-                wait = min(_LONGEST_PAUSE, max(pause or 0.0, busy.retry_after))
-            if pause is None or time.monotonic() + wait > self._ends:
-                raise problem
-            time.sleep(wait)
-        raise AssertionError("the last try returns or raises")
-
-    def _new_credentials(self, problem: LoginProblem) -> None:
-        if self._renew is None:
-            raise problem
-        with self._renewing:
-            self._renew()
-
-    def _once(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None = None, *, read: float,
         accept: str = "application/json",
     ) -> urllib3.HTTPResponse:  # fmt: skip
         import urllib3
         from kubernetes.client.exceptions import ApiException
 
-        if (left := self._ends - time.monotonic()) <= 0:
-            raise PlatformUnreachable(f"{self.where} has not answered in time")
-        try:
-            answer = self._call(
-                method, path, query, body, accept=accept, timeout=(min(_CONNECT, left), min(read, left))
-            )
-        except ApiException as error:  # of status 0: TLS
-            raise PlatformUnreachable(
-                f"{self.where} cannot be trusted or reached: {words_of(str(error.reason))}"
-            ) from None
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _Busy(words_of(error)) from None
-        if answer.status < 300:
-            return answer
-        raise self._refusal(answer)
+        renewed = False
+        for pause in (*_PAUSES, None):
+            problem: LauncherError
+            after: float | None = 0.0
+            if (left := self._ends - time.monotonic()) <= 0:
+                raise PlatformUnreachable(f"{self.where} has not answered in time")
+            try:
+                answer = self._call(method, path, query, body, accept, (min(_CONNECT, left), min(read, left)))
+                if answer.status < 300:
+                    return answer
+                problem, after = self._problem(answer)
+            except ApiException as error:  # of status 0: TLS
+                told = words_of(str(error.reason))
+                raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
+            if after is None:
+                raise problem
+            wait = min(_LONGEST_PAUSE, max(pause or 0.0, after))
+            if isinstance(problem, LoginProblem):
+                if self._renew is None:
+                    raise problem
+                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
+                wait = wait if renewed else 0.0
+                renewed = True
+                with self._renewing:
+                    self._renew()
+            if pause is None or time.monotonic() + wait > self._ends:
+                raise problem
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
 
-    def _refusal(self, answer: urllib3.HTTPResponse) -> Exception:
-        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
+    def _problem(self, answer: urllib3.HTTPResponse) -> tuple[LauncherError, float | None]:
+        """Return the error that an answer means, and the least seconds after which to try again; None is never.
+
+        Made apart, because the answer's text may repeat the token.
+        """
         text = answer.data.decode(errors="replace")
-        told = _told(text)
+        told = _object_in(text)
         words = redacted(str(told.get("message") or text[:300]))
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
-            return _Unauthorized()
+            return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account"), 0.0
         if answer.status == 429 or answer.status >= 500:
-            return _Busy(words, _seconds(answer.headers.get("Retry-After")))
-        kind = _BY_STATUS.get(answer.status, ApiRefused)
-        if told.get("reason") == "AlreadyExists":
-            kind = AlreadyThere
-        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words)
+            # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
+            after = str(answer.headers.get("Retry-After", "")).strip()
+            problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(words)}")
+            return problem, float(after) if after.isdecimal() else 0.0
+        kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
+        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words), None
 
     def _call(
-        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *,
-        accept: str, timeout: tuple[float, float],
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
+        timeout: tuple[float, float],
     ) -> urllib3.HTTPResponse:  # fmt: skip
         """Send one request. Its headers hold the token, so that no error leaves from here with a traceback of ours."""
         from urllib.parse import urlencode
@@ -416,24 +364,7 @@ class Cluster:
         return answer
 
 
-class _Unauthorized(Exception):
-    """401."""
-
-
-class _Busy(Exception):
-    """Try again: 429, 5xx, or no connection."""
-
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-def _seconds(retry_after: str | None) -> float:
-    """What a Retry-After header asks for. A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good."""
-    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
-
-
-def _told(text: str | bytes) -> dict[str, Any]:
+def _object_in(text: str | bytes) -> dict[str, Any]:
     """The object that the API answers with; empty where a proxy in between says something else."""
     try:
         told = json.loads(text)
@@ -452,8 +383,7 @@ class Stream:
     def __iter__(self) -> Iterator[bytes]:
         """Whole lines, without their newline; what is left behind the last newline comes at the end.
 
-        Raises:
-            PlatformUnreachable: the connection broke; the lines so far are good.
+        PlatformUnreachable says that the connection broke; the lines so far are good.
         """
         import urllib3
 
@@ -473,12 +403,7 @@ class Stream:
             self._response.close()
 
     def events(self) -> Iterator[tuple[str, ApiObject]]:
-        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object.
-
-        Raises:
-            Expired: the watch fell too far behind.
-            PlatformUnreachable: the connection broke, or the server said so.
-        """
+        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object. Expired: it fell too far behind."""
         for line in self:
             try:
                 event = json.loads(line)

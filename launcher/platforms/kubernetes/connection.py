@@ -12,8 +12,6 @@ import base64
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +45,7 @@ def connect(settings: GkePlatformConfig) -> Cluster:
         PlatformUnreachable: the GKE API does not answer.
     """
     try:
-        if settings.cluster is not None:
-            return google_way(settings).cluster
-        if settings.in_cluster:
-            return _from_within()
-        return _by_kubeconfig(settings.kubeconfig, settings.context)
+        return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
     except ImportError as error:
         raise NotInstalled(
             f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
@@ -65,11 +59,20 @@ _LARGEST = 10_000_000
 """Bytes of a kubeconfig; one with hundreds of clusters has less than one million."""
 
 
-def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
+def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     from kubernetes import config
+    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.config import ConfigException
+
+    path, context = settings.kubeconfig, settings.context
+    where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
+    if settings.in_cluster:
+        where = "the cluster that this runs in"
 
     def load(into: Configuration) -> None:
-        if path is None or _is_own(path):
+        if settings.in_cluster:
+            config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
+        elif path is None or _is_own(path):
             config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=path, context=context, client_configuration=into, persist_config=False
             )
@@ -78,8 +81,33 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
                 _without_programs(path, context), context=context, client_configuration=into, persist_config=False
             )
 
-    where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
-    return _loaded(load, where=where, named=bool(path or context))
+    configuration = _configuration()
+
+    def renew() -> None:
+        """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
+        fresh = Configuration()
+        try:
+            load(fresh)
+        except (ConfigException, OSError) as error:
+            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}; log in again") from None
+        # The hook sets the token that it was made with, at every request.
+        configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
+
+    try:
+        load(configuration)
+    except (ConfigException, OSError) as error:
+        # Where the config names it, its absence is the config's mistake rather than this machine's lack.
+        kind = LoginProblem if path or context else NoCredentials
+        raise kind(
+            f"{where} cannot be had: {words_of(error)}; name a GKE cluster in platform.cluster and platform.location, "
+            "or a kubeconfig in platform.kubeconfig or $KUBECONFIG"
+        ) from None
+    if configuration.api_key and not is_protected(configuration.host):
+        raise LoginProblem(
+            f"{where} is at {origin_of(configuration.host)}, which is not encrypted, and your token would be sent "
+            "there; write https:// in the kubeconfig"
+        )
+    return Cluster(ApiClient(configuration), where=where, renew=renew)
 
 
 def _is_own(path: str) -> bool:
@@ -116,52 +144,6 @@ def _without_programs(path: str, context: str | None) -> Any:
     return document
 
 
-def _from_within() -> Cluster:
-    from kubernetes import config
-
-    def load(into: Configuration) -> None:
-        config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
-
-    return _loaded(load, where="the cluster that this runs in")
-
-
-def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = False) -> Cluster:
-    """Connect as `load` says.
-
-    Args:
-        named: the config names it, so that its absence is the config's mistake rather than this machine's lack.
-    """
-    from kubernetes.client import ApiClient, Configuration
-    from kubernetes.config import ConfigException
-
-    configuration = _configuration()
-
-    def renew() -> None:
-        """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
-        fresh = Configuration()
-        try:
-            load(fresh)
-        except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}; log in again") from None
-        # The hook sets the token that it was made with, at every request.
-        configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
-
-    try:
-        load(configuration)
-    except (ConfigException, OSError) as error:
-        kind = LoginProblem if named else NoCredentials
-        raise kind(
-            f"{where} cannot be had: {words_of(error)}; name a GKE cluster in platform.cluster and platform.location, "
-            "or a kubeconfig in platform.kubeconfig or $KUBECONFIG"
-        ) from None
-    if configuration.api_key and not is_protected(configuration.host):
-        raise LoginProblem(
-            f"{where} is at {origin_of(configuration.host)}, which is not encrypted, and your token would be sent "
-            "there; write https:// in the kubeconfig"
-        )
-    return Cluster(ApiClient(configuration), where=where, renew=renew)
-
-
 def _configuration() -> Configuration:
     from kubernetes.client import Configuration
 
@@ -175,27 +157,17 @@ def _configuration() -> Configuration:
 # --- GKE --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class GoogleWay:
-    """A cluster on GKE, and what Google Cloud knows of it."""
+def google_way(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
+    """Return a cluster on GKE, and what Google Cloud knows of it.
 
-    cluster: Cluster
-    described: GoogleCluster
-    credentials: Credentials
-    project: str
-
-
-def google_way(settings: GkePlatformConfig) -> GoogleWay:
-    """Found anew every ten minutes: a run asks for its platform many times, and an endpoint may move.
-
-    Raises: as `connect`.
+    Found anew every ten minutes: a run asks for its platform many times, and an endpoint may move.
     """
     name, place, period = str(settings.cluster), str(settings.location), int(time.monotonic() // _KEPT)
     return _google_way(name, place, settings.project, settings.dns_endpoint, period)
 
 
 @lru_cache(maxsize=8)
-def _google_way(name: str, location: str, project: str | None, dns: bool, period: int) -> GoogleWay:
+def _google_way(name: str, location: str, project: str | None, dns: bool, period: int) -> tuple[Cluster, GoogleCluster]:
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
     from google.cloud.container_v1 import ClusterManagerClient
@@ -207,24 +179,32 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
         raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from None
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
-    clusters, project = ClusterManagerClient(credentials=credentials), str(project or own)
-    described = describe(clusters, project=project, location=location, name=name)
+    clusters = ClusterManagerClient(credentials=credentials)
+    described = _described(clusters, project=str(project or own), location=location, name=name)
     configuration = _configuration()
-    configuration.host, certificate = _endpoint(described, dns=dns)
-    configuration.ca_cert_data = certificate
+    if dns:
+        # A DNS endpoint has a public certificate, and Google checks the caller's role before the cluster does.
+        # https://docs.cloud.google.com/kubernetes-engine/docs/concepts/network-isolation
+        found = described.control_plane_endpoints_config.dns_endpoint_config
+        if not (found.endpoint and found.allow_external_traffic):
+            raise ConfigProblem(
+                f"platform.dns_endpoint=true, and cluster {described.name} has none that is open; turn it on with "
+                f"`gcloud container clusters update {described.name} --enable-dns-access`, or leave it out"
+            )
+        configuration.host = f"https://{found.endpoint}"
+    elif not described.endpoint:
+        raise PlatformUnreachable(f"cluster {described.name} has no address yet: it is {described.status.name}")
+    else:
+        configuration.host = f"https://{described.endpoint}"
+        configuration.ca_cert_data = base64.b64decode(described.master_auth.cluster_ca_certificate).decode()
     token = _Token(credentials)
     configuration.refresh_api_key_hook = token.hand  # type: ignore[assignment]  # the client says it is always None
     # The client asks its hook only where a key is set already.
     configuration.api_key = {"authorization": ""}
-    cluster = Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=token.renew)
-    return GoogleWay(cluster=cluster, described=described, credentials=credentials, project=project)
+    return Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=token.renew), described
 
 
-def describe(clusters: ClusterManagerClient, *, project: str, location: str, name: str) -> GoogleCluster:
-    """The GKE API's description of the cluster.
-
-    Raises: as `connect`.
-    """
+def _described(clusters: ClusterManagerClient, *, project: str, location: str, name: str) -> GoogleCluster:
     from google.api_core import exceptions
     from google.auth.exceptions import RefreshError, TransportError
 
@@ -232,7 +212,13 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
     try:
         return clusters.get_cluster(name=f"{place}/clusters/{name}", timeout=_ANSWER, retry=None)
     except exceptions.NotFound:
-        there = _others(clusters, project)
+        try:
+            everywhere = f"projects/{project}/locations/-"
+            listed = clusters.list_clusters(parent=everywhere, timeout=_ANSWER, retry=None).clusters
+            names = ", ".join(f"{one.name} in {one.location}" for one in listed)
+            there = f"there is {names}" if names else "that project has no cluster"
+        except exceptions.GoogleAPICallError:
+            there = "look at `gcloud container clusters list`"
         raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from None
     except (exceptions.PermissionDenied, exceptions.Forbidden) as error:
         raise LoginProblem(
@@ -245,36 +231,6 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
         raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {words_of(error)}") from None
 
 
-def _others(clusters: ClusterManagerClient, project: str) -> str:
-    from google.api_core.exceptions import GoogleAPICallError
-
-    try:
-        listed = clusters.list_clusters(parent=f"projects/{project}/locations/-", timeout=_ANSWER, retry=None).clusters
-    except GoogleAPICallError:
-        return "look at `gcloud container clusters list`"
-    names = ", ".join(f"{one.name} in {one.location}" for one in listed)
-    return f"there is {names}" if names else "that project has no cluster"
-
-
-def _endpoint(described: GoogleCluster, *, dns: bool) -> tuple[str, str | None]:
-    """Address, and the cluster's own certificate authority where it has one.
-
-    A DNS endpoint has a public certificate, and Google checks the caller's role before the cluster does.
-    https://docs.cloud.google.com/kubernetes-engine/docs/concepts/network-isolation
-    """
-    if dns:
-        found = described.control_plane_endpoints_config.dns_endpoint_config
-        if not (found.endpoint and found.allow_external_traffic):
-            raise ConfigProblem(
-                f"platform.dns_endpoint=true, and cluster {described.name} has none that is open; turn it on with "
-                f"`gcloud container clusters update {described.name} --enable-dns-access`, or leave it out"
-            )
-        return f"https://{found.endpoint}", None
-    if not described.endpoint:
-        raise PlatformUnreachable(f"cluster {described.name} has no address yet: it is {described.status.name}")
-    return f"https://{described.endpoint}", base64.b64decode(described.master_auth.cluster_ca_certificate).decode()
-
-
 class _Token:
     """A bearer token that is never old: a watch may go on for days, and a token lives for an hour."""
 
@@ -283,22 +239,19 @@ class _Token:
 
     def hand(self, configuration: Any) -> None:
         """Called by the client before every request."""
-        with self._lock:
-            if not self._credentials.valid:
-                self._refresh()
+        if not self._credentials.valid:
+            self.renew(unless_valid=True)
         configuration.api_key["authorization"] = f"Bearer {self._credentials.token}"
 
-    def renew(self) -> None:
-        """The cluster has refused the present one."""
-        with self._lock:
-            self._refresh()
-
-    def _refresh(self) -> None:
+    def renew(self, *, unless_valid: bool = False) -> None:
+        """Get another token: the cluster has refused the present one, unless that is only old."""
         from google.auth.exceptions import RefreshError, TransportError
         from google.auth.transport.requests import Request
 
         try:
-            self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
+            with self._lock:
+                if not (unless_valid and self._credentials.valid):
+                    self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
             raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from None
         except TransportError as error:

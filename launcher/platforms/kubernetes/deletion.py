@@ -6,18 +6,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.platforms.kubernetes.cluster import (
-    NODES,
-    PODS,
-    SERVICES,
-    ApiObject,
-    Cluster,
-    Forbidden,
-    NotThere,
-    Resource,
-)
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Forbidden, Resource
 from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.refusals import advice
+from launcher.platforms.kubernetes.reasons import advice
+from launcher.platforms.kubernetes.states import condition
 
 Left = Mapping[Resource, Sequence[ApiObject]]
 
@@ -32,13 +25,11 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
 
     A kind that may not be listed or deleted keeps nothing else from being deleted; it is reported in the end.
 
+    PlatformUnreachable names what is left and what holds it where something is not gone in time.
+
     Args:
         kinds: what the job can have been made of.
         limit: seconds that all of it may take.
-
-    Raises:
-        PlatformRefused: some of it may not be listed or deleted; names what, and what is still there.
-        PlatformUnreachable: no answer, or something is not gone in time; names what is left and what holds it.
     """
     asking = (1 - _LAST_WORDS) * limit
     ends, pause = time.monotonic() + asking, 0.1
@@ -47,39 +38,46 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
     left: Left = {}
     try:
         while left := _left(limited, job, kinds, refused):
-            asked = _delete(limited, job, left, refused)
-            if not asked and not any(_leaving(thing) for things in left.values() for thing in things):
+            there = {one["metadata"]["uid"] for things in left.values() for one in things}
+            going = any(_leaving(thing) for things in left.values() for thing in things)
+            for resource, things in left.items():
+                # What has an owner goes with it, or a controller would put another in its place.
+                owned = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in things]
+                free = [one for one, by in zip(things, owned, strict=True) if not by & there and not _leaving(one)]
+                if not free or resource in refused:
+                    continue
+                try:
+                    if resource is api.SERVICES:  # of which there is one, maybe without our labels
+                        limited.delete_one(resource, free[0])
+                    else:
+                        limited.delete(resource, job.namespace, labels=job.labels)
+                    going = True
+                except Forbidden as error:
+                    refused[resource] = error
+            if not going:
                 break  # nothing of what is left may be deleted
             if time.monotonic() + pause > ends:
                 raise PlatformUnreachable(f"it had {limit:.0f} s")
             time.sleep(pause)
             pause = min(2.0, pause * 1.5)
     except PlatformUnreachable as error:
-        still = (
-            f"is not gone: {told(left)}{_lost(cluster.within(_LAST_WORDS * limit), left)}"
-            if left
-            else "may not be gone"
-        )
+        lost = _lost(cluster.within(_LAST_WORDS * limit), left) if left else ""
+        still = f"is not gone: {_told(left)}{lost}" if left else "may not be gone"
         raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
     if refused:
-        rest = f"still there: {told(left)}" if left else "what may be seen of it is gone"
+        rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
         words = "; ".join(error.message for error in refused.values())
         fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
         raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest}); {fixes}")
 
 
 def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple[str, ...]:
-    """Return what there is of the job, a line for each kind.
-
-    Raises:
-        PlatformRefused: a kind may not be listed.
-        PlatformUnreachable: no answer.
-    """
+    """Return what there is of the job, a line for each kind. One that may not be listed is PlatformRefused."""
     refused: dict[Resource, Forbidden] = {}
     left = _left(cluster, job, kinds, refused)
     if words := "; ".join(error.message for error in refused.values()):
         raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
-    return tuple(told({resource: things}) for resource, things in left.items())
+    return tuple(_told({resource: things}) for resource, things in left.items())
 
 
 def _left(
@@ -88,10 +86,10 @@ def _left(
     left = {}
     for resource in kinds:
         # JobSet does not hand our labels on to the Service that it makes.
-        which = {"fields": f"metadata.name={job.name}"} if resource is SERVICES else {"labels": job.labels}
+        which = {"fields": f"metadata.name={job.name}"} if resource is api.SERVICES else {"labels": job.labels}
         try:
             found, _ = cluster.list(resource, job.namespace, **which)
-        except NotThere:
+        except api.NotThere:
             continue  # a cluster without that kind has nothing of it
         except Forbidden as error:
             refused[resource] = error
@@ -101,65 +99,34 @@ def _left(
     return left
 
 
-def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, Forbidden]) -> bool:
-    """Ask for the deletion of all that nobody else will delete; return whether there was any."""
-    asked = False
-    for resource, things in left.items():
-        # What has an owner goes with it, or a controller would put another in its place.
-        free = [thing for thing in things if _is_free(thing, left)]
-        if not free or resource in refused:
-            continue
-        try:
-            if resource is SERVICES:  # of which there is one, maybe without our labels
-                cluster.delete_one(resource, free[0])
-            else:
-                cluster.delete(resource, job.namespace, labels=job.labels)
-        except Forbidden as error:
-            refused[resource] = error
-        else:
-            asked = True
-    return asked
-
-
 def _leaving(thing: ApiObject) -> bool:
     return bool(thing["metadata"].get("deletionTimestamp"))
 
 
-def _is_free(thing: ApiObject, left: Left) -> bool:
-    """Return whether it is neither being deleted nor has an owner that is there and will take it along."""
-    there = {one["metadata"]["uid"] for things in left.values() for one in things}
-    owned = any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
-    return not owned and not _leaving(thing)
-
-
-def told(left: Left) -> str:
+def _told(left: Left) -> str:
     """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
     parts = []
     for resource, things in left.items():
         held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
-        some = ", ".join(_named(thing) for thing in things[:3])
-        parts.append(f"{len(things)} {resource} ({some}" + (f"; held by {', '.join(held)}" if held else "") + ")")
+        some = []
+        for thing in things[:3]:
+            machine = thing.get("spec", {}).get("nodeName")
+            some.append(f"{thing['metadata']['name']}" + (f" on {machine}" if machine else ""))
+        parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
     return ", ".join(parts)
-
-
-def _named(thing: ApiObject) -> str:
-    machine = thing.get("spec", {}).get("nodeName")
-    return str(thing["metadata"]["name"]) + (f" on {machine}" if machine else "")
 
 
 def _lost(cluster: Cluster, left: Left) -> str:
     """Return which machines of the pods that are left do not answer; only they can say that a pod has ended."""
-    machines = sorted({pod["spec"]["nodeName"] for pod in left.get(PODS, ()) if pod["spec"].get("nodeName")})
+    machines = sorted({pod["spec"]["nodeName"] for pod in left.get(api.PODS, ()) if pod["spec"].get("nodeName")})
     lost = []
     for machine in machines[:_LOOKED_AT]:
         try:
-            found, _ = cluster.list(NODES, None, fields=f"metadata.name={machine}")
+            found, _ = cluster.list(api.NODES, None, fields=f"metadata.name={machine}")
         except LauncherError:
             return ""  # machines may not be looked at, or nobody answers
-        conditions = found[0].get("status", {}).get("conditions", ()) if found else ()
-        ready: ApiObject = next((one for one in conditions if one["type"] == "Ready"), {})
-        if ready.get("status") == "Unknown":
-            lost.append(f"{machine} has not answered since {ready.get('lastTransitionTime', 'some time')}")
+        if found and (unknown := condition(found[0], "Ready", "Unknown")) is not None:
+            lost.append(f"{machine} has not answered since {unknown.get('lastTransitionTime', 'some time')}")
     if not lost:
         return ""
     return f"; {', '.join(lost)}: its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"

@@ -5,16 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Installer
-from launcher.platforms.kubernetes.checks import Submitted
-from launcher.platforms.kubernetes.cluster import (
-    ATTACHMENTS,
-    DAEMON_SETS,
-    NETWORK_PARAMETERS,
-    NETWORKS,
-    ApiObject,
-    Cluster,
-)
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.checks import Survey
+from launcher.platforms.kubernetes.cluster import ApiObject
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
@@ -23,11 +17,11 @@ _INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
-def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def networks(survey: Survey) -> Iterator[Finding]:
     """Check the Network objects that the pods are attached to, and their parameters."""
-    rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
+    rows = json.loads(survey.annotations.get(INTERFACES, "[]"))
     wanted = [row["network"] for row in rows if row["network"] != "default"]
-    found = {name: cluster.get(NETWORKS, None, name) for name in wanted}
+    found = {name: survey.cluster.get(api.NETWORKS, None, name) for name in wanted}
     if lacking := [name for name, thing in found.items() if thing is None]:
         there = [name for name, thing in found.items() if thing is not None]
         what = f"the Network objects {', '.join(lacking)} are missing (there are {', '.join(there) or 'none of them'})"
@@ -36,18 +30,18 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     for name, thing in found.items():
         reference = ((thing or {}).get("spec") or {}).get("parametersRef") or {}
         parameters = reference.get("name")
-        if parameters and cluster.get(NETWORK_PARAMETERS, None, parameters) is None:
+        if parameters and survey.cluster.get(api.NETWORK_PARAMETERS, None, parameters) is None:
             what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
             yield Finding("error", "gke.networks", what, f"create it: {_NETWORKS}")
     if wanted and not lacking:
         yield Finding("info", "gke.networks", f"the networks {', '.join(wanted)}")
 
 
-def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def attachments(survey: Survey) -> Iterator[Finding]:
     """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
-    wanted = [one.partition("@")[0] for one in submitted.annotations.get(MULTUS, "").split(",") if one]
-    places = [(one.rpartition("/")[0] or submitted.settings.namespace, one.rpartition("/")[2]) for one in wanted]
-    if lacking := [place for place in places if cluster.get(ATTACHMENTS, *place) is None]:
+    wanted = [one.partition("@")[0] for one in survey.annotations.get(MULTUS, "").split(",") if one]
+    places = [(one.rpartition("/")[0] or survey.namespace, one.rpartition("/")[2]) for one in wanted]
+    if lacking := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
         what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
         fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
         yield Finding("error", "gke.networks", what, fix)
@@ -55,11 +49,10 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield Finding("info", "gke.networks", f"the attachments {', '.join(wanted)}")
 
 
-def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
+def release(survey: Survey) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
-    made = submitted.fabric
-    pairs = made.known
-    needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
+    made, pairs = survey.fabric, survey.fabric.known
+    needed = next((place for place, pair in enumerate(pairs) if pair.since and survey.version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
         return
     least, since = pairs[needed].plugin, ".".join(map(str, pairs[needed].since or ()))
@@ -68,44 +61,40 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
     yield Finding("warning", f"gke.{made.name}-release", what, fix)
 
 
-def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+def daemon_sets(survey: Survey) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    installer = submitted.fabric.installer
-    injected = any(key.startswith(DEVICES) for key in submitted.annotations)
+    network, fabric = survey.settings.network, survey.fabric
+    installer, wanted = fabric.installer, fabric.pair.plugin if fabric.pair is not None else None
+    injected = any(key.startswith(DEVICES) for key in survey.annotations)
     if installer is None and not injected:
         return
-    listed, _ = cluster.list(DAEMON_SETS, None)
+    listed, _ = survey.cluster.list(api.DAEMON_SETS, None)
     if installer is not None:
-        yield from _installed(listed, installer, submitted)
+        tags = {}
+        for one in listed:
+            for image in _images(one):
+                name, _, tag = image.partition("@")[0].rpartition(":")
+                if name in installer.images:
+                    tags[one["metadata"]["name"]] = tag
+        if not tags:
+            what = f"no DaemonSet installs the plug-in of {network} on the nodes"
+            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            yield Finding("error", "gke.installer", what, fix)
+        elif wanted not in tags.values():
+            name, tag = next(iter(tags.items()))
+            what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+            yield Finding(
+                "error", "gke.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet"
+            )
+        else:
+            yield Finding("info", "gke.installer", f"the nodes have {network} {wanted}")
+        yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
     if injected:
         injectors = [one for one in listed if any(INJECTOR in image for image in _images(one))]
         if not injectors:
             what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
             yield Finding("error", "gke.device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
         yield from _unready(injectors, "gke.device-injector")
-
-
-def _installed(listed: list[ApiObject], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
-    settings = submitted.settings
-    pair = settings.fabric.pair
-    wanted = pair.plugin if pair is not None else None
-    tags = {}
-    for one in listed:
-        for image in _images(one):
-            name, _, tag = image.partition("@")[0].rpartition(":")
-            if name in installer.images:
-                tags[one["metadata"]["name"]] = tag
-    if not tags:
-        what = f"no DaemonSet installs the plug-in of {settings.network} on the nodes"
-        fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
-        yield Finding("error", "gke.installer", what, fix)
-    elif wanted not in tags.values():
-        name, tag = next(iter(tags.items()))
-        what = f"the nodes have {settings.network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
-        yield Finding("error", "gke.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
-    else:
-        yield Finding("info", "gke.installer", f"the nodes have {settings.network} {wanted}")
-    yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
 
 
 def _unready(sets: list[ApiObject], code: str) -> Iterator[Finding]:
@@ -117,10 +106,9 @@ def _unready(sets: list[ApiObject], code: str) -> Iterator[Finding]:
             yield Finding("warning", code, what, "kubectl describe it; jobs on the other nodes fail their checks")
 
 
-def _images(daemon_set: ApiObject) -> Iterator[str]:
+def _images(daemon_set: ApiObject) -> list[str]:
     pod = daemon_set["spec"]["template"]["spec"]
-    for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-        yield container.get("image", "")
+    return [one.get("image", "") for one in (*pod.get("initContainers", ()), *pod.get("containers", ()))]
 
 
 def _raw(address: str) -> str:

@@ -9,33 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
-from launcher.platforms.kubernetes.cluster import (
-    JOBS,
-    JOBSETS,
-    PODS,
-    ApiObject,
-    Cluster,
-    Expired,
-    NotThere,
-    Resource,
-    Stream,
-)
-from launcher.platforms.kubernetes.states import (
-    Beginning,
-    End,
-    beginning_of,
-    end_of,
-    final,
-    index_of,
-    nodes_of,
-    restart_of,
-    status_of,
-    uid_of,
-)
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, NotThere, Resource, Stream
+from launcher.platforms.kubernetes.states import NodeSeen, final, index_of, node_seen, restart_of, status_of, uid_of
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
@@ -64,39 +44,6 @@ class JobName:
         return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
 
 
-@dataclass
-class Snapshot:
-    """A snapshot of a job in the cluster: enough to answer, and to watch on from."""
-
-    resource: Resource = JOBSETS
-    workload: ApiObject | None = None
-    workload_version: str = ""
-    pods: list[ApiObject] = field(default_factory=list)
-    pods_version: str = ""
-
-    def status(self) -> JobStatus:
-        nodes = nodes_of(self.workload) if self.workload else 0
-        return status_of(self.workload, self.pods, {}, nodes=nodes)
-
-
-def snapshot(cluster: Cluster, job: JobName) -> Snapshot:
-    """The job now: two calls, or three where the cluster has no JobSets or the job is none.
-
-    Raises:
-        PlatformUnreachable: no answer.
-    """
-    for resource in (JOBSETS, JOBS):
-        try:
-            found, version = cluster.list(resource, job.namespace, fields=f"metadata.name={job.name}")
-        except NotThere:  # no such kind in this cluster
-            continue
-        if found:
-            pods, pods_version = cluster.list(PODS, job.namespace, labels=job.labels)
-            workload = {"kind": "JobSet" if resource is JOBSETS else "Job", **found[0]}  # lists leave it out
-            return Snapshot(resource, workload, version, pods, pods_version)
-    return Snapshot()
-
-
 class Informer:
     """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
 
@@ -105,7 +52,7 @@ class Informer:
         objects: list[ApiObject], version: str, changed: Callable[[ApiObject, bool], None],
     ) -> None:  # fmt: skip
         self._cluster, self._resource, self._namespace = cluster, resource, namespace
-        self._labels, self._fields = labels, fields
+        self._selection = {"labels": labels, "fields": fields}
         self._changed = changed
         self._objects = {uid_of(one): one for one in objects}
         self._version: str | None = version
@@ -113,24 +60,25 @@ class Informer:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stream: Stream | None = None
-        self._thread = threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True).start()
 
     def objects(self) -> list[ApiObject]:
-        """All of them, as of now.
-
-        Raises:
-            PlatformUnreachable, LoginProblem, PlatformRefused: what keeps the watch from being up to date.
-        """
+        """All of them, as of now; raises what keeps the watch from being up to date."""
         with self._lock:
             if self._trouble is not None:
                 raise self._trouble
             return list(self._objects.values())
 
-    def refresh(self) -> None:
-        """Ask the cluster once more, for what a watch has not told yet."""
-        objects, _ = self._cluster.list(self._resource, self._namespace, labels=self._labels, fields=self._fields)
-        self._replace(objects)
+    def refresh(self) -> str:
+        """Ask the cluster once more, for what a watch has not told yet; return the version to watch from."""
+        objects, version = self._cluster.list(self._resource, self._namespace, **self._selection)
+        there = {uid_of(one) for one in objects}
+        for thing in objects:
+            self._apply(thing, gone=False)
+        for uid, thing in list(self._objects.items()):
+            if uid not in there:
+                self._apply(thing, gone=True)
+        return version
 
     def stop(self) -> None:
         """End the watch; does not wait for it."""
@@ -142,36 +90,26 @@ class Informer:
         failures = 0
         while not self._stopped.is_set():
             try:
-                self._follow()
+                if self._version is None:
+                    self._version = self.refresh()
+                self._stream = self._cluster.watch(self._resource, self._namespace, self._version, **self._selection)
+                self._trouble = None
+                if self._stopped.is_set():
+                    self._stream.close()
+                for kind, thing in self._stream.events():
+                    if kind != "BOOKMARK":
+                        self._apply(thing, gone=kind == "DELETED")
+                    self._version = thing["metadata"]["resourceVersion"]
                 failures = 0
             except Expired:
                 self._version = None
             except Exception as error:  # whatever it is: a watch that has died unseen would show the past forever
-                known = isinstance(error, LauncherError)
-                self._trouble = (
-                    error if known else PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
-                )
-                self._version = self._version if known else None
+                self._trouble = error
+                if not isinstance(error, LauncherError):
+                    self._trouble = PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
+                    self._version = None
                 self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
                 failures += 1
-
-    def _follow(self) -> None:
-        """One watch, from its opening to its end."""
-        if self._version is None:
-            objects, self._version = self._cluster.list(
-                self._resource, self._namespace, labels=self._labels, fields=self._fields
-            )
-            self._replace(objects)
-        self._stream = self._cluster.watch(
-            self._resource, self._namespace, self._version, labels=self._labels, fields=self._fields
-        )
-        self._trouble = None
-        if self._stopped.is_set():
-            self._stream.close()
-        for kind, thing in self._stream.events():
-            if kind != "BOOKMARK":
-                self._apply(thing, gone=kind == "DELETED")
-            self._version = thing["metadata"]["resourceVersion"]
 
     def _apply(self, thing: ApiObject, *, gone: bool) -> None:
         with self._lock:
@@ -181,85 +119,90 @@ class Informer:
                 self._objects[uid_of(thing)] = thing
             self._changed(thing, gone)
 
-    def _replace(self, objects: list[ApiObject]) -> None:
-        there = {uid_of(one) for one in objects}
-        for thing in objects:
-            self._apply(thing, gone=False)
-        for uid, thing in list(self._objects.items()):
-            if uid not in there:
-                self._apply(thing, gone=True)
-
 
 class JobWatch:
-    """One job, watched until `stop`."""
+    """One job: listed when it is asked for first, and watched from the second time on if it was alive, until `stop`."""
 
-    def __init__(self, cluster: Cluster, job: JobName, found: Snapshot) -> None:
-        assert found.workload is not None
-        self._cluster, self.job = cluster, job
-        self._workload = found.workload
+    def __init__(self, cluster: Cluster, job: JobName) -> None:
+        self._cluster, self._job = cluster, job
+        self.workload: ApiObject | None = None
+        """The JobSet or Job as last seen, also after its deletion."""
+        self.pods: Callable[[], list[ApiObject]] = list
+        """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
+        self.listed: tuple[Resource, str, str] | None = None
+        """Where the lists of a live job can be watched on from: kind, and version of its object and its pods."""
+        self.informers: tuple[Informer, ...] = ()
         self._deleted = self._settled = False
-        self._ends: dict[tuple[int, int], End] = {}
-        self._beginnings: dict[tuple[int, int], Beginning] = {}
-        for pod in found.pods:
-            self._pod_changed(pod, gone=False)
-        space = job.namespace
-        self._workloads = Informer(
-            cluster, found.resource, space, fields=f"metadata.name={job.name}", objects=[found.workload],
-            version=found.workload_version, changed=self._workload_changed,
-        )  # fmt: skip
-        self._pods = Informer(
-            cluster, PODS, space, labels=job.labels, objects=found.pods, version=found.pods_version,
-            changed=self._pod_changed,
-        )  # fmt: skip
-
-    @property
-    def workload(self) -> ApiObject:
-        """The pod as it is, or was when it was deleted."""
-        return self._workload
-
-    def pods(self) -> list[ApiObject]:
-        """Those that are there.
-
-        Raises:
-            PlatformUnreachable: the watch is not up to date.
-        """
-        return self._pods.objects()
+        self._seen: dict[tuple[int, int], NodeSeen] = {}
 
     def status(self) -> JobStatus:
-        """Return the state of the job; one that is deleted while it is watched was cancelled.
-
-        Raises:
-            PlatformUnreachable: the watches are not up to date.
-        """
+        """Return the state of the job; one that is deleted while it is watched was cancelled."""
+        if self.listed is not None and self.workload is not None:
+            self._watch(self.workload, *self.listed)
+        if not self.informers or self.workload is None:
+            return self._list()
+        workloads, pods = self.informers
         if not self._settled:
-            self._workloads.objects()
-            if not final(self._workload) and self._deleted:
-                self._settled = True
-            elif final(self._workload):
+            workloads.objects()
+            deleted, over = self._deleted, final(self.workload) is not None
+            if over:
                 # The two watches are not in step: the last pods' ends may still be on their way.
-                self._pods.refresh()
-                self._settled = True
-        pods = [] if self._settled and self._deleted else self._pods.objects()
-        told = status_of(self._workload, pods, self._ends, nodes=nodes_of(self._workload), beginnings=self._beginnings)
+                pods.refresh()
+            self._settled = deleted or over
+        told = status_of(self.workload, [] if self._settled and self._deleted else self.pods(), self._seen)
         if self._deleted and not told.state.final:
-            return JobStatus(
-                state=JobState.CANCELLED, native=f"{self._workload['kind']} was deleted", exit_codes=told.exit_codes,
-                scheduled=told.scheduled, pulled=told.pulled, started=told.started, restarts=told.restarts,
-            )  # fmt: skip
+            return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
         return told
 
     def stop(self) -> None:
-        self._workloads.stop()
-        self._pods.stop()
+        for informer in self.informers:
+            informer.stop()
+
+    def _list(self) -> JobStatus:
+        """Two calls, or three where the cluster has no JobSets or the job is none."""
+        self.workload, self.pods, self.listed, self._seen = None, list, None, {}
+        for resource in (api.JOBSETS, api.JOBS):
+            try:
+                found, version = self._cluster.list(
+                    resource, self._job.namespace, fields=f"metadata.name={self._job.name}"
+                )
+            except NotThere:  # no such kind in this cluster
+                continue
+            if found:
+                pods, pods_version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
+                for pod in pods:
+                    self._pod_changed(pod, gone=False)
+                # Lists leave the kind out.
+                self.workload = {"kind": "JobSet" if resource is api.JOBSETS else "Job", **found[0]}
+                self.pods, self.listed = pods.copy, (resource, version, pods_version)
+                break
+        told = status_of(self.workload, self.pods(), self._seen)
+        if not told.state.live:
+            self.listed = None
+        return told
+
+    def _watch(self, workload: ApiObject, resource: Resource, version: str, pods_version: str) -> None:
+        cluster, job = self._cluster, self._job
+        self.listed = None
+        workloads = Informer(
+            cluster, resource, job.namespace, fields=f"metadata.name={job.name}", objects=[workload], version=version,
+            changed=self._workload_changed,
+        )  # fmt: skip
+        pods = Informer(
+            cluster, api.PODS, job.namespace, labels=job.labels, objects=self.pods(), version=pods_version,
+            changed=self._pod_changed,
+        )  # fmt: skip
+        self.informers, self.pods = (workloads, pods), pods.objects
 
     def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
-        if uid_of(workload) != uid_of(self._workload):
+        if self.workload is None or uid_of(workload) != uid_of(self.workload):
             return  # another of the same name, after ours was deleted
-        self._workload = {"kind": self._workload["kind"], **workload}
+        self.workload = {"kind": self.workload["kind"], **workload}
         self._deleted = self._deleted or gone
 
     def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
         """Keep when a pod began and how it ended: the pods of a failed job are deleted."""
-        self._beginnings[restart_of(pod), index_of(pod)] = beginning_of(pod)
-        if (end := end_of(pod)) is not None:
-            self._ends[restart_of(pod), index_of(pod)] = end
+        node, seen = (restart_of(pod), index_of(pod)), node_seen(pod)
+        if seen.code is None and (before := self._seen.get(node)) is not None:
+            seen = seen._replace(code=before.code, eviction=before.eviction)
+        self._seen[node] = seen

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
-from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
+from launcher.platforms.kubernetes.pods import NODE
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
 from launcher.platforms.log_files import PAGE, share_of_page, terminal_text
 
@@ -48,10 +49,9 @@ class Place:
     """When the newest line was written, in UTC and to the microsecond."""
 
 
-def _open(cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
-    """Open the log at a place."""
-    since = place.since if place.pod == uid_of(pod) and place.since else None
-    return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
+def _open(cluster: Cluster, job: JobName, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
+    since = place.since if place.pod == uid_of(pod) else ""
+    return cluster.log(job.namespace, pod["metadata"]["name"], NODE, since=since, follow=follow)
 
 
 def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
@@ -69,7 +69,11 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
             number += 1
             continue
         skip = 0
-        yield terminal_text(text), (place := _behind(place, moment))
+        second = moment and moment[: len("2026-01-01T00:00:00")] + "Z"
+        place = replace(place, last=max(place.last, moment))
+        if second >= place.since:  # lines of the two output streams may be a little out of order
+            place = replace(place, since=second, seen=place.seen + 1 if second == place.since else 1)
+        yield terminal_text(text), place
 
 
 def _utc(stamp: str) -> str:
@@ -83,16 +87,6 @@ def _utc(stamp: str) -> str:
     except (ValueError, OverflowError):
         return ""
 
-
-def _behind(place: Place, moment: str) -> Place:
-    """The place behind one more line. Lines of the two output streams may be a little out of order."""
-    second, last = moment and moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
-    if second < place.since:
-        return replace(place, last=last)
-    return replace(place, since=second, seen=place.seen + 1 if second == place.since else 1, last=last)
-
-
-# --- pages ------------------------------------------------------------------------------------------------------------
 
 Places = dict[int, Place]
 """Positions by node."""
@@ -111,8 +105,7 @@ def written(places: Places) -> str:
 def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: str) -> LogPage:
     """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
 
-    Raises:
-        PlatformUnreachable: no answer; the page is asked for again as a whole.
+    Where there is no answer, the page is asked for again as a whole.
     """
     places = parse(position)
     waiting = []
@@ -122,15 +115,20 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         later = {uid_of(one) for one in pods if index_of(one) == node and restart_of(one) > restart_of(pod)}
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
-
     share = share_of_page(len(waiting))
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
+        """The first lines, until they fill the node's share, and whether that ended them."""
+        (pod, begin), found, size = one, [], 0
         try:
-            stream = _open(cluster, job.namespace, *one, follow=False)
-            return _first_lines(_lines(stream, one[1], uid_of(one[0])), share)
+            for text, place in _lines(_open(cluster, job, pod, begin, follow=False), begin, uid_of(pod)):
+                found.append((text, place))
+                size += len(text) + 1
+                if size >= share:
+                    return found, True
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
+        return found, False
 
     lines, full = [], set[int]()
     with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
@@ -146,17 +144,6 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
     return LogPage(tuple(lines), written(places), more=bool(full))
 
 
-def _first_lines(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
-    """Return the first lines, until they have `most` characters, and whether that ended them."""
-    found, size = [], 0
-    for text, place in lines:
-        found.append((text, place))
-        size += len(text) + 1
-        if size >= most:
-            return found, True
-    return found, False
-
-
 def _readable(pod: ApiObject) -> bool:
     return began(pod) and (ended(pod) or index_of(pod) < FOLLOWED)
 
@@ -166,20 +153,19 @@ def _in_order(pods: list[ApiObject]) -> list[ApiObject]:
 
 
 class Follower:
-    """Reads the logs of a watched job in the background, and hands them out page by page."""
+    """Reads the logs of a watched job in the background, a thread for each, and hands them out page by page."""
 
-    def __init__(self, cluster: Cluster, watch: JobWatch, position: str) -> None:
-        self.cluster, self.job = cluster, watch.job
-        self.turns = threading.BoundedSemaphore(_TOGETHER)
-        self._watch = watch
+    def __init__(self, cluster: Cluster, job: JobName, watch: JobWatch, position: str) -> None:
+        self._cluster, self._job, self._watch = cluster, job, watch
+        self._turns = threading.BoundedSemaphore(_TOGETHER)
         self._places = parse(position)
         self._lines: list[LogLine] = []
+        self._size = 0
         self._given = LogPage((), position)
         self._before = position
         self._readers: dict[str, _Reader] = {}
         self._newest: dict[int, str] = {}
         self._lock = threading.Condition()
-        self._size = 0
 
     def knows(self, position: str) -> bool:
         """Return True if it can go on from there. Otherwise a new one has to begin."""
@@ -188,124 +174,90 @@ class Follower:
     def page(self, position: str, *, last: bool) -> LogPage:
         """The lines behind a position. The same position again gives the same lines again, and those since.
 
-        Args:
-            last: the job has ended: wait until all of it is read.
+        Where the job has ended, the last page waits until all is read or a page is full. A connection that neither
+        speaks nor ends is given up.
         """
-        self._tend()
-        if last:
-            for reader in list(self._readers.values()):
-                reader.finish()
+        pods = self._watch.pods()
+        over = {uid_of(pod): ended(pod) for pod in pods}
+        for pod in _in_order(pods):
+            node, uid = index_of(pod), uid_of(pod)
+            if uid not in self._readers and _readable(pod):
+                self._newest[node] = uid
+                self._readers[uid] = reader = _Reader(pod, self._places.get(node, Place()), ended=over[uid])
+                threading.Thread(target=self._read, args=(reader,), name=f"log {uid}", daemon=True).start()
+        for uid, reader in self._readers.items():
+            reader.ended = reader.ended or last or over.get(uid, True)
         with self._lock:
+            for reader in self._readers.values() if last else ():
+                self._finish(reader)
             again = self._given.lines if position != self._given.position else ()
             lines, self._lines = (*again, *self._lines), []
             self._before = position
-            self._given = LogPage(lines, written(self._places), more=last and self.is_full)
+            self._given = LogPage(lines, written(self._places), more=last and self._size >= PAGE)
             self._size = 0
             self._lock.notify_all()
             return self._given
 
     def stop(self) -> None:
         for reader in self._readers.values():
-            reader.stop()
+            reader.stopped.set()
+            reader.hang_up()
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether a page is full; readers then wait until it is fetched."""
-        return self._size >= PAGE
+    def _finish(self, reader: _Reader) -> None:
+        for hang_up in (True, False):
+            if not self._lock.wait_for(lambda: reader.over or self._size >= PAGE, _END) and hang_up:
+                reader.hang_up()
 
-    def wake(self) -> None:
-        """Say that a reader is over."""
+    def _read(self, reader: _Reader) -> None:
+        failures = 0
+        try:
+            while not reader.stopped.is_set():
+                last = reader.ended  # the container has ended: one more reading gets all there is
+                try:
+                    with self._turns if last else nullcontext():
+                        reader.stream = _open(self._cluster, self._job, reader.pod, reader.place, follow=not last)
+                        for text, place in _lines(reader.stream, reader.place, uid_of(reader.pod)):
+                            reader.place = place
+                            self._add(reader, text)
+                    failures = 0
+                    if last:
+                        return
+                except NotThere:
+                    return  # removed; what of it was not read is in the run's own folder
+                except LauncherError:
+                    failures += 1  # broken off, or not started yet: again, from where we are
+                reader.stopped.wait(0.05 if reader.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
+        finally:
+            with self._lock:
+                reader.over = True
+                self._lock.notify_all()
+
+    def _add(self, reader: _Reader, text: str) -> None:
+        """Take a line that a reader has got; where a page is full already, wait until it is fetched."""
+        node = index_of(reader.pod)
         with self._lock:
-            self._lock.notify_all()
-
-    def wait_until(self, over: Callable[[], bool], seconds: float) -> None:
-        """Wait until a reader is over, or a page is full and has to be fetched first; at most so many seconds."""
-        with self._lock:
-            self._lock.wait_for(lambda: self.is_full or over(), seconds)
-
-    def add(self, pod: ApiObject, text: str, place: Place, stopped: threading.Event) -> None:
-        """A line that a reader has got, and where it is now; where a page is full already, wait until it is fetched."""
-        node = index_of(pod)
-        with self._lock:
-            while self.is_full and not stopped.is_set():
+            while self._size >= PAGE and not reader.stopped.is_set():
                 self._lock.wait(1.0)
             self._size += len(text) + 1
-            if self.is_full:
+            if self._size >= PAGE:
                 self._lock.notify_all()
             self._lines.append(LogLine(node, text))
-            if self._newest[node] == uid_of(pod):
-                self._places[node] = place
-
-    def _tend(self) -> None:
-        """A reader for every pod that has something to read, and word to each whose container has ended."""
-        pods = self._watch.pods()
-        for pod in _in_order(pods):
-            node, uid = index_of(pod), uid_of(pod)
-            if uid not in self._readers and _readable(pod):
-                self._newest[node] = uid
-                self._readers[uid] = _Reader(self, pod, self._places.get(node, Place()))
-        over = {uid_of(pod): ended(pod) for pod in pods}
-        for uid, reader in self._readers.items():
-            reader.ended = reader.ended or over.get(uid, True)
+            if self._newest[node] == uid_of(reader.pod):
+                self._places[node] = reader.place
 
 
+@dataclass
 class _Reader:
-    """Reads one pod's log to its end, in a thread."""
+    """Where a follower is in one pod's log."""
 
-    def __init__(self, follower: Follower, pod: ApiObject, place: Place) -> None:
-        self.ended = ended(pod)
-        """The container has ended, as far as the watch knows: one more reading gets all there is."""
-        self._follower, self._pod, self._place = follower, pod, place
-        self._stopped, self._over = threading.Event(), threading.Event()
-        self._stream: Stream | None = None
-        self._thread = threading.Thread(target=self._run, name=f"log {pod['metadata']['name']}", daemon=True)
-        self._thread.start()
+    pod: ApiObject
+    place: Place
+    ended: bool
+    """The container has ended, as far as the watch knows."""
+    over: bool = False
+    stopped: threading.Event = field(default_factory=threading.Event)
+    stream: Stream | None = None
 
-    def finish(self) -> None:
-        """Wait until all is read, or a page is full. A connection that neither speaks nor ends is given up."""
-        self.ended = True
-        for hang_up in (True, False):
-            self._follower.wait_until(self._over.is_set, _END)
-            if self._over.is_set() or self._follower.is_full:
-                return
-            if hang_up:
-                self._hang_up()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if (stream := self._stream) is not None:
-            stream.close()
-
-    def _run(self) -> None:
-        try:
-            self._read_all()
-        finally:
-            self._over.set()
-            self._follower.wake()
-
-    def _read_all(self) -> None:
-        failures = 0
-        while not self._stopped.is_set():
-            last = self.ended
-            try:
-                if last:
-                    with self._follower.turns:
-                        self._read(follow=False)
-                    return
-                self._read(follow=True)
-                failures = 0
-            except NotThere:
-                return  # removed; what of it was not read is in the run's own folder
-            except LauncherError:
-                failures += 1  # broken off, or not started yet: again, from where we are
-            self._stopped.wait(0.05 if self.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
-
-    def _read(self, *, follow: bool) -> None:
-        follower = self._follower
-        self._stream = _open(follower.cluster, follower.job.namespace, self._pod, self._place, follow=follow)
-        for text, place in _lines(self._stream, self._place, uid_of(self._pod)):
-            self._place = place
-            follower.add(self._pod, text, place, self._stopped)
+    def hang_up(self) -> None:
+        if self.stream is not None:
+            self.stream.close()

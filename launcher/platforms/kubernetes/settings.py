@@ -127,24 +127,20 @@ class GkePlatformConfig(ClusterSettings):
     """Seconds that an ended job is kept in the cluster."""
 
     def open(self) -> Platform:
-        """Return the cluster as a platform."""
         from launcher.platforms.kubernetes.platform import GkePlatform
 
         return GkePlatform(self)
 
     @property
     def hardware(self) -> str | None:
-        """Return the machine type, as the config names it."""
         return self.machine
 
     @property
     def fabric(self) -> Network:
-        """Return the network of the pods."""
         return chosen_network(self, host_network=self.host_network)
 
     @property
     def ends_by_preemption(self) -> bool:
-        """Return whether these are Spot VMs."""
         return self.spot
 
     @property
@@ -163,14 +159,10 @@ class GkePlatformConfig(ClusterSettings):
     _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 
     @model_validator(mode="after")
-    def _machine_is_known(self) -> Self:
+    def _consistent(self) -> Self:
         if self.machine is not None:
             machine_named(self.machine)
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
         if (self.cluster is None) != (self.location is None):
             raise ValueError(
                 f"platform.cluster={self.cluster} and platform.location={self.location}: a GKE cluster is found by "

@@ -1,14 +1,15 @@
-"""States of a job by its JobSet or Job and its pods, in our words. Pure: objects in, values out."""
+"""States of a job by its JobSet or Job and its pods, and the machines it has lost. Pure: objects in, values out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from launcher.job import JobState, JobStatus, Object
-from launcher.platforms.kubernetes import names
-from litgpt_demo.errors import EXIT_CODES, Fault, words_of
+from launcher.platforms.kubernetes.pods import NODE
+from litgpt_demo.errors import EXIT_CODES, Fault, fault_of_exit_code, words_of
+from litgpt_demo.findings import Finding
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -19,6 +20,8 @@ _FITS = {
     Fault.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
 }
 """The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart."""
+_NAMED = 3
+"""Nodes that are named; a job can lose hundreds at once."""
 
 
 def restart_of(pod: Object) -> int:
@@ -41,22 +44,32 @@ def restarts_of(workload: Object) -> int:
     return int(workload.get("status", {}).get("restarts", 0))
 
 
-def condition(thing: Object, kind: str) -> Object | None:
-    """Return the condition of that type, whether it holds or not."""
+def job_of(workload: Object) -> Object:
+    """Return the specification of the Indexed Job in a JobSet or Job."""
+    spec: Object = workload["spec"]
+    return spec["replicatedJobs"][0]["template"]["spec"] if workload["kind"] == "JobSet" else spec
+
+
+def nodes_of(workload: Object) -> int:
+    """Pods that the job has."""
+    return int(job_of(workload).get("completions", 1))
+
+
+def condition(thing: Object, kind: str, status: str = "") -> Object | None:
+    """Return the condition of that type, whether it holds or not unless a status is named."""
     conditions = thing.get("status", {}).get("conditions") or ()
-    return next((one for one in conditions if one["type"] == kind), None)
+    return next((one for one in conditions if one["type"] == kind and status in ("", one["status"])), None)
 
 
 def holding(thing: Object, kind: str) -> Object | None:
     """The condition of that type, if it holds."""
-    found = condition(thing, kind)
-    return found if found is not None and found["status"] == "True" else None
+    return condition(thing, kind, "True")
 
 
 def main_container(pod: Object) -> Object:
     """The state of the container that trains: waiting, running or terminated."""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
-    found: Object = next((one["state"] for one in statuses if one["name"] == names.NODE), {})
+    found: Object = next((one["state"] for one in statuses if one["name"] == NODE), {})
     return found
 
 
@@ -66,165 +79,167 @@ def began(pod: Object) -> bool:
 
 
 def ended(pod: Object) -> bool:
-    """Will the container that trains say nothing more?"""
+    """Return whether the container that trains has terminated, and says nothing more."""
     return "terminated" in main_container(pod) or pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
-class Beginning(NamedTuple):
-    """The times of a node's pod before its work, in seconds since the epoch; None while they have not come."""
+def final(workload: Object) -> Object | None:
+    """Return the condition by which the cluster has decided how the job ends."""
+    found = (holding(workload, kind) for kind in ("Completed", "Complete", "Failed"))
+    return next((one for one in found if one is not None), None)
 
+
+class NodeSeen(NamedTuple):
+    """A node in one life of the job. Times are in seconds since the epoch, None while they have not come."""
+
+    host: str
+    """The machine, once it is found."""
     scheduled: float | None
     """When a machine was found for it."""
     began: float | None
     """When the container that trains began, its image there."""
-    host: str = ""
-    """The machine, once it is found."""
-
-
-def beginning_of(pod: Object) -> Beginning:
-    """Return when the pod was bound to a machine, and when its container began."""
-    bound, container = holding(pod, "PodScheduled") or {}, main_container(pod)
-    began = (container.get("running") or container.get("terminated") or {}).get("startedAt")
-    host = str(pod.get("spec", {}).get("nodeName") or "")
-    return Beginning(seconds(bound.get("lastTransitionTime")), seconds(began), host)
-
-
-def last_beginning(beginnings: Mapping[tuple[int, int], Beginning], *, nodes: int) -> Beginning:
-    """Return when the job's first life had its last machine and its last container; what a node lacks is None.
-
-    Args:
-        beginnings: by life and node.
-    """
-    first = [one for (life, _), one in beginnings.items() if life == 0]
-
-    def last(moments: Iterable[float | None]) -> float | None:
-        known = [moment for moment in moments if moment is not None]
-        return max(known) if len(known) == nodes else None
-
-    return Beginning(last(one.scheduled for one in first), last(one.began for one in first))
-
-
-class End(NamedTuple):
-    """The end of a node."""
-
-    code: int
-    """Its exit code, from which its fault follows (litgpt_demo.errors); negative is the signal that killed it."""
-    eviction: str = ""
+    code: int | None
+    """Its exit code, from which its fault follows (litgpt_demo.errors); negative is the signal that killed it. None
+    while it has not ended."""
+    eviction: str
     """The reason and what to do, where its kubelet ended it because the machine was full."""
 
 
-def end_of(pod: Object) -> End | None:
-    """Return how the node ended; None while it has not.
+Seen = Mapping[tuple[int, int], NodeSeen]
+"""By life and node: pods may be gone by now."""
+
+
+def node_seen(pod: Object) -> NodeSeen:
+    """Return what the pod tells of its node."""
+    bound, container = holding(pod, "PodScheduled") or {}, main_container(pod)
+    began = (container.get("running") or container.get("terminated") or {}).get("startedAt")
+    host = str(pod.get("spec", {}).get("nodeName") or "")
+    return NodeSeen(host, _seconds(bound.get("lastTransitionTime")), _seconds(began), *_end_of(pod))
+
+
+def _end_of(pod: Object) -> tuple[int | None, str]:
+    """Return how the node ended: its exit code, None while it has not, and why it was evicted.
 
     A disrupted pod (https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions) was
-    preempted, however its processes ended, unless its own kubelet evicted it. 128 and more are signals.
-    """
-    stopped = main_container(pod).get("terminated")
-    code = None if stopped is None else int(stopped["exitCode"])
-    if code == 0:
-        return End(0)
-    if code is None and not ended(pod):
-        return None
-    if (evicted := _eviction(pod)) is not None:
-        return evicted
-    if holding(pod, "DisruptionTarget") is not None:
-        return End(EXIT_CODES[Fault.PREEMPTED])
-    if stopped is None:
-        # Refused by its kubelet: no container tells.
-        return End(EXIT_CODES[Fault.NODE]) if pod.get("status", {}).get("phase") == "Failed" else None
-    if stopped.get("reason") == "OOMKilled":
-        return End(EXIT_CODES[Fault.OUT_OF_MEMORY])
-    assert code is not None
-    return End(128 - code if code > 128 else code)
-
-
-def _eviction(pod: Object) -> End | None:
-    """Return the end of a pod that its kubelet evicted, which a machine that is taken away does not do.
-
-    It says `Evicted`, and why; the condition, which it shares with a node that shuts down, comes first.
+    preempted, however its processes ended, unless its own kubelet evicted it, which a machine that is taken away does
+    not do. It says `Evicted`, and why; the condition, which it shares with a node that shuts down, comes first:
     https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
     """
-    status, held = pod.get("status", {}), holding(pod, "DisruptionTarget") or {}
-    words = str(status.get("message", "") if status.get("reason") == "Evicted" else held.get("message", ""))
-    if status.get("reason") != "Evicted" and not words.startswith(_LOW_ON):
-        return None
-    short = words.startswith(f"{_LOW_ON} memory")
-    fault = Fault.OUT_OF_MEMORY if short else Fault.NODE
-    return End(EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}")
+    status, stopped = pod.get("status", {}), main_container(pod).get("terminated")
+    code = None if stopped is None else int(stopped["exitCode"])
+    if code == 0 or (code is None and not ended(pod)):
+        return code, ""
+    disrupted = holding(pod, "DisruptionTarget")
+    evicted = status.get("reason") == "Evicted"
+    words = str(status.get("message", "") if evicted else (disrupted or {}).get("message", ""))
+    if evicted or words.startswith(_LOW_ON):
+        fault = Fault.OUT_OF_MEMORY if words.startswith(f"{_LOW_ON} memory") else Fault.NODE
+        return EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}"
+    if disrupted is not None:
+        return EXIT_CODES[Fault.PREEMPTED], ""
+    if stopped is None or code is None:
+        # Refused by its kubelet: no container tells.
+        return EXIT_CODES[Fault.NODE] if status.get("phase") == "Failed" else None, ""
+    if stopped.get("reason") == "OOMKilled":
+        return EXIT_CODES[Fault.OUT_OF_MEMORY], ""
+    return 128 - code if code > 128 else code, ""  # 128 and more are signals
 
 
-def status_of(
-    workload: Object | None, pods: Iterable[Object], ends: Mapping[tuple[int, int], End], *, nodes: int,
-    beginnings: Mapping[tuple[int, int], Beginning] | None = None,
-) -> JobStatus:  # fmt: skip
-    """Return the state of the job.
-
-    Args:
-        pods: those that are there now.
-        ends: by life and node, of pods that may be gone by now.
-        beginnings: the same of how they began; by default as the pods tell.
-    """
+def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> JobStatus:
+    """Return the state of the job, by the pods that are there now and what was seen of all of its nodes."""
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
-    restart = restarts_of(workload)
+    kind, meta, restart, nodes = workload["kind"], workload["metadata"], restarts_of(workload), nodes_of(workload)
     mine = [pod for pod in pods if restart_of(pod) == restart]
-    known = {node: end for (when, node), end in ends.items() if when == restart}
-    known |= {index_of(pod): end for pod in mine if (end := end_of(pod)) is not None}
-    state, native = _state(workload, mine, nodes)
-    meta, status = workload["metadata"], workload.get("status", {})
-    over = _end(workload)
-    beginnings = beginnings or {(restart, index_of(pod)): beginning_of(pod) for pod in mine}
-    began = last_beginning(beginnings, nodes=nodes)
+    up = sum(began(pod) for pod in mine)
+    restarted = f", restarted {restart} times" if restart else ""
+    if (over := final(workload)) is not None:
+        failed = over["type"] == "Failed"
+        state = JobState.FAILED if failed else JobState.SUCCEEDED
+        native = f"{kind} {over['type']}" + (f", {over.get('reason', '')}: {over.get('message', '')}" if failed else "")
+    elif meta.get("deletionTimestamp"):
+        state, native = JobState.RUNNING if mine else JobState.PENDING, f"{kind} is being deleted"
+    elif holding(workload, "Suspended") is not None or workload["spec"].get("suspend"):
+        state, native = JobState.PENDING, f"{kind} Suspended"
+    elif up < nodes:
+        state, native = JobState.PENDING, f"{kind} waits: {up} of {nodes} nodes have started{restarted}"
+    else:
+        state, native = JobState.RUNNING, f"{kind} runs on {nodes} nodes{restarted}"
+    known = {node: one for (life, node), one in sorted(seen.items()) if life == restart}
+    first = [one for (life, _), one in seen.items() if life == 0]
+
+    def last(moments: Iterable[float | None]) -> float | None:
+        """Of the first life's nodes; what one of them lacks is None."""
+        there = [moment for moment in moments if moment is not None]
+        return max(there) if len(there) == nodes else None
+
     return JobStatus(
         state=state,
         native=native,
-        exit_codes={node: end.code for node, end in sorted(known.items())},
-        evictions={node: end.eviction for node, end in sorted(known.items()) if end.eviction},
-        hosts={node: one.host for (when, node), one in sorted(beginnings.items()) if when == restart and one.host},
-        scheduled=began.scheduled,
-        pulled=began.began,
-        started=seconds(status.get("startTime") or meta.get("creationTimestamp")),
-        ended=seconds(over["lastTransitionTime"]) if over else None,
+        exit_codes={node: one.code for node, one in known.items() if one.code is not None},
+        evictions={node: one.eviction for node, one in known.items() if one.eviction},
+        hosts={node: one.host for node, one in known.items() if one.host},
+        scheduled=last(one.scheduled for one in first),
+        pulled=last(one.began for one in first),
+        started=_seconds(workload.get("status", {}).get("startTime") or meta.get("creationTimestamp")),
+        ended=_seconds(over["lastTransitionTime"]) if over else None,
         restarts=restart,
     )
 
 
-def final(workload: Object) -> bool:
-    """Return True if the cluster has decided how the job ends."""
-    return _end(workload) is not None
-
-
-def _end(workload: Object) -> Object | None:
-    for kind in ("Completed", "Complete", "Failed"):
-        if (found := holding(workload, kind)) is not None:
-            return found
-    return None
-
-
-def _state(workload: Object, pods: list[Object], nodes: int) -> tuple[JobState, str]:
-    kind = workload["kind"]
-    if (end := _end(workload)) is not None:
-        if end["type"] != "Failed":
-            return JobState.SUCCEEDED, f"{kind} {end['type']}"
-        return JobState.FAILED, f"{kind} Failed, {end.get('reason', '')}: {end.get('message', '')}"
-    if workload["metadata"].get("deletionTimestamp"):
-        return JobState.RUNNING if pods else JobState.PENDING, f"{kind} is being deleted"
-    if holding(workload, "Suspended") is not None or workload["spec"].get("suspend"):
-        return JobState.PENDING, f"{kind} Suspended"
-    up = sum(began(pod) for pod in pods)
-    restarted = f", restarted {times} times" if (times := restarts_of(workload)) else ""
-    if up < nodes:
-        return JobState.PENDING, f"{kind} waits: {up} of {nodes} nodes have started{restarted}"
-    return JobState.RUNNING, f"{kind} runs on {nodes} nodes{restarted}"
-
-
-def nodes_of(workload: Object) -> int:
-    """Pods that the job has."""
-    spec = workload["spec"]
-    job = spec["replicatedJobs"][0]["template"]["spec"] if workload["kind"] == "JobSet" else spec
-    return int(job.get("completions", 1))
-
-
-def seconds(moment: str | None) -> float | None:
+def _seconds(moment: str | None) -> float | None:
     """Since the epoch, of a time as the API writes it."""
     return datetime.fromisoformat(moment).timestamp() if moment else None
+
+
+# --- machines that a job has lost -------------------------------------------------------------------------------------
+
+
+def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
+    """Yield what keeps a job from ending or from starting again: which machine, since when, and what happens next.
+
+    Args:
+        pods: all pods of the job that are there, of its earlier lives too: they hold up the next one.
+        codes: exit codes of nodes that have ended.
+    """
+    silent = sorted((pod for pod in pods if _silent_since(pod)), key=index_of)
+    if silent:
+        named = [f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in silent[:_NAMED]]
+        more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+        since = min(str(_silent_since(pod)) for pod in silent)
+        what = f"the machine of {', '.join(named)}{more} has not answered since {since}"
+        pod = silent[0]
+        restart = (
+            "the job starts again from its last checkpoint as soon as the machine is back or its Node is gone, which "
+            f"GKE sees to; elsewhere, once it is switched off: kubectl delete node {pod['spec']['nodeName']}"
+        )
+        tolerated = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"].get("tolerations", ())}
+        after = tolerated.get("node.kubernetes.io/unreachable")
+        if pod["metadata"].get("deletionTimestamp"):
+            fix = f"its pod was given up; {restart}"
+        else:
+            fix = f"its pod is given up {'in a while' if after is None else f'after {after} s'}; then {restart}"
+        yield Finding("warning", "gke.machine-lost", what, fix)
+        return
+    failed = next(((node, code) for node, code in sorted(codes.items()) if code != 0), None)
+    if failed is not None and any(not ended(pod) for pod in pods):
+        node, code = failed
+        what = f"node {node} has ended ({fault_of_exit_code(code)}, exit code {code}), and others have not yet"
+        fix = "wait: they are asked to leave; a machine that does not answer is found out within a minute"
+        yield Finding("warning", "gke.ending", what, fix)
+
+
+def _silent_since(pod: Object) -> str:
+    """Return since when nothing is heard of the pod's machine; empty if it answers, or has told the pod's end.
+
+    The control plane declares the pods of a silent machine not ready (a minute after it fell silent at the latest),
+    while their containers stay as their kubelet last told: ready. No permission to look at machines is needed for that.
+    https://kubernetes.io/docs/concepts/architecture/nodes/#node-status
+    """
+    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    unready = condition(pod, "Ready", "False")
+    if ended(pod) or not statuses or unready is None:
+        return ""
+    running = [one for one in statuses if "running" in one["state"]]
+    as_last_told = bool(running) and all(one.get("ready") for one in running)
+    return str(unready.get("lastTransitionTime", "a while")) if as_last_told else ""

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
-from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 
@@ -76,10 +76,10 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     """Return the job as Run:ai's workload."""
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
-    if longest > LONGEST:
+    if longest > LONGEST_LABEL:
         raise ConfigProblem(
-            f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes {LONGEST}; "
-            f"make the run's `name` {longest - LONGEST} characters shorter"
+            f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes "
+            f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
         )
     if not RFC_1035.fullmatch(job.attempt_name):
         raise ConfigProblem(

@@ -247,7 +247,7 @@ def _test(call: Call) -> Test:
 def _table(secret: Object) -> Object:
     """https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables"""
     columns = [{"name": name, "type": "string"} for name in ("Name", "Type", "Data", "Age")]
-    cells = [secret["metadata"]["name"], secret["type"], len(secret["data"]), "1m"]
+    cells = [secret["metadata"]["name"], secret.get("type", "Opaque"), len(secret["data"]), "1m"]
     return {"kind": "Table", "columnDefinitions": columns, "rows": [{"cells": cells, "object": None}]}
 
 

@@ -22,7 +22,10 @@ import pytest
 from strict_platform import StrictPlatform
 from waiting import until
 
+from launcher.config import RunConfig, validated
+from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId, JobState
+from launcher.platforms import PLATFORMS, settings_classes
 from launcher.platforms.base import Platform
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.supervisor import JOB_TAG
@@ -293,3 +296,16 @@ def test_the_program_runs_in_every_rank_of_one_world_and_its_logs_can_be_followe
         told = [line.text for line in lines if line.node == node and re.search(r"\]:(rank|line)", line.text)]
         counted = [f"[rank{node}]:line {number}" for number in range(40)]
         assert told == [f"[rank{node}]:rank {node} of 2: 3", *counted]
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+def test_every_platform_is_registered_under_the_kind_that_its_settings_have() -> None:
+    for kind, settings in zip(PLATFORMS, settings_classes(), strict=True):
+        assert settings.model_json_schema()["properties"]["kind"]["const"] == kind
+
+
+def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigProblem, match=r"platform\.kind: 'toy' given; there are 'local', 'gke', 'runai', 'batch'"):
+        validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")

@@ -15,7 +15,6 @@ from waiting import until
 from launcher.errors import LoginProblem
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
-from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, Permission
 
 RULES: list[dict[str, Any]] = [
     rule
@@ -40,11 +39,6 @@ LIVES: dict[str, dict[str, Any]] = {
     "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod"},
 }  # fmt: skip
 """What is asked for, so that between them jobs use all of the role; the first three have no machine in this cluster."""
-
-
-def key(one: Permission) -> tuple[str, str, str]:
-    what = f"{one.resource.plural}/{one.subresource}" if one.subresource else one.resource.plural
-    return one.resource.group, what, one.verb
 
 
 @pytest.fixture
@@ -83,10 +77,6 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     until(lambda: platform.status(job_id) and cluster.traffic.calls["watch", "pods"] > watched)
     platform.cancel(job_id)
     platform.close()
-
-
-def test_the_file_holds_what_the_code_asks_for() -> None:
-    assert {key(one) for one in (*NEEDED, *LOOKED_AT)} == SHIPPED
 
 
 def test_the_role_is_enough_and_all_of_it_is_used(furnished: Cluster, tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from waiting import until
 
 from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import platform as gke_module
-from launcher.platforms.kubernetes.pending import unschedulable
 from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.refusals import advice, refusals
+from launcher.platforms.kubernetes.reasons import advice, refusals, unschedulable
 from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}

@@ -12,7 +12,7 @@ from kubernetes_cluster import Cluster
 
 from launcher.errors import ConfigProblem
 from launcher.networks import tcpx
-from launcher.platforms.kubernetes.machines import pools
+from launcher.platforms.kubernetes.capacity import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding

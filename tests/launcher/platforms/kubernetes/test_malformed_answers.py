@@ -17,7 +17,7 @@ from launcher.errors import PlatformUnreachable
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS, Cluster
 from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.pending import explain
+from launcher.platforms.kubernetes.reasons import explain
 
 JOB = JobName.parse("research/owt-0123456789-1")
 WORKLOAD: dict[str, Any] = {

@@ -1,6 +1,9 @@
-"""Reasons why a job does not run yet: the words of scheduler, kubelets, controllers and Kueue, as findings.
+"""Why a cluster refuses a job, or does not run it yet: the words of others as findings, each with what to do about it.
 
-All pods of a job are alike, so one that waits speaks for the others: the number of calls does not grow with the nodes.
+One table of refusals serves the dry runs before a submission, the submission itself, and the pods that are refused
+after it. A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do.
+Of a job that waits, scheduler, kubelets, controllers and Kueue say why. All its pods are alike, so one that waits
+speaks for the others, and the number of calls does not grow with the nodes.
 """
 
 from __future__ import annotations
@@ -8,18 +11,86 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from launcher.errors import LauncherError
-from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes import states
+from launcher.platforms.kubernetes.access import CLUSTER_ROLES
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
 from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
-from launcher.platforms.kubernetes.states import began, holding, index_of, nodes_of, restart_of, restarts_of, uid_of
-from litgpt_demo.findings import Finding
+from launcher.platforms.kubernetes.pods import job_name
+from litgpt_demo.findings import Finding, Severity
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A phrase of a cluster's message, and what it means. `{0}` stands for what the pattern's first group matched."""
+
+    pattern: str
+    code: str
+    what: str
+    fix: str
+    severity: Severity = "warning"
+
+    def read(self, text: str, area: str) -> Iterator[Finding]:
+        """Yield a finding for every different place of the text that the phrase matches."""
+        for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
+            words = [word.strip() for word in match]
+            yield Finding(self.severity, f"{area}.{self.code}", self.what.format(*words), self.fix.format(*words))
+
+
+# Wording of the API server's admission plug-ins (kubernetes: plugin/pkg/admission, staging/src/k8s.io/apiserver,
+# staging/src/k8s.io/pod-security-admission; the same from 1.30 to 1.36).
+_ADMISSION = (
+    Phrase(r"exceeded quota: ([^,]+), requested: (.*?), used: (.*?), limited: ([^,]+(?:,[^,=]+=[^,]+)*)", "quota",
+           "the namespace's quota {0} has no room: {1} asked for, {2} in use, {3} allowed",
+           "have the quota raised, wait for other jobs to end, or ask for less (platform.nodes, cpus, memory)"),
+    Phrase(r"failed quota: ([^:]+): must specify ([^;,]+(?:[;,] ?[^;,]+)*)", "quota",
+           "the namespace's quota {0} lets in only pods that specify {1}",
+           "set platform.cpus and platform.memory for requests; limits come from a LimitRange with defaults", "error"),
+    Phrase(r"((?:maximum|minimum) \S+ usage per \w+ is [^,\]]+?(?:, but (?:request|limit) is [^,\s\]]+"
+           r"|\.\s+No (?:request|limit) is specified)|\S+ max limit to request ratio per \w+ is [^,\]]+"
+           r"|must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
+           "a LimitRange of the namespace does not allow it: {0}",
+           "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
+           "error"),
+    Phrase(r'violates PodSecurity "([^"]+)": (.+)', "pod-security",
+           "the namespace enforces the Pod Security level {0}, which forbids the pods: {1}",
+           "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
+           "forbids platform.host_network and GPUDirect, restricted also platform.uid=0", "error"),
+    Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
+           "kubectl create serviceaccount {0}, or fix platform.service_account", "error"),
+    Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
+           "fix platform.priority", "error"),
+    Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
+    Phrase(r"""(?:admission webhook "|ValidatingAdmissionPolicy ')([^"']+)["'].*? denied (?:the )?request: (.*)""",
+           "policy", "the cluster's policy {0} says no: {1}",
+           "do what it says, or ask who runs the cluster for an exception", "error"),
+    Phrase(r"(namespace \S+) because it is being terminated", "namespace", "the {0} is being removed",
+           "take another platform.namespace, or wait and create it again", "error"),
+    Phrase(r'([Uu]ser "[^"]+" cannot \w+ resource .*)', "permission", "{0}", CLUSTER_ROLES, "error"),
+)  # fmt: skip
+
+
+def refusals(message: str, area: str) -> list[Finding]:
+    """Return all reasons that the message tells, each with its fix; never none.
+
+    Args:
+        area: what the findings' codes begin with.
+    """
+    known = [finding for phrase in _ADMISSION for finding in phrase.read(message, area)]
+    return known or [Finding("error", f"{area}.refused", message, "change what it names, or ask who runs the cluster")]
+
+
+def advice(message: str) -> str:
+    """Return what to do about a refusal, in one line."""
+    return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "gke")))
+
+
+# --- a job that waits -------------------------------------------------------------------------------------------------
 
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 
 REFUSALS = frozenset(
     f"{_AREA}.{code}"
@@ -36,11 +107,11 @@ REFUSALS = frozenset(
 
 def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
-    there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
-    waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
+    there = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
+    waiting = sorted((pod for pod in there if not states.began(pod)), key=states.index_of)
     found = _asked(lambda: _of_pods(waiting))
     # What once kept a pod from being made is over when all of them are there.
-    past = {"FailedCreate"} if len(there) >= nodes_of(workload) else set()
+    past = {"FailedCreate"} if len(there) >= states.nodes_of(workload) else set()
     found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
     if _QUEUE in workload["metadata"].get("labels", {}):
         found += _asked(lambda: _of_kueue(cluster, job, workload))
@@ -60,20 +131,6 @@ def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
     with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
         found.extend(ask())
     return found
-
-
-# --- pods -------------------------------------------------------------------------------------------------------------
-
-
-def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
-    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
-    reasons: dict[Finding, list[int]] = {}
-    for pod in waiting:
-        for finding in (*_of_scheduling(pod), *_of_containers(pod)):
-            reasons.setdefault(finding, []).append(index_of(pod))
-    for finding, nodes in reasons.items():
-        who = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
-        yield Finding(finding.severity, finding.code, f"{who}: {finding.what}", finding.fix)
 
 
 # Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
@@ -114,17 +171,6 @@ _SCHEDULER = (
 _UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
 
 
-def _of_scheduling(pod: ApiObject) -> Iterator[Finding]:
-    conditions = pod.get("status", {}).get("conditions") or ()
-    told = next((one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), None)
-    gates = [one["name"] for one in pod["spec"].get("schedulingGates") or ()]
-    if gates:
-        by = "Kueue, which looks for machines close together" if _TOPOLOGY_GATE in gates else ", ".join(gates)
-        yield Finding("info", "gke.pending.gated", f"held back by {by}", "wait: it goes on by itself")
-    elif told is not None:
-        yield from unschedulable(told.get("message", ""))
-
-
 def unschedulable(message: str) -> Iterator[Finding]:
     """Yield every reason of a scheduler's message, each with its fix.
 
@@ -150,16 +196,29 @@ _FIXES = {
 }
 
 
-def _of_containers(pod: ApiObject) -> Iterator[Finding]:
-    status = pod.get("status", {})
-    for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
-        waiting = one["state"].get("waiting", {})
-        if (code := _WAITING.get(waiting.get("reason", ""))) is not None:
-            what = f"container {one['name']}, image {one['image']}: {waiting['reason']}: {waiting.get('message', '')}"
-            yield Finding("error", f"gke.pending.{code}", what, _FIXES[code])
+def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
+    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
+    reasons: dict[Finding, list[int]] = {}
+    for pod in waiting:
+        found: list[Finding] = []
+        if gates := [one["name"] for one in pod["spec"].get("schedulingGates") or ()]:
+            close = "kueue.x-k8s.io/topology" in gates
+            by = "Kueue, which looks for machines close together" if close else ", ".join(gates)
+            found.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it goes on by itself"))
+        elif (told := states.condition(pod, "PodScheduled", "False")) is not None:
+            found += unschedulable(told.get("message", ""))
+        status = pod.get("status", {})
+        for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+            waits = one["state"].get("waiting", {})
+            if (code := _WAITING.get(waits.get("reason", ""))) is not None:
+                what = f"container {one['name']}, image {one['image']}: {waits['reason']}: {waits.get('message', '')}"
+                found.append(Finding("error", f"{_AREA}.{code}", what, _FIXES[code]))
+        for finding in found:
+            reasons.setdefault(finding, []).append(states.index_of(pod))
+    for finding, nodes in reasons.items():
+        who = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
+        yield replace(finding, what=f"{who}: {finding.what}")
 
-
-# --- events -----------------------------------------------------------------------------------------------------------
 
 # By the event's reason: phrases in its message, of which the first one counts. `FailedCreate` is read by `refusals`.
 _EVENTS: dict[str, tuple[Phrase, ...]] = {
@@ -183,39 +242,33 @@ _EVENTS: dict[str, tuple[Phrase, ...]] = {
 _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
 
 
-def _of_event(reason: str, message: str) -> list[Finding]:
-    """Return what an event means; nothing for one that keeps nobody from running."""
-    if reason == "FailedCreate":
-        return refusals(message.removeprefix("Error creating: "), _AREA)
-    if (part := _REFUSED_PARTS.get(reason)) is not None:
-        what = f"JobSet cannot create its {part.title()}: {message}"
-        return [Finding("error", f"{_AREA}.{part}", what, advice(message))]
-    return next((found for phrase in _EVENTS.get(reason, ()) if (found := list(phrase.read(message, _AREA)))), [])
-
-
 def _of_events(
     cluster: Cluster, job: JobName, workload: ApiObject, waiting: list[ApiObject], past: set[str]
 ) -> Iterator[Finding]:
-    about = [job.name, *([names.job_name(job.name)] if workload["kind"] == "JobSet" else [])]
-    alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
-    for name in (*about, *(pod["metadata"]["name"] for pod in waiting)):
+    """Yield what the newest event of each kind means; nothing for one that keeps nobody from running."""
+    known = [job.name, *(pod["metadata"]["name"] for pod in waiting)]
+    alive = {states.uid_of(workload), *(states.uid_of(pod) for pod in waiting)}
+    for name in (job.name, *([job_name(job.name)] if workload["kind"] == "JobSet" else []), *known[1:]):
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
-        about_objects = [event for event in events if isinstance(event.get("involvedObject"), dict)]
+        about = [event for event in events if isinstance(event.get("involvedObject"), dict)]
+        about.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
         newest = {
             str(event.get("reason") or ""): str(event.get("message") or "")  # both are optional (core/v1 Event)
-            for event in sorted(
-                about_objects, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or "")
-            )
+            for event in about
             # A Job between JobSet and pods has an id that we do not know; of the others, no older namesake's.
-            if name not in (job.name, *(pod["metadata"]["name"] for pod in waiting))
-            or event["involvedObject"].get("uid") in alive
+            if name not in known or event["involvedObject"].get("uid") in alive
         }
         for reason, message in newest.items():
-            if reason not in past:
-                yield from _of_event(reason, message)
-
-
-# --- Kueue ------------------------------------------------------------------------------------------------------------
+            if reason in past:
+                continue
+            if reason == "FailedCreate":
+                yield from refusals(message.removeprefix("Error creating: "), _AREA)
+            elif (part := _REFUSED_PARTS.get(reason)) is not None:
+                what = f"JobSet cannot create its {part.title()}: {message}"
+                yield Finding("error", f"{_AREA}.{part}", what, advice(message))
+            else:
+                read = (list(phrase.read(message, _AREA)) for phrase in _EVENTS.get(reason, ()))
+                yield from next(filter(None, read), [])
 
 
 def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[Finding]:
@@ -227,28 +280,21 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[F
         what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
         yield Finding("error", "gke.pending.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
-    mine = [
-        one
-        for one in listed
-        if any(owner["uid"] == uid_of(workload) for owner in one["metadata"].get("ownerReferences", ()))
-    ]
+    owned = ((one, one["metadata"].get("ownerReferences", ())) for one in listed)
+    mine = [one for one, owners in owned if any(owner["uid"] == states.uid_of(workload) for owner in owners)]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", "gke.pending.queue", what, "is Kueue's controller running, with JobSets turned on?")
     for one in mine:
-        if (evicted := holding(one, "Evicted")) is not None:
+        if (evicted := states.holding(one, "Evicted")) is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
             yield Finding("warning", "gke.pending.evicted", what, "it goes on by itself, from its last checkpoint")
-        if holding(one, "Admitted") is not None:
+        if states.holding(one, "Admitted") is not None:
             continue
-        conditions = one.get("status", {}).get("conditions") or ()
-        told: ApiObject = next(
-            (item for item in conditions if item["type"] == "QuotaReserved" and item["status"] == "False"), {}
-        )
-        never = told.get("reason") == "Inadmissible" or "maximum capacity" in told.get("message", "")
-        if told and holding(one, "Evicted") is None:
+        told = states.condition(one, "QuotaReserved", "False")
+        if told is not None and evicted is None:
             what = f"queue {queue}: {told.get('message', '')}"
-            if never:
+            if told.get("reason") == "Inadmissible" or "maximum capacity" in what:
                 yield Finding("error", "gke.pending.queue", what, "fix platform.queue, or take fewer platform.nodes")
             else:
                 yield Finding("warning", "gke.pending.queue", what, "wait for other jobs to end, or raise the quota")

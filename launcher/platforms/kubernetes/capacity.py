@@ -1,0 +1,227 @@
+"""Checks that a cluster has, or can get, the machines that a job asks for, and its namespace room for all its pods.
+
+Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from launcher.formatting import bytes_text
+from launcher.job import Object
+from launcher.platforms.kubernetes.checks import Submitted, Survey
+from launcher.platforms.kubernetes.cluster import NODES, QUOTAS, ApiObject, Cluster
+from launcher.platforms.kubernetes.connection import google_way
+from launcher.platforms.kubernetes.pods import NODE
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.states import holding
+from litgpt_demo.findings import Finding
+
+if TYPE_CHECKING:
+    from google.cloud.container_v1.types import Cluster as GoogleCluster
+
+Amounts = Mapping[str, Decimal]
+"""CPUs, bytes, or pieces, by resource."""
+
+_COMPARED = {"nvidia.com/gpu": "GPUs", "cpu": "CPUs", "memory": "memory"}
+"""The resources that a machine must have enough of, beside extended ones such as RDMA cards, and their names."""
+
+_RESERVED = ("limits", "requests")
+"""What a pod has reserved on its machine; where only a limit is given, the limit."""
+
+GKE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def _amount(quantity: str | float) -> Decimal:
+    from kubernetes.utils import parse_quantity
+
+    return Decimal(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+
+
+def _shown(resource: str, number: Decimal) -> str:
+    if resource.rpartition(".")[2] in {"memory", "ephemeral-storage", "storage"}:
+        return bytes_text(int(number))
+    return f"{number.normalize():f}"
+
+
+def _total(pod: Object, *parts: str) -> Amounts:
+    """Return what the pod's containers together have in these parts of their resources, the last part winning.
+
+    Containers that run side by side are added up; containers before them need their room only in their turn.
+    https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
+    """
+    together: defaultdict[str, Decimal] = defaultdict(Decimal)
+    in_turn: list[tuple[str, Decimal]] = []
+    first = pod.get("initContainers", ())
+    for place, one in enumerate((*first, *pod["containers"])):
+        resources: dict[str, str] = {}
+        for part in parts:
+            resources |= one.get("resources", {}).get(part, {})
+        for resource, quantity in resources.items():
+            if place < len(first) and one.get("restartPolicy") != "Always":
+                in_turn.append((resource, _amount(quantity)))
+            else:
+                together[resource] += _amount(quantity)
+    for resource, number in in_turn:
+        together[resource] = max(together[resource], number)
+    return together
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+def machines(survey: Survey) -> Iterator[Finding]:
+    """Check that enough nodes fit, or that the pools may grow so far."""
+    settings = survey.settings
+    nodes, _ = survey.cluster.list(NODES, None)
+    wanted = _total(survey.pod, *_RESERVED)
+    reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
+    if (fit := reasons.pop("", 0)) >= settings.nodes:
+        yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
+        return
+    none = "there are no others" if nodes else "the cluster has no machine"
+    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or none
+    what = f"only {fit} of {settings.nodes} machines are there ({listed})"
+    pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
+    # Not GPUs: a machine shows them only when their driver is there.
+    room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
+    if pool and all(_too_small(node, room) for node in pool):
+        fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
+        yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+    elif settings.cluster is not None:
+        yield from pools(google_way(settings)[1], settings, what)
+    elif _may_grow(nodes, settings):
+        fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
+        yield Finding("warning", "gke.machines", what, fix)
+    else:
+        yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
+
+
+def spare_machines(cluster: Cluster, submitted: Submitted) -> int | None:
+    """Return how many of the machines that fit a job does not need; None where others can be had."""
+    settings = submitted.settings
+    nodes, _ = cluster.list(NODES, None)
+    if settings.cluster or _may_grow(nodes, settings):
+        return None
+    wanted = _total(submitted.pod, *_RESERVED)
+    return max(0, sum(not _unfit(node, submitted.pod, wanted) for node in nodes) - settings.nodes)
+
+
+def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
+    """Return whether others may come: by a queue, or from GKE's pools, whose limits one sees by the cluster's name."""
+    pooled = any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes)
+    return pooled or bool(settings.queue or settings.flex_start)
+
+
+def _unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
+    """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
+    labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
+    for key, value in pod.get("nodeSelector", {}).items():
+        if labels.get(key) != value:
+            return f"without the label {key}={value}"
+    affinity = pod.get("affinity", {}).get("nodeAffinity", {})
+    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", ())
+    excluded = [value for term in terms for rule in term["matchExpressions"] for value in rule["values"]]
+    if labels.get("kubernetes.io/hostname") in excluded:
+        return "excluded by platform.exclude_nodes or the run's own verdicts"
+    if spec.get("unschedulable"):
+        return "cordoned off"
+    if holding(node, "Ready") is None:
+        return "not ready"
+    for taint in spec.get("taints", ()):
+        key, value, effect = taint["key"], taint.get("value", ""), taint["effect"]
+        same = [one for one in pod["tolerations"] if one.get("key") == key and one.get("effect") in (None, "", effect)]
+        tolerated = any(one.get("operator") == "Exists" or one.get("value", "") == value for one in same)
+        if effect != "PreferNoSchedule" and not tolerated:
+            return f"with the taint {key}={value}"
+    return _too_small(node, wanted)
+
+
+def _too_small(node: ApiObject, wanted: Amounts) -> str:
+    """Return what a machine has less of than is asked for; empty if it is large enough."""
+    allocatable = node.get("status", {}).get("allocatable", {})
+    for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
+        has, asked = _amount(allocatable.get(resource, "0")), wanted.get(resource, Decimal(0))
+        if has < asked:
+            name = _COMPARED.get(resource, resource)
+            return f"with {_shown(resource, has)} {name} of {_shown(resource, asked)}"
+    return ""
+
+
+def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
+    """Check in the GKE API that the node pools can grow to what is asked for."""
+    if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
+        yield Finding("info", "gke.machines", f"{what}; GKE makes the others when they are asked for")
+        return
+    most = {}
+    for pool in described.node_pools:
+        if settings.machine in (None, pool.config.machine_type) and settings.node_pool in (None, pool.name):
+            grown, zones = pool.autoscaling, max(1, len(pool.locations))
+            count = grown.max_node_count if grown.enabled else pool.initial_node_count
+            # Limits are per zone, unless they are total ones.
+            most[pool.name] = int((grown.enabled and grown.total_max_node_count) or count * zones)
+    listed = ", ".join(f"{name}: {count} at most" for name, count in most.items())
+    if not most:
+        there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools)
+        wanted = settings.machine or f"the name {settings.node_pool}"
+        fix = "add one, or fix platform.machine and platform.node_pool"
+        yield Finding("error", "gke.pools", f"no node pool has {wanted} (there are {there or 'none'})", fix)
+    elif sum(most.values()) < settings.nodes:
+        fix = "take fewer platform.nodes, or raise the limits of the node pools"
+        yield Finding("error", "gke.pools", f"{what}, and the node pools cannot give them ({listed})", fix)
+    else:
+        yield Finding("info", "gke.machines", f"{what}; the node pools can grow to it ({listed})")
+
+
+# --- the namespace ----------------------------------------------------------------------------------------------------
+# The cluster's own answer to a dry run of one pod is exact for limits, Pod Security and policies. It says nothing of
+# the other pods, or of what a limit that is set by default will do to a training.
+
+
+def quotas(survey: Survey) -> Iterator[Finding]:
+    """Yield what the job as a whole asks for and a ResourceQuota has not got, now or ever.
+
+    Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
+    """
+    listed, _ = survey.cluster.list(QUOTAS, survey.namespace)
+    pod, nodes = survey.admitted_pod, survey.settings.nodes
+    pods, one = Decimal(nodes), Decimal(1)
+    wanted = {"pods": pods, "count/pods": pods, "count/jobs.batch": one, "services": one, "count/services": one}
+    if survey.kind == "jobset":
+        wanted["count/jobsets.jobset.x-k8s.io"] = one
+    for resource, quantity in _total(pod, *_RESERVED).items():
+        wanted[f"requests.{resource}"] = quantity * nodes
+        if "/" not in resource:
+            wanted[resource] = quantity * nodes
+    wanted |= {f"limits.{resource}": quantity * nodes for resource, quantity in _total(pod, "limits").items()}
+    for quota in listed:
+        name, spec = quota["metadata"]["name"], quota["spec"]
+        if spec.get("scopes") or spec.get("scopeSelector"):
+            continue
+        used = quota.get("status", {}).get("used", {})
+        for resource, hard in spec.get("hard", {}).items():
+            if (asked := wanted.get(resource)) is None:
+                continue
+            most = _amount(hard)
+            free = max(most - _amount(used.get(resource, "0")), Decimal(0))
+            what = f"quota {name} allows {_shown(resource, most)} of {resource}, and the job asks for "
+            what += _shown(resource, asked)
+            fix = "have it raised, or ask for less (platform.nodes, cpus, memory)"
+            if asked > most:
+                yield Finding("error", "gke.quota", what, fix)
+            elif asked > free:
+                what = f"{what}, of which {_shown(resource, free)} is free now"
+                yield Finding("warning", "gke.quota", what, f"wait for other jobs to end, {fix}")
+
+
+def limits(survey: Survey) -> Iterator[Finding]:
+    """Yield the limits that the namespace would give the container that trains, and nobody has asked for."""
+    admitted: Object = next((one for one in survey.admitted_pod["containers"] if one["name"] == NODE), {})
+    ours, given = (one.get("resources", {}).get("limits", {}) for one in (survey.node, admitted))
+    if added := {name: value for name, value in given.items() if name not in ours}:
+        listed = ", ".join(f"{resource}={quantity}" for resource, quantity in sorted(added.items()))
+        what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
+        yield Finding("warning", "gke.limits", what, "have its default raised, or take another platform.namespace")
