@@ -1,14 +1,16 @@
-"""Files that are compressed as a whole: gzip and zstd."""
+"""What a file is by its first bytes: compressed as a whole, of a kind that holds no documents, or neither."""
 
 from __future__ import annotations
 
+import bz2
 import io
+import lzma
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError
@@ -19,29 +21,92 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 18
 """Bytes read at a time: what fits a core's cache is copied several times as fast as what does not."""
-COMPRESSED_CHUNK = 1 << 16
-"""Compressed bytes read at a time."""
-_ZSTD_PIECE = 1 << 10
-"""Compressed bytes that zstd decodes at a time. The library puts no bound on what comes out, and 4 bytes can hold
-128 KiB: so 32 MiB do at most. Text is decoded as fast as in larger pieces."""
 MOST_RATIO = 1_000
 SLACK = 1 << 30
 """Bytes that a parquet file may hold besides `MOST_RATIO` times its size, and so a compressed one. Both make text a few
 times smaller; only a bomb is made thousands of times smaller."""
 
-Compression = Literal["gzip", "zstd"]
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+def _zstd() -> Any:
+    from zstandard import ZstdDecompressor
+
+    # `zstd --long=31`, as text collections use it, needs windows of 2 GiB; the library's own limit is 128 MiB.
+    return ZstdDecompressor(max_window_size=2**31).decompressobj(write_size=1 << 15)
 
 
-def compression_of(name: str) -> Compression | None:
+class Compression(NamedTuple):
+    """A way to compress a file as a whole."""
+
+    name: str
+    endings: tuple[str, ...]
+    magic: bytes
+    decoder: Callable[[], Any]
+    """Of one member: has decompress, eof and unused_data."""
+    piece: int
+    """Compressed bytes that are decoded at a time."""
+    bounded: bool = False
+    """The decoder takes the most that may come out. Where none can be given, the piece is so small that little does:
+    gzip makes at most 1,032 bytes of one, and zstd 128 KiB of four."""
+
+
+_COMPRESSIONS = (
+    # + 16: with gzip's header and trailer
+    Compression("gzip", (".gz", ".gzip"), b"\x1f\x8b", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14),
+    Compression("zstd", (".zst", ".zstd"), b"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
+    Compression("bzip2", (".bz2",), b"BZh", bz2.BZ2Decompressor, 1 << 16, bounded=True),
+    Compression("xz", (".xz",), b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
+)
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # behind `BZh` and a digit, which alone may be text
+FIRST_ENDINGS = (".gz", ".zst")
+"""Those that were decompressed from the beginning; datasets of others were made of something else, if at all."""
+
+# First bytes, and what has them: https://en.wikipedia.org/wiki/List_of_file_signatures
+_UTF16 = "written in UTF-16; convert it, for example with iconv -f utf-16 -t utf-8"
+_FOREIGN = {
+    b"PK\3\4": "a zip archive; unpack it",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive; unpack it",
+    b"Rar!\x1a\7": "a RAR archive; unpack it",
+    b"\4\x22\x4d\x18": "compressed by lz4; decompress it",
+    b"%PDF-": "a PDF document; extract its text",
+    b"PAR1\x15": "a parquet file; set data.corpus.format=parquet, or give it a name that ends in .parquet",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+}
+_TAR, _TAR_PLACE = b"ustar", 257
+HEAD = 512
+"""Bytes that `foreign` looks at."""
+
+
+def ending_of(name: str) -> Compression | None:
     """Return the compression that the end of the file's name says."""
-    return _COMPRESSIONS.get(PurePosixPath(name.lower()).suffix)
+    ending = PurePosixPath(name.lower()).suffix
+    return next((one for one in _COMPRESSIONS if ending in one.endings), None)
+
+
+def compression_of(path: Path, source: Source) -> Compression | None:
+    """Return the compression that the file's first bytes say; where they say none, the end of its name."""
+    with path.open("rb") as file:
+        head = file.read(10)
+    for one in _COMPRESSIONS:
+        if head.startswith(one.magic) and (one.name != "bzip2" or head[4:] in _BZIP2_BLOCKS):
+            return one
+    return ending_of(source.name)
+
+
+def foreign(head: bytes) -> str | None:
+    """What a file with these first bytes is instead of text, and what to do about it."""
+    if head.startswith(_TAR, _TAR_PLACE):
+        return "a tar archive; unpack it"
+    halves = head[::2], head[1::2]  # of ASCII in UTF-16 without a mark, which is valid UTF-8
+    if len(head) >= 8 and any(all(one) and not any(other) for one, other in (halves, halves[::-1])):
+        return _UTF16
+    return next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
 
 
 @contextmanager
 def opened(path: Path, source: Source) -> Iterator[io.BufferedReader]:
-    """The file's content, decompressed as its name says."""
-    compression = compression_of(source.name)
+    """The file's content, decompressed if it is compressed."""
+    compression = compression_of(path, source)
     with path.open("rb") as file:
         if compression is None:
             yield file
@@ -52,35 +117,32 @@ def opened(path: Path, source: Source) -> Iterator[io.BufferedReader]:
 @contextmanager
 def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
     """The file's content as a file: a parquet file is read from its end, which a compressed one cannot be."""
-    if compression_of(source.name) is None:
+    if compression_of(path, source) is None:
         yield path
         return
-    with ExitStack() as stack:
-        with explaining(str(scratch), needed=source.size):  # and more, but who knows how much
-            scratch.mkdir(parents=True, exist_ok=True)
-            folder = stack.enter_context(TemporaryDirectory(prefix="corpus-", dir=scratch))
-            plain = Path(folder, "decompressed")
-            with opened(path, source) as stream, plain.open("wb") as file:
-                _copy(stream, file, SLACK + MOST_RATIO * path.stat().st_size, source.address)
+    with explaining(str(scratch)):
+        scratch.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix="corpus-", dir=scratch)
+    with folder as name:  # more is needed than the size, but who knows how much
+        plain, written, most = Path(name, "decompressed"), 0, SLACK + MOST_RATIO * path.stat().st_size
+        with explaining(str(scratch), needed=source.size), opened(path, source) as stream, plain.open("wb") as file:
+            while block := stream.read(CHUNK):
+                written += len(block)
+                if written > most:
+                    raise DataError(
+                        f"{source.address} holds more than {most:,} bytes decompressed, over {MOST_RATIO:,} times its "
+                        "size: no parquet file is like that, and the disk is not filled with it. Remove it, or "
+                        "decompress it yourself"
+                    )
+                file.write(block)
         yield plain
 
 
-def _copy(stream: BinaryIO, file: BinaryIO, most: int, address: str) -> None:
-    written = 0
-    while block := stream.read(CHUNK):
-        written += len(block)
-        if written > most:
-            raise DataError(
-                f"{address} holds more than {most:,} bytes decompressed, over {MOST_RATIO:,} times its size: no "
-                "parquet file is like that, and the disk is not filled with it. Remove it, or decompress it yourself"
-            )
-        file.write(block)
-
-
 class _Decompressed(io.RawIOBase):
-    """Yield what gzip or zstd data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
+    """Yield what compressed data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
 
-    zstandard's own reader takes data that were cut off for data that end there."""
+    The libraries' own readers take data that were cut off (zstandard's) or go wrong (bz2's, lzma's) for data that end
+    there."""
 
     def __init__(self, file: BinaryIO, compression: Compression, address: str) -> None:
         super().__init__()
@@ -89,61 +151,42 @@ class _Decompressed(io.RawIOBase):
         self._address = address
         self._given = 0
         self._ready = memoryview(b"")
-        self._decoder = _decoder(compression)
-        self._waiting = memoryview(b"")
+        self._decoder = compression.decoder()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         target = memoryview(buffer).cast("B")
-        while not self._ready and self._has_more():
-            self._ready = memoryview(self._decode())
+        while not self._ready and (text := self._decoded()) is not None:
+            self._ready = memoryview(text)
         size = min(len(target), len(self._ready))
         target[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         self._given += size
         return size
 
-    def _has_more(self) -> bool:
-        """Read compressed bytes if none wait; a fresh decoder for each member. False when all of it is decoded."""
-        if not self._waiting:
-            self._waiting = memoryview(self._file.read(COMPRESSED_CHUNK))
-        if self._decoder.eof and self._waiting:
-            self._decoder = _decoder(self._compression)
-        return not self._decoder.eof
-
-    def _decode(self) -> bytes:
-        """Decode a few of the waiting bytes, so that what comes out is bounded."""
+    def _decoded(self) -> bytes | None:
+        """Decode the next bytes, few enough to bound what comes out; None when all is decoded."""
         from zstandard import ZstdError
 
-        decoder, waiting = self._decoder, self._waiting
+        decoder, piece = self._decoder, b""
+        if decoder.eof or getattr(decoder, "needs_input", True):
+            piece = decoder.unused_data if decoder.eof else b""
+            piece = piece or self._file.read(self._compression.piece)
+            if not piece and decoder.eof:
+                return None
+            if not piece:
+                raise self._damage("the data end before their end mark; the file was cut off")
+        if decoder.eof:
+            decoder = self._decoder = self._compression.decoder()
         try:
-            if self._compression == "gzip":
-                text = decoder.decompress(waiting, CHUNK)
-                left = len(decoder.unused_data if decoder.eof else decoder.unconsumed_tail)
-            else:
-                text = decoder.decompress(waiting[:_ZSTD_PIECE])
-                left = max(0, len(waiting) - _ZSTD_PIECE) + len(decoder.unused_data)
-        except (zlib.error, ZstdError) as error:
+            return bytes(decoder.decompress(piece, *([CHUNK] if self._compression.bounded else [])))
+        except (zlib.error, lzma.LZMAError, OSError, ZstdError) as error:
             raise self._damage(str(error)) from error
-        # zlib may hold back some text after the last bytes went in: it comes when nothing does.
-        if not waiting and not text and not decoder.eof:
-            raise self._damage("the data end before their end mark; the file was cut off")
-        self._waiting = waiting[len(waiting) - left :]
-        return bytes(text)
 
     def _damage(self, why: str) -> DataError:
         return DataError(
-            f"{self._address} is damaged {self._compression} after byte {self._given} of the decompressed text: {why}"
+            f"{self._address} is damaged {self._compression.name} after byte {self._given} of the decompressed text: "
+            f"{why}"
         )
-
-
-def _decoder(compression: Compression) -> Any:
-    """zlib's and zstandard's decompression objects both have decompress, eof and unused_data."""
-    if compression == "gzip":
-        return zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # + 16: with gzip's header and trailer
-    from zstandard import ZstdDecompressor
-
-    # `zstd --long=31`, as text collections use it, needs windows of 2 GiB; the library's own limit is 128 MiB.
-    return ZstdDecompressor(max_window_size=2**31).decompressobj(write_size=1 << 15)

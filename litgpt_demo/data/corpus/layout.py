@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.data.corpus.compression import compression_of
+from litgpt_demo.data.corpus.compression import ending_of
 from litgpt_demo.data.corpus.source import Source
 
 Format = Literal["text", "jsonl", "parquet"]
@@ -54,4 +54,4 @@ def goes_by_json(corpus: Corpus, source: Source) -> bool:
 
 def _ending(name: str) -> str:
     path = PurePosixPath(name.lower())
-    return (path.with_suffix("") if compression_of(name) else path).suffix
+    return (path.with_suffix("") if ending_of(name) else path).suffix

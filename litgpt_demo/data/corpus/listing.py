@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.corpus.compression import FIRST_ENDINGS, ending_of
 from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.layout import Layout, goes_by_json
 from litgpt_demo.data.corpus.source import Source, matches
@@ -59,6 +60,8 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
         del told["format"]  # datasets made before there was a choice keep their keys
     if any(goes_by_json(settings, source) for source in sources):
         told["json"] = "lines"  # it was text once: what was made of it then is another dataset
+    if any(ending_of(source.name) and not source.name.lower().endswith(FIRST_ENDINGS) for source in sources):
+        told["compressed"] = "decompressed"  # these were bad documents once
     return {
         "settings": told,
         "files": [[source.name, source.size, source.version] for source in sources],

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
-from litgpt_demo.data.corpus.compression import compression_of, opened, seekable
+from litgpt_demo.data.corpus.compression import HEAD, compression_of, foreign, opened, seekable
 from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
 from litgpt_demo.data.corpus.lines import json_lines, require_text, separated_texts, whole_text
 from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
-from litgpt_demo.data.corpus.pieces import DocumentPiece
+from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw
 from litgpt_demo.data.corpus.shards import Part, Shard
 from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -174,6 +175,9 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> I
             yield from parquet_texts(plain, source, layout.column, part.start, part.end, most=most)
         return
     with opened(path, source) as stream:
+        if not part.start and (what := foreign(stream.peek(HEAD))):
+            yield _bad_file(source, f"is {what}")
+            return
         if form == "jsonl":
             yield from json_lines(stream, source, layout.column, part.start, part.end, most=most)
         else:
@@ -185,6 +189,14 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> I
             yield from require_text(pieces, source) if layout.format == "auto" and not part.start else pieces
 
 
+def _bad_file(source: Source, reason: str) -> DocumentPiece:
+    import pyarrow as pa
+
+    place, error = f"{source.name}, byte 0", DataError(f"{source.address} {reason}")
+    flaw = Flaw(row=0, place=place, reason=reason, error=error)
+    return DocumentPiece(texts=pa.array([""], pa.large_string()), flaws=(flaw,))
+
+
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
     """Return the documents of a shard, empty ones included, and about their bytes, from its parquet files' footers.
 
@@ -193,12 +205,14 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
     Raises:
         As `read_shard`.
     """
-    layout, names = Layout.of(corpus), {part.source.name for part in shard.parts}
-    if shard.limit is not None or any(layout.format_of(name) != "parquet" or compression_of(name) for name in names):
+    layout = Layout.of(corpus)
+    if shard.limit is not None or any(layout.format_of(part.source.name) != "parquet" for part in shard.parts):
         return None
     documents = size = 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
+            if compression_of(path, part.source) is not None:
+                return None
             groups = row_groups(path, part.source, layout.column)[part.start : part.end]
         if any(group.nulls != 0 for group in groups):
             return None

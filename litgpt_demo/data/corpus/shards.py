@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from litgpt_demo.config import Corpus
-from litgpt_demo.data.corpus.compression import CHUNK, compression_of
+from litgpt_demo.data.corpus.compression import CHUNK, HEAD, compression_of, foreign
 from litgpt_demo.data.corpus.layout import Layout
 from litgpt_demo.data.corpus.parquet import row_group_bytes
 from litgpt_demo.data.corpus.source import Source
@@ -62,7 +62,7 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
 
 def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, int]]:
     """The parts of a file, and their stored bytes."""
-    if source.size <= target or source.is_remote or compression_of(source.name):
+    if source.size <= target or source.is_remote:
         yield Part(source=source), source.size
         return
     try:
@@ -78,11 +78,15 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
 
 def _cuts(source: Source, layout: Layout, target: int) -> list[tuple[int, int]]:
     """A place where a local file can be cut: its row group or byte, and the number of stored bytes before it."""
-    path = Path(source.address)
+    path, separator = Path(source.address), layout.separator_of(source)
+    if compression_of(path, source) is not None:
+        return []
     if layout.format_of(source.name) == "parquet":
         return _cuts_between(row_group_bytes(path, source, layout.column), target)
-    separator = layout.separator_of(source)
-    return [] if separator is None else [(cut, cut) for cut in _cuts_behind(separator, path, source.size, target)]
+    with path.open("rb") as file:
+        if separator is None or foreign(file.read(HEAD)):
+            return []
+    return [(cut, cut) for cut in _cuts_behind(separator, path, source.size, target)]
 
 
 def _cuts_between(sizes: Sequence[int], target: int) -> list[tuple[int, int]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tarfile
+import zipfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,10 +59,33 @@ def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the
 
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
     long = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
-    members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in (".gz", ".zst")]
+    members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in COMPRESS]
     windowed = long.compress(as_jsonl(["one"])) + long.flush()
-    write(tmp_path, {"a.json.gz": members[0], "b.json.zst": members[1], "c.json.zst": windowed})
-    assert read(files(tmp_path, format="jsonl"), tmp_path / "scratch") == ["one", "two", "one", "two", "one"]
+    named = {f"a.json{end}": data for end, data in zip(COMPRESS, members, strict=True)}
+    write(tmp_path, named | {f"b{number}": data for number, data in enumerate(members)} | {"c.json.zst": windowed})
+    assert read(files(tmp_path, format="jsonl"), tmp_path / "scratch") == ["one", "two"] * 2 * len(members) + ["one"]
+
+
+def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_document(tmp_path: Path) -> None:
+    archive, bundle = BytesIO(), BytesIO()
+    with zipfile.ZipFile(archive, "w") as packed, tarfile.open(fileobj=bundle, mode="w") as tar:
+        packed.writestr("a.txt", "one")
+        tar.addfile(tarfile.TarInfo("a.txt"))
+    text = '{"text": "one"}\n' * 9
+    for name, data, what in (
+        ("a.txt.zip", archive.getvalue(), "a zip archive; unpack it"),
+        ("a.tar.gz", gzip.compress(bundle.getvalue()), "a tar archive; unpack it"),
+        ("a.txt", text.encode("utf-16"), "written in UTF-16; convert it, .* iconv -f utf-16"),
+        ("a.csv", text.encode("utf-16-be"), "written in UTF-16"),
+        ("a.bin", as_parquet(["one"]), r"a parquet file; set data\.corpus\.format=parquet"),
+    ):
+        folder = write(tmp_path / name, {name: data, "b.txt": b'{"text": "two"}\n'})
+        for corpus in (files(folder, format="jsonl"), files(folder, format="text", separator="\n")):
+            with pytest.raises(DataError, match=f"{name} is {what}"):
+                read(corpus, tmp_path)
+            shards = plan_shards(corpus, sources(corpus), 10)
+            found = [batch for one in shards for batch in read_shard(corpus, one, scratch=tmp_path, skip_bad=True)]
+            assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int8(), pa.large_string())], ids=str)
