@@ -17,7 +17,7 @@ from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus,
 from litgpt_demo.data.corpus.compression import FIRST_ENDINGS, ending_of
 from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.layout import Layout, goes_by_json
-from litgpt_demo.data.corpus.source import Source, matches
+from litgpt_demo.data.corpus.source import Source, is_beside, matches
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
@@ -154,7 +154,8 @@ def _on_this_machine(path: str) -> list[_Place]:
 
 def _below(base: str, pattern: str) -> Iterator[str]:
     """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
-    hidden, parts = "/." in f"/{pattern}", pattern.split("/")
+    parts = pattern.split("/")
+    hidden = any(part.startswith((".", "_")) for part in parts)
     folders, links = [""], list[str]()
     seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
     while folders or links:
@@ -168,7 +169,7 @@ def _below(base: str, pattern: str) -> Iterator[str]:
                 deeper = "**" in parts or name.count("/") < len(parts) - 1
                 if path.is_file() and matches(name, pattern):
                     yield name
-                elif path.is_dir() and deeper and (hidden or not path.name.startswith(".")):
+                elif path.is_dir() and deeper and (hidden or not is_beside(path.name)):
                     (links if path.is_symlink() else folders).append(f"{name}/")
 
 
@@ -196,7 +197,8 @@ def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:
         return f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
     return (
         f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
-        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out"
+        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out, "
+        "and so are `_SUCCESS` and the like"
     )
 
 

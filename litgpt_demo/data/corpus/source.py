@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass
 
 from litgpt_demo.storage import is_remote
@@ -27,11 +28,21 @@ class Source:
         return is_remote(self.address)
 
 
+# Hidden files, and what Spark, Hive, Delta Lake and Databricks keep beside the data. Not every name that begins with an
+# underscore, as in Hive: `__init__.py` is text that people train on.
+_BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark_metadata|(started|committed)_.*)$")
+
+
+def is_beside(name: str) -> bool:
+    """Return True if a file or folder of this name is no data, but what a system or a writer keeps beside them."""
+    return _BESIDE.match(name) is not None
+
+
 def matches(name: str, pattern: str) -> bool:
     """Return True if a pattern selects the file called `name`, as Python's recursive glob would.
 
     `*`, `?` and `[…]` stay inside a component, the component `**` is any number of folders, and a name that begins with
-    a dot is only matched by a component that does too.
+    a dot is only matched by a component that does too; so it is with `_SUCCESS` and others that writers keep beside.
     """
     return _match(name.split("/"), pattern.split("/"))
 
@@ -39,10 +50,10 @@ def matches(name: str, pattern: str) -> bool:
 def _match(parts: list[str], pattern: list[str]) -> bool:
     if not parts or not pattern:
         return not parts and not pattern
-    visible, deeper = not parts[0].startswith("."), parts[1:]
+    visible, deeper = not is_beside(parts[0]), parts[1:]
     if pattern == ["**"]:
         return visible and (not deeper or _match(deeper, pattern))
     if pattern[0] == "**":
         return _match(parts, pattern[1:]) or (visible and _match(deeper, pattern))
-    fits = fnmatch.fnmatchcase(parts[0], pattern[0]) and (visible or pattern[0].startswith("."))
+    fits = fnmatch.fnmatchcase(parts[0], pattern[0]) and (visible or pattern[0].startswith(parts[0][0]))
     return fits and _match(deeper, pattern[1:])

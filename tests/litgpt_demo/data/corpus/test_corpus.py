@@ -184,6 +184,19 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
             sources(files(f"{root}/{missing}"))
 
 
+def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: str, tmp_path: Path) -> None:
+    """As Spark, Databricks and Delta Lake leave a folder."""
+    beside = ["_SUCCESS", "_common_metadata", "_metadata", "_started_7", ".part-0.parquet.crc", "_delta_log/0.crc"]
+    put(f"{root}/table", dict.fromkeys([*beside, "_temporary/0/part-1.parquet", "day=1/_committed_7"], b"beside"))
+    put(f"{root}/table", {"day=1/part-0.parquet": as_parquet(["one"]), "part-1.parquet": as_parquet(["two"])})
+    for pattern in ("", "/**", "/**/*.parquet"):
+        assert read(files(f"{root}/table{pattern}"), tmp_path / "scratch") == ["one", "two"]
+    for pattern in ("_delta_log/*", "_SUCC*", "day=1/_committed_7"):
+        assert read(files(f"{root}/table/{pattern}"), tmp_path / "scratch") == ["beside"]
+    put(f"{root}/code", {"__init__.py": b"one", "_private/_x.py": b"two"})
+    assert read(files(f"{root}/code"), tmp_path / "scratch") == ["one", "two"]
+
+
 def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
     folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
     deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
