@@ -28,7 +28,7 @@ from litgpt_demo.data.corpus import documents, reading, shards, sources
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.tokens import TokenizerFiles
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import BucketStorage, open_storage
 
 SEPARATOR = "\n---\n"
 TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]
@@ -99,6 +99,18 @@ def of_each(address: str | Path, *ends: str) -> list[str]:
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:
     return list(documents(corpus, sources(corpus), scratch=scratch))
+
+
+def put_objects(bucket: BucketStorage, *names: str) -> None:
+    """Make empty objects below the bucket's root, under names that the storage itself would not take."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.storage import Client
+
+    name, _, root = bucket.root.removeprefix("gs://").partition("/")
+    anonymous = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    objects = Client(project="markers", credentials=anonymous).bucket(name)
+    for name in names:
+        objects.blob(f"{root}/{name}").upload_from_string(b"")
 
 
 def settings_for(folder: Path, paths: Sequence[str] = (), **fields: Any) -> DataConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,7 +187,17 @@ def _in_bucket(address: str) -> list[_Place]:
     parent, _, last = base.rpartition("/")
     if not pattern and is_remote(parent) and open_storage(parent).exists(last):
         return [_Place(address=base, name=last)]
-    found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
+    found = []
+    for stored in open_storage(base).inventory(odd=True):
+        name = re.sub(r"(^|/)(\.{0,2}/)+", r"\1", stored.path)
+        if not matches(name, pattern or "**"):
+            continue
+        if name != stored.path or re.search(r"[\0\r\n]", name):
+            raise UserError(
+                f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: components that "
+                "are empty or dots, and line breaks, cannot be read; rename it, or give a pattern that leaves it out"
+            )
+        found.append(stored)
     if not found:
         raise UserError(_nothing_at(address, base, pattern, there=True))
     return [_Place(address=f"{base}/{stored.path}", name=stored.path, stored=stored) for stored in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import tarfile
 import zipfile
 from codecs import BOM_UTF8
@@ -18,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, of_each, read, write
+from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, of_each, put_objects, read, write
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from waiting import until
 from litgpt_demo.config import Corpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, documents, forget, plan_shards, read_shard, sources
 from litgpt_demo.errors import DataError, NetworkError, UserError
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import BucketStorage, open_storage
 
 
 def identity(corpus: Corpus) -> str:
@@ -195,6 +196,18 @@ def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: 
         assert read(files(f"{root}/table/{pattern}"), tmp_path / "scratch") == ["beside"]
     put(f"{root}/code", {"__init__.py": b"one", "_private/_x.py": b"two"})
     assert read(files(f"{root}/code"), tmp_path / "scratch") == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["deep//a.txt", "/a.txt", "./a.txt", "deep/./a.txt", "deep/../a.txt", "deep/a\nb.txt"])
+def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
+    bucket: BucketStorage, tmp_path: Path, name: str
+) -> None:
+    put(bucket.address("texts"), {"deep/b.txt": b"one"})
+    put_objects(bucket, f"texts/{name}", "texts/deep/")
+    for pattern in ("", "/**/*.txt"):
+        with pytest.raises(UserError, match=re.escape(f"the object {name!r}")):
+            sources(files(f"{bucket.address('texts')}{pattern}"))
+    assert read(files(f"{bucket.address('texts')}/*/b.txt"), tmp_path) == ["one"]
 
 
 def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
