@@ -38,10 +38,9 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
         NetworkError: the Hub or the bucket went away.
         DiskFull: there is no room for it.
     """
-    if source.is_remote:
+    if (path := source.file) is None:
         yield _fetched(source, scratch)
         return
-    path = Path(source.address)
     before = _verified(path, source)
     try:
         yield path

@@ -82,7 +82,17 @@ class _Place:
         """A local file is read for its checksum."""
         folder, _, last = self.address.rpartition("/")
         stored = self.stored or open_storage(folder or "/").stat(last)
-        return Source(address=self.address, name=self.name, size=stored.size, version=f"crc32c:{stored.crc32c}")
+        return Source(
+            address=_shown(self.address),
+            name=_shown(self.name),
+            size=stored.size,
+            version=f"crc32c:{stored.crc32c}",
+            file=None if is_remote(self.address) else Path(self.address),
+        )
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _stdlib_sources() -> Iterator[Source]:
@@ -118,7 +128,7 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
         UserError: the names say several formats.
     """
     layout, formats = Layout.of(corpus), dict[str, list[str]]()
-    for name in sorted(names):
+    for name in map(_shown, sorted(names)):
         formats.setdefault(layout.format_of(name), []).append(name)
     if len(formats) > 1:
         first, *_ = found = sorted(formats.items())

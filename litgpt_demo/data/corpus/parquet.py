@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,11 +101,13 @@ def _chunks(file: ParquetFile, column: str, path: Path, source: Source) -> list[
 
 
 def _open(path: Path, source: Source) -> ParquetFile:
+    import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     with _damage(f"{source.address}, footer"):
         # Without a buffer size, the whole column of a row group is held, compressed.
-        file = ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+        content = pa.OSFile(os.fsencode(path))  # which takes text of UTF-8 alone
+        file = ParquetFile(content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
         quoted(file.schema_arrow.names)  # names that are no text are met here
         return file
 

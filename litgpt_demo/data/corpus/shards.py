@@ -62,11 +62,11 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
 
 def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, int]]:
     """The parts of a file, and their stored bytes."""
-    if source.size <= target or source.is_remote:
+    if source.size <= target or source.file is None:
         yield Part(source=source), source.size
         return
     try:
-        cuts = _cuts(source, layout, target)
+        cuts = _cuts(source, source.file, layout, target)
     except (DataError, FileNotFoundError):
         cuts = []  # it is damaged or gone: its reader says so, and where
     start = begin = 0
@@ -76,9 +76,9 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
     yield Part(source=source, start=start), source.size - begin
 
 
-def _cuts(source: Source, layout: Layout, target: int) -> list[tuple[int, int]]:
+def _cuts(source: Source, path: Path, layout: Layout, target: int) -> list[tuple[int, int]]:
     """A place where a local file can be cut: its row group or byte, and the number of stored bytes before it."""
-    path, separator = Path(source.address), layout.separator_of(source)
+    separator = layout.separator_of(source)
     if compression_of(path, source) is not None:
         return []
     if layout.format_of(source.name) == "parquet":

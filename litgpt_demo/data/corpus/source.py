@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from dataclasses import dataclass
-
-from litgpt_demo.storage import is_remote
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +13,7 @@ class Source:
     """One file of a corpus, and the patterns of file names, for places that Python's glob cannot list."""
 
     address: str
-    """Local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
+    """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
     name: str
     """The same wherever the corpus lies: the path below the library's folder, below the part of a pattern that has no
     wildcard, or in the repository. Part of the dataset's key."""
@@ -23,9 +22,12 @@ class Source:
     version: str
     """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the dataset's key."""
 
+    file: Path | None = None
+    """Where a local one is opened: what is no UTF-8 in its path is escaped (`\\xe9`) in address and name."""
+
     @property
     def is_remote(self) -> bool:
-        return is_remote(self.address)
+        return self.file is None
 
 
 # Hidden files, and what Spark, Hive, Delta Lake and Databricks keep beside the data. Not every name that begins with an

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 import tarfile
@@ -19,7 +20,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, of_each, put_objects, read, write
+from corpora import (
+    COMPRESS,
+    FORMATS,
+    SEPARATOR,
+    as_jsonl,
+    as_parquet,
+    cut_into,
+    files,
+    of_each,
+    put_objects,
+    read,
+    write,
+)
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,6 +221,22 @@ def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
         with pytest.raises(UserError, match=re.escape(f"the object {name!r}")):
             sources(files(f"{bucket.address('texts')}{pattern}"))
     assert read(files(f"{bucket.address('texts')}/*/b.txt"), tmp_path) == ["one"]
+
+
+def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> None:
+    latin = os.fsdecode(b"caf\xe9")
+    folder = write(tmp_path / latin, {f"{latin}{end}": form(["one", "two"]) for end, form in FORMATS.items()})
+    corpus = files(*of_each(tmp_path), separator=SEPARATOR)
+    told: Any = corpus_identity(corpus, sources(corpus))
+    assert json.loads(json.dumps(told, ensure_ascii=False).encode())["files"][0][0] == "caf\\xe9/caf\\xe9.jsonl"
+    assert read(corpus, tmp_path / "scratch") == ["one", "two"] * 3
+    with cut_into(1):
+        assert len({part for shard in plan_shards(corpus, sources(corpus)) for part in shard.parts}) > 3
+    with pytest.raises(UserError, match=r"several formats: 1 jsonl \(caf\\xe9/caf\\xe9\.jsonl\)"):
+        sources(files(tmp_path))
+    write(folder, {f"{latin}.txt": b"\xe9"})
+    with pytest.raises(DataError, match=r"caf\\xe9/caf\\xe9\.txt is not UTF-8 at byte 0"):
+        read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
 def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
