@@ -77,8 +77,12 @@ def documents(
     scratch: Path,
     skip_bad: bool = False,
     most: int = MAX_DOCUMENT_BYTES,
+    skipped: list[BadDocument] | None = None,
 ) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
+
+    Args:
+        skipped: takes the bad ones; their `index` counts from their file's first.
 
     Raises:
         As `read_shard`, which reads one file after the other.
@@ -87,6 +91,8 @@ def documents(
     for number, source in enumerate(sources):
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
         for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
+            if skipped is not None:
+                skipped += batch.bad
             yield from filter(None, batch.texts.to_pylist())
             if left is not None:
                 left -= _reaching(batch.texts, left)[1]

@@ -36,6 +36,7 @@ from litgpt_demo.data.preparation.ledger import (
     Survey,
     Work,
     file_name,
+    skipped_ones,
 )
 from litgpt_demo.data.preparation.publishing import RunningSha256, publish
 from litgpt_demo.data.preparation.tokenizing import settle_tokenizer
@@ -263,8 +264,7 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
     unique = _without_duplicates(work, [record for _, record in surveyed])
     counts = unique or [record.documents for _, record in surveyed]
-    read = sum(record.read_documents for _, record in surveyed)
-    held_out = _held_out(sum(counts), work.data, read=read, files=sum(len(shard.parts) for shard, _ in surveyed))
+    held_out = _held_out(sum(counts), work.data, surveyed)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     cuts = np.searchsorted(held_out, starts)
     return [
@@ -293,9 +293,13 @@ def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | No
     return [int(mask.sum()) for mask in masks]
 
 
-def _held_out(count: int, data: DataConfig, *, read: int, files: int) -> npt.NDArray[np.int64]:
+def _held_out(count: int, data: DataConfig, surveyed: Surveyed) -> npt.NDArray[np.int64]:
     if count < 2:
+        files = sum(len(shard.parts) for shard, _ in surveyed)
+        read = sum(record.read_documents for _, record in surveyed)
         others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
+        bad = [place for _, record in surveyed for place in record.bad_places]
+        others += skipped_ones(sum(record.bad for _, record in surveyed), bad)
         raise DataError(
             f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
             "one for training and one for validation are the least: give more text, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -132,6 +133,12 @@ class Encoded(ShardRecord):
     @property
     def files(self) -> tuple[FileRecord, ...]:
         return tuple(piece.file for piece in (self.train, self.validation) if piece.file is not None)
+
+
+def skipped_ones(count: int, places: Sequence[str]) -> str:
+    """What to say behind an error about bad documents that were left out; nothing without any."""
+    told = "; ".join(places[:3]) + "; …" * (count > 3)
+    return f"; data.on_bad_document=skip left out {count:,} bad ones: {told}" if count else ""
 
 
 def digest_of(shard: Shard) -> str:

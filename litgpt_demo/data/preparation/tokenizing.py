@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from threading import Lock
 
 from litgpt_demo.config import Settings, TrainedTokenizer
-from litgpt_demo.data.corpus import documents
+from litgpt_demo.data.corpus import BadDocument, documents
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.data.preparation.ledger import SHARDS, Work, write_record
+from litgpt_demo.data.preparation.ledger import SHARDS, Work, skipped_ones, write_record
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, train_tokenizer
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
@@ -62,8 +63,12 @@ def _trained(planned: PlannedDataset, work: Work, report: Callable[[int, int], N
     assert isinstance(planned.data.tokenizer, TrainedTokenizer)
     skip_bad = planned.data.on_bad_document == "skip"
     scratch, most = work.make_scratch(), planned.data.max_document_bytes
-    text = documents(planned.data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=most)
-    return train_tokenizer(planned.data.tokenizer, text, report)
+    corpus, bad = planned.data.corpus, list[BadDocument]()
+    texts = documents(corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=most, skipped=bad)
+    if (first := next(texts, None)) is None and bad:
+        places = [f"{one.place}: {one.reason}" for one in bad]
+        raise DataError(f"data.corpus ({corpus.kind}) holds no text{skipped_ones(len(bad), places)}")
+    return train_tokenizer(planned.data.tokenizer, chain([] if first is None else [first], texts), report)
 
 
 def _noted(storage: Storage) -> TokenizerRecord | None:

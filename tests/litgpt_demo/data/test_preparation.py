@@ -275,6 +275,20 @@ def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, 
     assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_corpus_of_bad_documents_alone_says_how_many_were_skipped_and_where_the_first_are(
+    tmp_path: Path, tokenizer: TokenizerFile, trained: bool
+) -> None:
+    source = write(tmp_path / "corpus", {"a.jsonl": b'{"text": 7}\n{"text": null}\n\nno\n' + b"{}\n" * 1200})
+    fields: dict[str, Any] = {} if trained else {"tokenizer": tokenizer}
+    planned = plan_dataset(settings_for(source, on_bad_document="skip", **fields))
+    told = (
+        r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 2: has null .*; a\.jsonl, line 4: is no "
+    )
+    with pytest.raises(DataError, match=told):
+        prepare(planned, open_storage(str(tmp_path / "root")))
+
+
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
     manifest = dataset[0].model_copy(update={"vocab_size": 50257, "end_of_text": 50256})
     data = DataConfig.model_validate({"corpus": {"kind": "openwebtext"}})
