@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,6 +46,7 @@ Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _PLACES = 100  # of bad documents, that are written down for a shard
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
+_ROOM = 0.5  # of the file system is free where copies stay for the second reading
 # Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
 # from the bucket when their turn comes: neighbouring shards may end far apart, and the temporary folder may be memory.
 _WAITING = 32
@@ -54,7 +56,19 @@ def survey(work: Work, shard: Shard) -> Survey:
     """See how many documents of a shard stay; a step for workers."""
     if (done := recorded(work, file_name(shard.number, "survey.json"), Survey, shard)) is not None:
         return done
-    return _survey_by_footers(work, shard) or survey_by_reading(work, shard)
+    if (record := _survey_by_footers(work, shard)) is None:
+        return survey_by_reading(work, shard)
+    _free_copies(work, shard)
+    return record
+
+
+def _free_copies(work: Work, shard: Shard) -> None:
+    """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
+
+    Together the copies are the whole corpus, and the temporary folder may be memory."""
+    room = shutil.disk_usage(work.scratch)
+    if room.free < room.total * _ROOM:
+        forget((part.source for part in shard.parts), work.scratch)
 
 
 def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
@@ -109,6 +123,7 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
         bad_places=tuple(count.bad_places),
     )
     write_record(work, name, record)
+    _free_copies(work, shard)
     return record
 
 
