@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
-from litgpt_demo.data.corpus import documents, reading, shards, sources
+from litgpt_demo.data.corpus import documents, shards, sources
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.tokens import TokenizerFiles
@@ -150,12 +150,12 @@ def large_vocabulary(folder: Path, size: int = 300) -> Path:
 
 
 @contextmanager
-def cut_into(shard: int, batch: int = reading.BATCH_BYTES) -> Iterator[None]:
+def cut_into(shard: int, batch: int = shards.BATCH_BYTES) -> Iterator[None]:
     """Makes many shards (of so many stored bytes) and batches (of so many bytes of text) of a test's few documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_SMALLEST", shard)
         patch.setattr(shards, "_LARGEST", shard)
-        patch.setattr(reading, "BATCH_BYTES", batch)
+        patch.setattr(shards, "BATCH_BYTES", batch)
         yield
 
 

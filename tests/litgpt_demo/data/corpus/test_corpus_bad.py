@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from litgpt_demo.data.corpus import BadDocument, documents, plan_shards, read_shard, sources
-from litgpt_demo.data.corpus.compression import opened, seekable
+from litgpt_demo.data.corpus.files import opened, seekable
 from litgpt_demo.errors import DataError, UserError
 
 
@@ -175,7 +175,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None
 def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("litgpt_demo.data.corpus.compression.SLACK", 1_000_000)
+    monkeypatch.setattr("litgpt_demo.data.corpus.files.SLACK", 1_000_000)
     bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
     bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
     [source] = sources(files(tmp_path))

@@ -1,18 +1,21 @@
-"""What a file is by its first bytes: compressed as a whole, of a kind that holds no documents, or neither."""
+"""One file of a corpus: its name, what it is by its first bytes, and how documents lie in it."""
 
 from __future__ import annotations
 
 import bz2
+import fnmatch
 import io
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.config import Corpus, FileCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage.local import explaining
 
@@ -25,6 +28,91 @@ MOST_RATIO = 1_000
 SLACK = 1 << 30
 """Bytes that a parquet file may hold besides `MOST_RATIO` times its size, and so a compressed one. Both make text a few
 times smaller; only a bomb is made thousands of times smaller."""
+
+Format = Literal["text", "jsonl", "parquet"]
+_FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+
+# Hidden files, and what Spark, Hive, Delta Lake and Databricks keep beside the data. Not every name that begins with an
+# underscore, as in Hive: `__init__.py` is text that people train on.
+_BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark_metadata|(started|committed)_.*)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file of a corpus."""
+
+    address: str
+    """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
+    name: str
+    """The same wherever the corpus lies: the path below the library's folder, below the part of a pattern that has no
+    wildcard, or in the repository. Part of the dataset's key."""
+    size: int
+    """Bytes as stored, compressed if the file is."""
+    version: str
+    """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the dataset's key."""
+    file: Path | None = None
+    """Where a local one is opened: what is no UTF-8 in its path is escaped (`\\xe9`) in address and name."""
+
+    @property
+    def is_remote(self) -> bool:
+        return self.file is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How documents lie in the files of a corpus."""
+
+    format: Literal["auto"] | Format
+    column: str = "text"
+    separator: str | None = None
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Layout:
+        if isinstance(corpus, StdlibCorpus):
+            return cls(format="text")
+        given = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
+        separator = given.separator if isinstance(given, FileCorpus) else None
+        return cls(format=given.format, column=given.column, separator=separator)
+
+    def format_of(self, name: str) -> Format:
+        """Return the format that the user gave, else the one of the name."""
+        return _FORMATS.get(ending_of(name), "text") if self.format == "auto" else self.format
+
+    def separator_of(self, source: Source) -> bytes | None:
+        """The bytes between two documents of a file in which any document can be found by them; else None."""
+        form = self.format_of(source.name)
+        if form == "text" and self.separator is not None:
+            return self.separator.encode()
+        return b"\n" if form == "jsonl" else None
+
+
+def is_beside(name: str) -> bool:
+    """Return True if a file or folder of this name is no data, but what a system or a writer keeps beside them."""
+    return _BESIDE.match(name) is not None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return True if a pattern selects the file called `name`, as Python's recursive glob would.
+
+    `*`, `?` and `[…]` stay inside a component, the component `**` is any number of folders, and a name that begins with
+    a dot is only matched by a component that does too; so it is with `_SUCCESS` and others that writers keep beside.
+    """
+    return _match(name.split("/"), pattern.split("/"))
+
+
+def _match(parts: list[str], pattern: list[str]) -> bool:
+    if not parts or not pattern:
+        return not parts and not pattern
+    visible, deeper = not is_beside(parts[0]), parts[1:]
+    if pattern == ["**"]:
+        return visible and (not deeper or _match(deeper, pattern))
+    if pattern[0] == "**":
+        return _match(parts, pattern[1:]) or (visible and _match(deeper, pattern))
+    fits = fnmatch.fnmatchcase(parts[0], pattern[0]) and (visible or pattern[0].startswith(parts[0][0]))
+    return fits and _match(deeper, pattern[1:])
+
+
+# --- what a file is ---------------------------------------------------------------------------------------------------
 
 
 def _zstd() -> Any:
@@ -57,8 +145,6 @@ _COMPRESSIONS = (
     Compression("xz", (".xz",), b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
 )
 _BZIP2_BLOCKS = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # behind `BZh` and a digit, which alone may be text
-FIRST_ENDINGS = (".gz", ".zst")
-"""Those that were decompressed from the beginning; datasets of others were made of something else, if at all."""
 
 # First bytes, and what has them: https://en.wikipedia.org/wiki/List_of_file_signatures
 _UTF16 = "written in UTF-16; convert it, for example with iconv -f utf-16 -t utf-8"
@@ -77,10 +163,10 @@ HEAD = 512
 """Bytes that `foreign` looks at."""
 
 
-def ending_of(name: str) -> Compression | None:
-    """Return the compression that the end of the file's name says."""
-    ending = PurePosixPath(name.lower()).suffix
-    return next((one for one in _COMPRESSIONS if ending in one.endings), None)
+def ending_of(name: str) -> str:
+    """The end of a file's name that says its format, before the one of its compression."""
+    path = PurePosixPath(name.lower())
+    return (path.with_suffix("") if any(path.suffix in one.endings for one in _COMPRESSIONS) else path).suffix
 
 
 def compression_of(path: Path, source: Source) -> Compression | None:
@@ -90,7 +176,8 @@ def compression_of(path: Path, source: Source) -> Compression | None:
     for one in _COMPRESSIONS:
         if head.startswith(one.magic) and (one.name != "bzip2" or head[4:] in _BZIP2_BLOCKS):
             return one
-    return ending_of(source.name)
+    ending = PurePosixPath(source.name.lower()).suffix
+    return next((one for one in _COMPRESSIONS if ending in one.endings), None)
 
 
 def foreign(head: bytes) -> str | None:
@@ -146,9 +233,7 @@ class _Decompressed(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, compression: Compression, address: str) -> None:
         super().__init__()
-        self._file = file
-        self._compression = compression
-        self._address = address
+        self._file, self._compression, self._address = file, compression, address
         self._given = 0
         self._ready = memoryview(b"")
         self._decoder = compression.decoder()
