@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,7 @@ from litgpt_demo.storage.private import make_temporary, own_temporary
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
 
-Record = TypeVar("Record", bound="ShardRecord")
+Record = TypeVar("Record", "Survey", "Encoded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Work:
 
     @property
     def max_bytes(self) -> int | None:
-        """The address of the corpus."""
+        """The UTF-8 bytes of text after which the corpus ends."""
         return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
 
     @property
@@ -57,11 +56,7 @@ class Work:
         return own_temporary() / f"{name}-{key_of(self.root)}"
 
     def make_scratch(self) -> Path:
-        """See that the folder for unfinished work is there.
-
-        Raises:
-            UserError: it cannot be made, or another user of this machine could change it.
-        """
+        """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
         if self.scratch.parent == own_temporary():
             return make_temporary(self.scratch.name)
         try:
@@ -83,11 +78,6 @@ class ShardRecord(Settings):
     text_bytes: int
     """UTF-8 bytes of those documents."""
 
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        """The files that lie next to the record, and belong to it."""
-        raise NotImplementedError
-
 
 class Survey(ShardRecord):
     """The content of a shard: `documents` are those that pass the filters."""
@@ -105,10 +95,6 @@ class Survey(ShardRecord):
     dropped: dict[str, int]
     bad: int
     bad_places: tuple[str, ...]
-
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        return tuple(file for file in (self.kept, self.digests) if file is not None)
 
 
 class TokenPiece(Settings):
@@ -130,25 +116,26 @@ class Encoded(ShardRecord):
     lengths: tuple[int, ...]
     """The lengths, as in DatasetManifest.document_lengths."""
 
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        return tuple(piece.file for piece in (self.train, self.validation) if piece.file is not None)
 
+class TokenizerRecord(Settings):
+    """The ledger's entry for the tokenizer."""
 
-def skipped_ones(count: int, places: Sequence[str]) -> str:
-    """What to say behind an error about bad documents that were left out; nothing without any."""
-    told = "; ".join(places[:3]) + "; …" * (count > 3)
-    return f"; data.on_bad_document=skip left out {count:,} bad ones: {told}" if count else ""
+    files: tuple[FileRecord, ...]
+    end_of_text: int
+    vocab_size: int
+    hash: str
+    """The hash, as in DatasetManifest.tokenizer_hash."""
+    dtype: str
 
 
 def digest_of(shard: Shard) -> str:
-    """The shard that it belongs to."""
+    """Tells a shard from any other, by its files' names and versions, their parts, and the limit."""
     parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
     return key_of(shard.number, shard.limit, *parts)
 
 
 def file_name(number: int, suffix: str) -> str:
-    """The folder of what was made of the shard with this number, below SHARDS."""
+    """The name of what was made of the shard with this number, below SHARDS."""
     return f"{number:05d}.{suffix}"
 
 
@@ -157,7 +144,11 @@ def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record 
     ledger = work.ledger
     try:
         record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
-        intact = all(FileRecord.of(ledger.stat(file.path)) == file for file in record.files)
+        if isinstance(record, Survey):
+            files = (record.kept, record.digests)
+        else:
+            files = (record.train.file, record.validation.file)
+        intact = all(file is None or FileRecord.of(ledger.stat(file.path)) == file for file in files)
     except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
         return None
     return record if intact and record.shard == digest_of(shard) else None
