@@ -61,11 +61,7 @@ class TokenizerFiles:
 
 
 def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
-    """A tokenizer that exists already.
-
-    Raises:
-        UserError: it is not there, or names no end-of-text token.
-    """
+    """A tokenizer that exists already; a UserError where it does not, or names no end-of-text token."""
     match settings:
         case HubTokenizer():
             return assemble(_from_hub(settings), origin=settings.name)
@@ -120,11 +116,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
 
 def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
-    """Check a tokenizer's files and complete what LitGPT's loader needs.
-
-    Raises:
-        UserError: no such token, or none named at all.
-    """
+    """Check a tokenizer's files and complete what LitGPT's loader needs."""
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
     ids = _ids(tokenizer, origin)
@@ -209,9 +201,6 @@ def train_tokenizer(
     Args:
         report: is called with the number of documents in the sample and their bytes, while it is read and before the
             training, which takes about 0.1 s per megabyte of prose.
-
-    Raises:
-        DataError: there is no text, or too little for the vocabulary asked for.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -260,10 +249,6 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
-        """
-        Raises:
-            UserError: gigatoken knows no such tokenizer.
-        """
         from gigatoken import Tokenizer as GigaToken
 
         definition = json.loads(tokenizer.files["tokenizer.json"])
@@ -290,7 +275,15 @@ class Encoder:
         import awkward
         import numpy as np
 
-        encoded = self._encoder.encode_batch(_as_awkward(texts))
+        _, offsets, content = texts.buffers()
+        edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+        characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
+        strings = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(edges),
+            awkward.contents.NumpyArray(characters, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        encoded = self._encoder.encode_batch(awkward.Array(strings))
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
         ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)
@@ -303,9 +296,6 @@ class Encoder:
 
         Args:
             texts: as `encode` takes them.
-
-        Raises:
-            UserError: they differ.
         """
         import pyarrow as pa
 
@@ -326,21 +316,6 @@ class Encoder:
         from tokenizers import Tokenizer as HfTokenizer
 
         return HfTokenizer.from_str(self._definition)
-
-
-def _as_awkward(texts: Any) -> Any:
-    import awkward as ak
-    import numpy as np
-
-    _, offsets, content = texts.buffers()
-    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
-    characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
-    strings = ak.contents.ListOffsetArray(
-        ak.index.Index64(edges),
-        ak.contents.NumpyArray(characters, parameters={"__array__": "char"}),
-        parameters={"__array__": "string"},
-    )
-    return ak.Array(strings)
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -74,10 +73,6 @@ class HashedFile:
     pieces: list[FileRecord] = field(default_factory=list)
     hash: Any = field(default_factory=sha256)
 
-    @property
-    def size(self) -> int:
-        return sum(piece.size for piece in self.pieces)
-
 
 class RunningSha256:
     """The sha256 of a split's files, taken from the pieces while later ones are still being encoded.
@@ -120,25 +115,19 @@ class RunningSha256:
             if piece.file is None:
                 continue
             files = self._files[split]
-            if not files or files[-1].size + piece.file.size > self._work.data.max_file_bytes:
+            taken = sum(before.size for before in files[-1].pieces) if files else 0
+            if not files or taken + piece.file.size > self._work.data.max_file_bytes:
                 files.append(HashedFile())
             files[-1].pieces.append(piece.file)
-            with self._opened(piece.file) as content:
+            ledger, folder = self._work.ledger, self._work.handover
+            path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+            if folder is not None:
+                ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+            with path.open("rb") as content:
                 while block := content.read(_BLOCK):
                     files[-1].hash.update(block)
-
-    @contextmanager
-    def _opened(self, piece: FileRecord) -> Iterator[BinaryIO]:
-        ledger, folder = self._work.ledger, self._work.handover
-        if folder is None:
-            with Path(ledger.address(piece.path)).open("rb") as content:
-                yield content
-            return
-        copy = folder / piece.path
-        ledger.download(piece.path, copy)  # only compares checksums where a worker left the piece
-        with copy.open("rb") as content:
-            yield content
-        copy.unlink()
+            if folder is not None:
+                path.unlink()
 
 
 def _split(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: RunningSha256) -> Split:
