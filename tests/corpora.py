@@ -161,7 +161,7 @@ def cut_into(shard: int, batch: int = shards.BATCH_BYTES) -> Iterator[None]:
 
 _ODD = (
     "<|endoftext|>", "the quick brown fox ", "don't ", "你好，世界", "שלום ", "नमस्ते ", "🎉", "\n\n", "    ", "12345",
-    "---\n",
+    "---\n", "é", "Дождь ", "|--|", "٣٫١٤",
 )  # fmt: skip
 DOCUMENTS = st.one_of(
     st.sampled_from(["", "Said before.", "Said before.", "Said before, and at more length: it is said again."]),

@@ -120,7 +120,9 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
     ids = _ids(tokenizer, origin)
-    token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
+    own = config.get("eos_token")
+    own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
+    token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
         raise UserError(
             f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
@@ -183,12 +185,6 @@ def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
                 "be Hugging Face's; take another tokenizer, or train one on the corpus"
             )
     return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
-
-
-def _content(token: object) -> str | None:
-    """A token's text: tokenizer_config.json gives it as a string or as an object."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
 
 
 def train_tokenizer(

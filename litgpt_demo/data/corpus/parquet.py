@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from litgpt_demo.data.corpus.files import MOST_RATIO, SLACK, Source
 from litgpt_demo.data.corpus.lines import BadDocument, Batch, batch_of, is_sound, quoted, too_long
@@ -47,23 +47,28 @@ def parquet_texts(
                 raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
 
 
-def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
-    """Bytes that the column takes in each row group as stored; nothing without such a column of strings."""
-    with _open(path, source) as file:
-        if not _is_text(file.schema_arrow, column):
-            return []
-        return [chunk.total_compressed_size for chunk in _chunks(file, column, path, source)]
+class RowGroup(NamedTuple):
+    """A footer's facts about a column in one row group."""
+
+    rows: int
+    nulls: int | None
+    """None where the footer does not say."""
+    bytes: int
+    """The size of the values, roughly: as they are encoded, uncompressed."""
+    stored: int
 
 
-def row_groups(path: Path, source: Source, column: str) -> list[tuple[int, int | None, int]]:
-    """The footer's facts about the column in each row group: rows, nulls or None where it does not say, and bytes.
-
-    The bytes are those of the values, roughly: as they are encoded, uncompressed.
-    """
+def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
+    """The row groups of a file."""
     with _open(path, source) as file:
         _check_column(file.schema_arrow, column, source.address)
         return [
-            (chunk.num_values, chunk.statistics and chunk.statistics.null_count, chunk.total_uncompressed_size)
+            RowGroup(
+                chunk.num_values,
+                chunk.statistics and chunk.statistics.null_count,
+                chunk.total_uncompressed_size,
+                chunk.total_compressed_size,
+            )
             for chunk in _chunks(file, column, path, source)
         ]
 
@@ -95,20 +100,14 @@ def _open(path: Path, source: Source) -> ParquetFile:
 
 
 def _check_column(schema: Any, column: str, address: str) -> None:
-    if column not in schema.names:
-        raise UserError(f"{address} has no column {column!r}; it has {quoted(schema.names)}. Set data.corpus.column")
-    if not _is_text(schema, column):
-        kind = schema.field(column).type
-        raise UserError(f"{address} has {kind} in column {column!r}, and documents are strings; set data.corpus.column")
-
-
-def _is_text(schema: Any, column: str) -> bool:
     import pyarrow as pa
 
-    kind = schema.field(column).type if column in schema.names else None
-    if isinstance(kind, pa.DictionaryType):  # what pandas writes for categories
-        kind = kind.value_type
-    return kind in (pa.string(), pa.large_string(), pa.string_view())
+    if column not in schema.names:
+        raise UserError(f"{address} has no column {column!r}; it has {quoted(schema.names)}. Set data.corpus.column")
+    kind = schema.field(column).type
+    text = kind.value_type if isinstance(kind, pa.DictionaryType) else kind  # what pandas writes for categories
+    if text not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise UserError(f"{address} has {kind} in column {column!r}, and documents are strings; set data.corpus.column")
 
 
 def _columns(file: ParquetFile, group: int, column: str, rows: int, where: str) -> Iterator[Any]:

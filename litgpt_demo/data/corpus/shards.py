@@ -22,8 +22,8 @@ from litgpt_demo.data.corpus.lines import (
     separated_texts,
     whole_text,
 )
-from litgpt_demo.data.corpus.parquet import parquet_texts, row_group_bytes, row_groups
-from litgpt_demo.errors import DataError
+from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
+from litgpt_demo.errors import DataError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -80,7 +80,7 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
     """The parts of a file, and their stored bytes."""
     cuts: list[tuple[int, int]] = []
     if source.size > target and source.file is not None:
-        with suppress(DataError, FileNotFoundError):  # it is damaged or gone: its reader says so, and where
+        with suppress(DataError, UserError, FileNotFoundError):  # its reader says so, and where
             cuts = _cuts(source, source.file, layout, target)
     start = begin = 0
     for end, finish in cuts:
@@ -90,41 +90,29 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
 
 
 def _cuts(source: Source, path: Path, layout: Layout, target: int) -> list[tuple[int, int]]:
-    """A place where a local file can be cut: its row group or byte, and the number of stored bytes before it."""
-    separator = layout.separator_of(source)
+    """The places where a local file is cut: each a row group or byte, and the number of stored bytes before it."""
+    cuts, begin, separator = list[tuple[int, int]](), 0, layout.separator_of(source)
     if compression_of(path, source) is not None:
         return []
     if layout.format_of(source.name) == "parquet":
-        return _cuts_between(row_group_bytes(path, source, layout.column), target)
+        total = 0
+        for number, group in enumerate(row_groups(path, source, layout.column)):
+            if total > begin and total + group.stored - begin > target:
+                cuts.append((number, total))
+                begin = total
+            total += group.stored
+        return cuts
     with path.open("rb") as file:
         if separator is None or foreign(file.read(HEAD)):
             return []
-    return [(cut, cut) for cut in _cuts_behind(separator, path, source.size, target)]
-
-
-def _cuts_between(sizes: Sequence[int], target: int) -> list[tuple[int, int]]:
-    """Cuts before the row groups that would make a part larger than `target`."""
-    cuts: list[tuple[int, int]] = []
-    begin = total = 0
-    for group, size in enumerate(sizes):
-        if total > begin and total + size - begin > target:
-            cuts.append((group, total))
-            begin = total
-        total += size
+        while begin + target < source.size:
+            file.seek(max(0, begin + target - len(separator) + 1))
+            cut = _behind_next(separator, file, begin + target)
+            if cut is None or cut >= source.size:
+                break
+            cuts.append((cut, cut))
+            begin = cut
     return cuts
-
-
-def _cuts_behind(separator: bytes, path: Path, size: int, target: int) -> Iterator[int]:
-    """Bytes behind separators, each the first that is at least `target` bytes from the one before."""
-    position = target
-    with path.open("rb") as file:
-        while position < size:
-            file.seek(max(0, position - len(separator) + 1))
-            cut = _behind_next(separator, file, position)
-            if cut is None or cut >= size:
-                return
-            yield cut
-            position = cut + target
 
 
 def _behind_next(separator: bytes, file: BinaryIO, position: int) -> int | None:
@@ -297,8 +285,8 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
             if compression_of(path, part.source) is not None:
                 return None
             groups = row_groups(path, part.source, layout.column)[part.start : part.end]
-        if any(nulls != 0 for _, nulls, _ in groups):
+        if any(group.nulls != 0 for group in groups):
             return None
-        documents += sum(rows for rows, _, _ in groups)
-        size += sum(size for _, _, size in groups)
+        documents += sum(group.rows for group in groups)
+        size += sum(group.bytes for group in groups)
     return documents, size

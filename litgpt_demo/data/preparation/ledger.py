@@ -82,19 +82,19 @@ class ShardRecord(Settings):
 class Survey(ShardRecord):
     """The content of a shard: `documents` are those that pass the filters."""
 
-    read: bool
+    read: bool = True
     """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
     then `text_bytes` is only about right."""
-    kept: FileRecord | None
+    kept: FileRecord | None = None
     """The documents that stay, a bit for each that was read; None where all do."""
-    digests: FileRecord | None
+    digests: FileRecord | None = None
     """filters.DIGEST_BYTES of each that stays; None where duplicates stay too."""
     read_documents: int
     read_bytes: int
     """The same before filtering, with empty and bad ones."""
     dropped: dict[str, int]
-    bad: int
-    bad_places: tuple[str, ...]
+    bad: int = 0
+    bad_places: tuple[str, ...] = ()
 
 
 class TokenPiece(Settings):

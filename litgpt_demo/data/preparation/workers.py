@@ -143,13 +143,9 @@ def survey(work: Work, shard: Shard) -> Survey:
         documents=documents,
         text_bytes=text_bytes,
         read=False,
-        kept=None,
-        digests=None,
         read_documents=documents,
         read_bytes=text_bytes,
         dropped={},
-        bad=0,
-        bad_places=(),
     )
 
 
@@ -179,7 +175,6 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
     record = Survey(
         number=shard.number,
         shard=digest_of(shard),
-        read=True,
         documents=int(mask.sum()),
         text_bytes=kept_bytes,
         kept=None if mask.all() else stored("kept", np.packbits(mask).tobytes()),

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from corpora import (
-    DOCUMENTS,
     FILES,
     FILTERS,
     FORMATS,
@@ -32,11 +29,10 @@ from corpora import (
     large_vocabulary,
     of_each,
     prepared,
-    reason_to_drop,
     settings_for,
     write,
 )
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -50,7 +46,6 @@ from litgpt_demo.data.dataset import (
     stage,
 )
 from litgpt_demo.data.preparation import MapFn, in_threads, prepare
-from litgpt_demo.data.preparation.filters import passing
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.data.verification import verify_dataset
@@ -180,20 +175,6 @@ def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Pat
         prepare(planned, open_storage(str(tmp_path / "root")), each=counting)
     # Two are surveyed to find the limit, the second one again up to it, and both are encoded.
     assert len(steps) <= 2 * 3 + 1
-
-
-SCRIPTS = ["", " ", "é", "日本", "Дождь", "नमस्ते", "|--|", "٣٫١٤"]
-
-
-@given(texts=st.lists(DOCUMENTS | st.sampled_from(SCRIPTS), max_size=6), filters=FILTERS)
-@example(texts=SCRIPTS, filters=Filters(min_characters=2, max_characters=5))
-@example(texts=SCRIPTS, filters=Filters(min_letter_ratio=0.9))
-def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], filters: Filters) -> None:
-    filters = filters.model_copy(update={"drop_duplicates": False})  # it is dropped when all documents are known
-    kept, dropped = passing(pa.array(texts, pa.large_string()), filters)
-    reasons = [reason_to_drop(text, filters, []) for text in texts]
-    assert kept.tolist() == [reason is None for reason in reasons]
-    assert dropped == Counter(reason for reason in reasons if reason)
 
 
 def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
