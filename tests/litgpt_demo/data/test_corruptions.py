@@ -44,11 +44,8 @@ def spoilt(root: Path, damage: Damage) -> Iterator[set[Path]]:
     elif kind == "truncate" and content:
         changes[path] = before
     elif kind != "remove" and content:
-        middle = {
-            "flip": bytes([rest[0] ^ 1 << place % 8]),
-            "insert": b"\0" + rest[:1],
-            "zeros": bytes(len(rest[:512])),
-        }
+        flipped = bytes([rest[0] ^ 1 << place % 8])
+        middle = {"flip": flipped, "insert": b"\0" + rest[:1], "zeros": bytes(len(rest[:512]))}
         changes[path] = before + middle[kind] + rest[512 if kind == "zeros" else 1 :]
     for name, changed in changes.items():
         name.unlink() if changed is None else name.write_bytes(changed)

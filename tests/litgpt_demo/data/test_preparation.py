@@ -226,18 +226,28 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
 
 
+BAD = {"on_bad_document": "skip"}
+SKIPPED = r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 2: has null .*; a\.jsonl, line 4: is no"
+
+
 @pytest.mark.parametrize(
-    ("count", "fields", "words"),
+    ("texts", "fields", "words"),
     [
-        (1, {}, "has 1 documents in 2 files; .*give more text"),
-        (21, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
-        (21, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
+        (TEXTS[:1], {}, "has 1 documents in 2 files; .*give more text"),
+        (TEXTS, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
+        (TEXTS, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
+        ([], BAD, SKIPPED),
+        ([], BAD | {"tokenizer": {"kind": "train", "vocab_size": 300}}, SKIPPED),
     ],
+    ids=range(5),
 )
-def test_a_corpus_that_makes_no_dataset_is_refused(
-    tmp_path: Path, tokenizer: TokenizerFile, count: int, fields: dict[str, Any], words: str
+def test_a_corpus_that_makes_no_dataset_is_refused_with_what_is_bad_in_it(
+    tmp_path: Path, tokenizer: TokenizerFile, texts: list[str], fields: dict[str, Any], words: str
 ) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", TEXTS[:count]), tokenizer=tokenizer, **fields))
+    source = corpus_in(tmp_path / "corpus", texts) if texts else tmp_path / "corpus"
+    if not texts:
+        write(source, {"a.jsonl": b'{"text": 7}\n{"text": null}\n\nno\n' + b"{}\n" * 1200})
+    planned = plan_dataset(settings_for(source, **{"tokenizer": tokenizer} | fields))
     with pytest.raises((DataError, UserError), match=words):
         prepare(planned, open_storage(str(tmp_path / "root")))
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None
@@ -254,20 +264,6 @@ def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, 
     assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
     assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
     assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_corpus_of_bad_documents_alone_says_how_many_were_skipped_and_where_the_first_are(
-    tmp_path: Path, tokenizer: TokenizerFile, trained: bool
-) -> None:
-    source = write(tmp_path / "corpus", {"a.jsonl": b'{"text": 7}\n{"text": null}\n\nno\n' + b"{}\n" * 1200})
-    fields: dict[str, Any] = {} if trained else {"tokenizer": tokenizer}
-    planned = plan_dataset(settings_for(source, on_bad_document="skip", **fields))
-    told = (
-        r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 2: has null .*; a\.jsonl, line 4: is no "
-    )
-    with pytest.raises(DataError, match=told):
-        prepare(planned, open_storage(str(tmp_path / "root")))
 
 
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:

@@ -156,35 +156,30 @@ MIXED = {
 }
 
 
-def test_order_depends_on_names_not_on_the_folder_or_the_order_of_the_paths(tmp_path: Path) -> None:
-    first = write(tmp_path / "first", MIXED)
-    second = write(tmp_path / "elsewhere/second", dict(reversed(MIXED.items())))
-    there = [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
-    for paths in (of_each(first), there, reversed(there)):
-        assert read(files(*paths), tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
-    assert identity(files(second / "a", second / "b")) == identity(files(second / "b", second / "a"))
-    # Files of one name in two folders are both taken, in an order of their own.
-    write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
-    found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
-    assert found[0] == found[1]
-    assert sorted(found[0]) == ["one", "two"]
-
-
 def put(root: str, contents: dict[str, bytes]) -> None:
     for name, data in contents.items():
         open_storage(root).write(name, data)
 
 
-def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does_not(root: str, tmp_path: Path) -> None:
-    here = files(*of_each(write(tmp_path / "here", MIXED)))
-    there = files(*of_each(f"{root}/deep/corpus", ".txt", ".gz", ".parquet"))
-    put(f"{root}/deep/corpus", MIXED)
-    before = identity(here)
-    assert identity(there) == before != identity(files(*here.paths, max_bytes=10))
-    assert read(there, tmp_path / "scratch") == read(here, tmp_path / "scratch")
-    put(f"{root}/deep/corpus", {"a/one.txt": b"twp"})
-    (tmp_path / "here/a/one.txt").rename(tmp_path / "here/a/other.txt")
-    assert len({before, identity(there), identity(here)}) == 3
+def test_order_and_key_depend_on_names_bytes_and_settings_not_on_the_place_or_the_order_of_the_paths(
+    root: str, tmp_path: Path
+) -> None:
+    first = write(tmp_path / "first", MIXED)
+    second = f"{root}/elsewhere/second"
+    put(second, dict(reversed(MIXED.items())))
+    here, there = files(*of_each(first)), [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
+    for corpus in (here, files(*there), files(*reversed(there))):
+        assert read(corpus, tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
+    # Files of one name in two folders are both taken, in an order of their own.
+    write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
+    found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
+    assert found[0] == found[1]
+    assert sorted(found[0]) == ["one", "two"]
+    whole, before = files(*of_each(second, ".txt", ".gz", ".parquet")), identity(here)
+    assert before == identity(whole) != identity(files(*here.paths, max_bytes=10))
+    put(second, {"a/one.txt": b"twp"})
+    (first / "a/one.txt").rename(first / "a/other.txt")
+    assert len({before, identity(whole), identity(here)}) == 3
 
 
 def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path: Path) -> None:
@@ -342,9 +337,7 @@ def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(
     assert read(OpenWebTextCorpus(kind="openwebtext", revision="main"), tmp_path) == ["web"]
 
 
-def test_a_download_that_breaks_off_is_taken_up_again_and_what_is_damaged_or_spoilt_since_is_refused_once(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(hub: Hub, tmp_path: Path) -> None:
     hub.cuts = 1000
     with pytest.raises(NetworkError, match=r"b-large\.parquet could not be fetched from http://127\.0\.0\.1"):
         read(repository(), tmp_path)
@@ -354,12 +347,8 @@ def test_a_download_that_breaks_off_is_taken_up_again_and_what_is_damaged_or_spo
     hub.spoil = True
     for content in tmp_path.rglob("content"):
         content.write_bytes(content.read_bytes()[:-20] + b"x" * 20)
-    for spoilt in (
-        r"a-small\.parquet has git",
-        r"b-large\.parquet has sha256",
-        r"b-large\.parquet has .* came damaged",
-    ):
-        with pytest.raises(DataError, match=spoilt):
+    for spoilt in ("a-small.parquet has git", "b-large.parquet has sha256", "b-large.parquet has sha256"):
+        with pytest.raises(DataError, match=f"{spoilt} .* came damaged"):
             read(repository(), tmp_path)
     hub.spoil = False
     assert read(repository(), tmp_path) == TEXTS
