@@ -61,18 +61,17 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
     tmp_path: Path, size: int, dtype: Any
 ) -> None:
     path = str(large_vocabulary(tmp_path / "tokenizer", size))
-    source, root = corpus_in(tmp_path / "corpus"), tmp_path / "root"
-    manifest, folder = prepared(source, root, tokenizer={"kind": "file", "path": path})
+    manifest, folder = prepared(
+        corpus_in(tmp_path / "corpus"), tmp_path / "root", tokenizer={"kind": "file", "path": path}
+    )
     # As DESIGN says it, in other words than the source's.
     held_out = np.random.default_rng(2357).permutation(len(TEXTS))[: math.ceil(0.1 * len(TEXTS))].tolist()
-    others = [number for number in range(len(TEXTS)) if number not in held_out]
-    for name, numbers in (("train.bin", others), ("val.bin", sorted(held_out))):
+    for name, validation in (("train.bin", False), ("val.bin", True)):
         ids = np.memmap(folder / name, dtype=dtype, mode="r")  # nanoGPT's train.py reads just so
-        ends = np.flatnonzero(ids == manifest.end_of_text)
-        documents = [one.tolist() for one in np.split(ids, ends + 1)]
-        assert documents.pop() == [], "the last one is closed too"
-        texts = HfTokenizer.from_file(path).decode_batch([one[:-1] for one in documents])
-        assert texts == [TEXTS[number] for number in numbers]
+        documents = np.split(ids, np.flatnonzero(ids == manifest.end_of_text) + 1)
+        assert len(documents.pop()) == 0, "the last one is closed too"
+        texts = HfTokenizer.from_file(path).decode_batch([one[:-1].tolist() for one in documents])
+        assert texts == [text for number, text in enumerate(TEXTS) if (number in held_out) == validation]
     assert (manifest.vocab_size, manifest.train.documents, manifest.validation.documents) == (size, 18, 3)
     assert {record.path: record.sha256 for record in manifest.files} == {
         name: sha256_of(folder / name) for name in set(contents(folder)) - {"manifest.json"}
