@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,7 +119,25 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
-    ids = _ids(tokenizer, origin)
+    try:
+        definition = _Definition.model_validate(tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
+            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
+            "or {kind: hub, name: openai-community/gpt2}"
+        ) from error
+    if isinstance(definition.model.vocab, list):
+        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
+    for added in definition.added_tokens:
+        if added.single_word and not added.special:
+            raise UserError(
+                f"data.tokenizer: {origin} has the added token {added.content!r} with single_word, whose ids would not "
+                "be Hugging Face's; take another tokenizer, or train one on the corpus"
+            )
+    ids = definition.model.vocab | {added.content: added.id for added in definition.added_tokens}
     own = config.get("eos_token")
     own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
     token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
@@ -165,28 +183,6 @@ class _Definition(BaseModel):
     added_tokens: list[_AddedToken] = []
 
 
-def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
-    try:
-        definition = _Definition.model_validate(tokenizer)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
-            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
-            "or {kind: hub, name: openai-community/gpt2}"
-        ) from error
-    if isinstance(definition.model.vocab, list):
-        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
-    # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
-    for token in definition.added_tokens:
-        if token.single_word and not token.special:
-            raise UserError(
-                f"data.tokenizer: {origin} has the added token {token.content!r} with single_word, whose ids would not "
-                "be Hugging Face's; take another tokenizer, or train one on the corpus"
-            )
-    return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
-
-
 def train_tokenizer(
     settings: TrainedTokenizer,
     documents: Iterable[str],
@@ -201,7 +197,15 @@ def train_tokenizer(
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    sample = list(_sample(documents, settings.sample_bytes, report))
+    sample, seen, reported = list[str](), 0, 0
+    for document in documents:
+        sample.append(document[: settings.sample_bytes])  # no more than twice that in all, however long one is
+        seen += len(sample[-1].encode())
+        if seen >= settings.sample_bytes:
+            break
+        if seen - reported >= _REPORTED:
+            report(len(sample), reported := seen)
+    report(len(sample), seen)
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")
     tokenizer, words = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -221,19 +225,6 @@ def train_tokenizer(
             f"tokens; lower it to {found}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
         )
     return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
-
-
-def _sample(documents: Iterable[str], limit: int, report: Callable[[int, int], None]) -> Iterator[str]:
-    seen = reported = number = 0
-    for number, document in enumerate(documents, start=1):
-        document = document[:limit]  # no more than twice the limit in all, however long one is
-        yield document
-        seen += len(document.encode())
-        if seen >= limit:
-            break
-        if seen - reported >= _REPORTED:
-            report(number, reported := seen)
-    report(number, seen)
 
 
 class Encoder:

@@ -119,10 +119,10 @@ def prepare(
 ) -> DatasetManifest:
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
+    A corpus that is empty, too small or not what it says it is is a DataError; settings that do not fit, a UserError.
+
     Args:
         each: carries out the steps; without it, as many threads as `threads_for` says.
-
-    A corpus that is empty, too small or not what it says it is is a DataError; settings that do not fit, a UserError.
     """
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
@@ -137,18 +137,14 @@ def prepare(
                 raise
         finally:
             _remove_if_empty(work.scratch)
-    _sweep(work, done)
-    return done
-
-
-def _sweep(work: Work, manifest: DatasetManifest) -> None:
-    """Remove what the making of a finished dataset has left."""
+    # What the making of it has left:
     for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
-        if name != MANIFEST and name not in {record.path for record in manifest.files}:
+        if name != MANIFEST and name not in {record.path for record in done.files}:
             work.storage.remove(name)
     work.storage.remove_unfinished()
     shutil.rmtree(work.scratch, ignore_errors=True)
     _remove_if_empty(work.scratch)
+    return done
 
 
 def _remove_if_empty(scratch: Path) -> None:
@@ -172,28 +168,20 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                 folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
                 shared = replace(work, handover=Path(stack.enter_context(folder)))
             hashes = stack.enter_context(RunningSha256(shared))
-            encoded = _encode_all(shared, surveyed, each, report, hashes)
-            if encoded is not None:
-                report(Preparation(phase="publish"))
-                return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
-        # There are empty documents, so that all of them have to be read to be counted.
+            done = _progress("encode", report, all_bytes=sum(record.text_bytes for _, record in surveyed))
+            encoded: list[Encoded] = []
+            with closing(each(partial(encode, shared), _assignments(work, surveyed))) as records:
+                for record in records:
+                    if record is None:
+                        break  # there are empty documents, so that all of them have to be read to be counted
+                    done(record)
+                    encoded.append(record)
+                    hashes.add(record)
+                else:
+                    report(Preparation(phase="publish"))
+                    encoded.sort(key=lambda record: record.number)
+                    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
     raise AssertionError("every document was read and counted, and there are others")
-
-
-def _encode_all(
-    work: Work, surveyed: Surveyed, each: MapFn, report: Report, hashes: RunningSha256
-) -> list[Encoded] | None:
-    """The records of all shards in their order; None as soon as one shows that the survey miscounted."""
-    done = _progress("encode", report, all_bytes=sum(record.text_bytes for _, record in surveyed))
-    encoded: list[Encoded] = []
-    with closing(each(partial(encode, work), _assignments(work, surveyed))) as records:
-        for record in records:
-            if record is None:
-                return None
-            done(record)
-            encoded.append(record)
-            hashes.add(record)
-    return sorted(encoded, key=lambda record: record.number)
 
 
 def _progress(

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
 from itertools import chain
 from threading import Lock
@@ -104,20 +103,19 @@ def _tokenizer_record(storage: Storage) -> TokenizerRecord:
     return parse_json(storage.read(path), TokenizerRecord, where=storage.address(path), fix=fix)
 
 
+_encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
+_one_at_a_time = Lock()  # with functools.cache two threads would make the same one
+
+
 def _encoder_at(address: str) -> Encoder:
-    with _one_at_a_time:  # functools.cache lets two threads make the same thing
-        return _encoder_of_this_process(address)
-
-
-_one_at_a_time = Lock()
-
-
-@cache
-def _encoder_of_this_process(address: str) -> Encoder:
-    storage = open_storage(address)
-    record = _tokenizer_record(storage)
-    files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
-    return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))
+    with _one_at_a_time:
+        if address not in _encoders:
+            storage = open_storage(address)
+            record = _tokenizer_record(storage)
+            files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
+            made = TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size)
+            _encoders[address] = Encoder(made)
+        return _encoders[address]
 
 
 # --- the survey -------------------------------------------------------------------------------------------------------
@@ -136,14 +134,14 @@ def survey(work: Work, shard: Shard) -> Survey:
     if by_footer is None:
         return survey_by_reading(work, shard)
     _free_copies(work, shard)
-    documents, text_bytes = by_footer
+    count, text_bytes = by_footer
     return Survey(
         number=shard.number,
         shard=digest_of(shard),
-        documents=documents,
+        documents=count,
         text_bytes=text_bytes,
         read=False,
-        read_documents=documents,
+        read_documents=count,
         read_bytes=text_bytes,
         dropped={},
     )
