@@ -20,7 +20,7 @@ COMMANDS = MappingProxyType(
         "train": "litgpt_demo.training.loop:main",
         "prepare": "litgpt_demo.data.preparation:main",
         "verify": "litgpt_demo.data.verification:main",
-        "windows": "litgpt_demo.data.windows:main",
+        "windows": "litgpt_demo.data.batches:main",
         "collect": "litgpt_demo.export:main",
         "collectives": "litgpt_demo.node.collectives:main",
     }

@@ -127,7 +127,7 @@ class StdlibCorpus(Settings):
 
 
 class FileCorpus(Settings):
-    """Files of text, JSON lines or parquet; plain, .gz or .zst; on this machine or in a bucket."""
+    """Files of text, JSON lines or parquet; plain or compressed; on this machine or in a bucket."""
 
     model_config = ConfigDict(title="Files")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import math
 import unicodedata
 from collections import Counter
@@ -22,11 +24,11 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
-from litgpt_demo.data.corpus import documents, reading, shards, sources
+from litgpt_demo.data.corpus import documents, shards, sources
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.tokens import TokenizerFiles
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import BucketStorage, open_storage
 
 SEPARATOR = "\n---\n"
 TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]
@@ -67,6 +69,8 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
     ".zst": zstandard.ZstdCompressor().compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
 }
 
 
@@ -95,6 +99,18 @@ def of_each(address: str | Path, *ends: str) -> list[str]:
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:
     return list(documents(corpus, sources(corpus), scratch=scratch))
+
+
+def put_objects(bucket: BucketStorage, *names: str) -> None:
+    """Make empty objects below the bucket's root, under names that the storage itself would not take."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.storage import Client
+
+    name, _, root = bucket.root.removeprefix("gs://").partition("/")
+    anonymous = AnonymousCredentials()  # type: ignore[no-untyped-call]
+    objects = Client(project="markers", credentials=anonymous).bucket(name)
+    for name in names:
+        objects.blob(f"{root}/{name}").upload_from_string(b"")
 
 
 def settings_for(folder: Path, paths: Sequence[str] = (), **fields: Any) -> DataConfig:
@@ -134,18 +150,18 @@ def large_vocabulary(folder: Path, size: int = 300) -> Path:
 
 
 @contextmanager
-def cut_into(shard: int, batch: int = reading.BATCH_BYTES) -> Iterator[None]:
+def cut_into(shard: int, batch: int = shards.BATCH_BYTES) -> Iterator[None]:
     """Makes many shards (of so many stored bytes) and batches (of so many bytes of text) of a test's few documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_SMALLEST", shard)
         patch.setattr(shards, "_LARGEST", shard)
-        patch.setattr(reading, "BATCH_BYTES", batch)
+        patch.setattr(shards, "BATCH_BYTES", batch)
         yield
 
 
 _ODD = (
     "<|endoftext|>", "the quick brown fox ", "don't ", "你好，世界", "שלום ", "नमस्ते ", "🎉", "\n\n", "    ", "12345",
-    "---\n",
+    "---\n", "é", "Дождь ", "|--|", "٣٫١٤",
 )  # fmt: skip
 DOCUMENTS = st.one_of(
     st.sampled_from(["", "Said before.", "Said before.", "Said before, and at more length: it is said again."]),

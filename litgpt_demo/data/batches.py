@@ -1,11 +1,16 @@
 """The tokens of each step: a pure function of (dataset key, seed, step).
 
-Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
+Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees. The samples of a
+step whose loss was no number are shown as text:
+
+    python -m litgpt_demo windows --run runs/owt-1a2b3c4d5e --step 1200
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest, Split, require_sample
+from litgpt_demo.data.dataset import DatasetManifest, Split, open_dataset, require_sample, stage
+from litgpt_demo.errors import UserError
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import open_storage
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -33,37 +41,26 @@ class Windows:
     def read(self, numbers: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Inputs and targets, each of shape (len(numbers), length)."""
         at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
-        sample = self._tokens(at)
-        return sample[:, :-1], sample[:, 1:]
-
-    def _tokens(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if len(self.files) == 1:
-            return self.files[0][at].astype(np.int64)
-        tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
-        which = np.searchsorted(ends, at, side="right")
-        for number in np.unique(which):
-            here = which == number
-            tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
-        return tokens
+            tokens = self.files[0][at].astype(np.int64)
+        else:
+            tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
+            which = np.searchsorted(ends, at, side="right")
+            for number in np.unique(which):
+                here = which == number
+                tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+        return tokens[:, :-1], tokens[:, 1:]
 
 
 def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
-    """The split in the files `paths`, memory-mapped.
-
-    Raises:
-        UserError: the split is shorter than one window.
-    """
+    """The split in the files `paths`, memory-mapped; a UserError where it is shorter than one window."""
     size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
     require_sample(size, length=length, where=str(paths[0]))
     return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
 
 
 def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
-    """A split of the dataset in `folder`, memory-mapped.
-
-    Raises:
-        UserError: it is shorter than one window.
-    """
+    """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
     return open_windows([folder / record.path for record in split.files], dtype=manifest.dtype, length=length)
 
 
@@ -123,3 +120,37 @@ def _mixed(value: Numbers) -> Numbers:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo windows`: prints number and text of every sample of a step."""
+    parser = argparse.ArgumentParser(prog="python -m litgpt_demo windows", description="Show the samples of one step.")
+    parser.add_argument("--run", required=True, help="address of the run's folder")
+    parser.add_argument("--step", required=True, type=int, help="the step, as the metrics count, from 1")
+    parser.add_argument("--characters", type=int, default=400, help="of each sample (default: 400)")
+    parser.add_argument("windows", nargs="*", type=int, help="only these, by number")
+    args = parser.parse_args(argv)
+    spec = read_spec(open_storage(args.run))
+    if not 1 <= args.step <= spec.steps:
+        raise UserError(f"--step={args.step} is no step of {args.run}; it has the steps 1 to {spec.steps}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = open_storage(spec.dataset).local_path() or stage(spec.dataset, Path(scratch))
+        for number, text in texts(spec, folder, step=args.step, only=args.windows):
+            print(f"--- window {number}, {len(text)} characters\n{text[: args.characters]}")
+    return 0
+
+
+def texts(spec: TrainingSpec, dataset: Path, *, step: int, only: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
+    """Number and text of the samples of step `step`, from 1; of those in `only`, which have to be that step's."""
+    from tokenizers import Tokenizer
+
+    manifest = open_dataset(str(dataset))
+    windows = open_split(dataset, manifest, manifest.train, length=spec.model.sequence_length)
+    numbers = numbers_of(spec, windows, step - 1)
+    if strangers := set(only) - {int(number) for number in numbers}:
+        raise UserError(f"step {step} has no window {min(strangers)}; it has {', '.join(map(str, numbers))}")
+    tokenizer = Tokenizer.from_file(str(dataset / "tokenizer" / "tokenizer.json"))
+    inputs, _ = windows.read(numbers)
+    for number, tokens in zip(numbers, inputs, strict=True):
+        if not only or int(number) in only:
+            yield int(number), tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

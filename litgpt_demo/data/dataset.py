@@ -7,6 +7,7 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,23 +105,18 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     """
     found = sources(data.corpus)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
-    rest = data.model_dump(mode="json", exclude={"corpus", "tokenizer"} | _without_effect(data))
-    key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, _unicode(data.filters))
+    told = set(DataConfig.model_fields) - {"corpus", "tokenizer"}
+    if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
+        told.remove("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
+    # The version of Unicode says what a letter is, where that decides which documents pass.
+    unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
+    rest = data.model_dump(mode="json", include=told)
+    key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, unicode)
     return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
 
 
-def _without_effect(data: DataConfig) -> set[str]:
-    """Settings that decide no byte here: datasets keep the keys that they had before there were such settings."""
-    skips = data.on_bad_document == "skip" and data.max_document_bytes != MAX_DOCUMENT_BYTES
-    return set() if skips else {"max_document_bytes"}
-
-
 def preview_dataset(data: DataConfig) -> PlannedDataset:
-    """Plan the dataset as far as that is possible from this machine: where its sources cannot be asked, under UNKNOWN.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
-    """
+    """Plan the dataset as far as this machine can: under UNKNOWN where its sources cannot be asked."""
     try:
         return plan_dataset(data)
     except (Unreachable, NetworkError) as error:
@@ -129,19 +125,8 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
         )
 
 
-def _unicode(filters: Filters) -> str | None:
-    """The version of Unicode that says what a letter is, where that decides which documents pass."""
-    import unicodedata
-
-    return unicodedata.unidata_version if filters.min_letter_ratio else None
-
-
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
-    """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte.
-
-    Raises:
-        DataError: it has a manifest, but a file of it is gone.
-    """
+    """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte."""
     storage = root.within(planned.path)
     manifest = read_manifest(storage, DatasetManifest)
     if manifest is None:
@@ -156,11 +141,7 @@ def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest 
 
 
 def require_sample(tokens: int, *, length: int, where: str) -> None:
-    """A split has to hold one training sample: `length` tokens and the one that follows.
-
-    Raises:
-        UserError: it does not.
-    """
+    """A split has to hold one training sample, `length` tokens and the one that follows: else a UserError."""
     if tokens <= length:
         raise UserError(
             f"{where} has {tokens} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
@@ -169,11 +150,7 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 
 def stage(address: str, scratch: Path) -> Path:
-    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
-
-    Raises:
-        DataError: no manifest, or a file is not what it says.
-    """
+    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last."""
     storage = open_storage(address)
     manifest = open_dataset(address)
     folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
@@ -183,11 +160,7 @@ def stage(address: str, scratch: Path) -> Path:
 
 
 def open_dataset(address: str) -> DatasetManifest:
-    """The manifest of the finished dataset at `address`.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The manifest of the finished dataset at `address`; a DataError where there is none."""
     manifest = read_manifest(open_storage(address), DatasetManifest)
     if manifest is None:
         raise DataError(f"{address} has no manifest, so it is not a finished dataset; run `train-litgpt prepare` first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,11 +61,7 @@ class TokenizerFiles:
 
 
 def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
-    """A tokenizer that exists already.
-
-    Raises:
-        UserError: it is not there, or names no end-of-text token.
-    """
+    """A tokenizer that exists already; a UserError where it does not, or names no end-of-text token."""
     match settings:
         case HubTokenizer():
             return assemble(_from_hub(settings), origin=settings.name)
@@ -120,15 +116,31 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
 
 def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
-    """Check a tokenizer's files and complete what LitGPT's loader needs.
-
-    Raises:
-        UserError: no such token, or none named at all.
-    """
+    """Check a tokenizer's files and complete what LitGPT's loader needs."""
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
-    ids = _ids(tokenizer, origin)
-    token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
+    try:
+        definition = _Definition.model_validate(tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
+            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
+            "or {kind: hub, name: openai-community/gpt2}"
+        ) from error
+    if isinstance(definition.model.vocab, list):
+        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
+    for added in definition.added_tokens:
+        if added.single_word and not added.special:
+            raise UserError(
+                f"data.tokenizer: {origin} has the added token {added.content!r} with single_word, whose ids would not "
+                "be Hugging Face's; take another tokenizer, or train one on the corpus"
+            )
+    ids = definition.model.vocab | {added.content: added.id for added in definition.added_tokens}
+    own = config.get("eos_token")
+    own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
+    token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
         raise UserError(
             f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
@@ -171,34 +183,6 @@ class _Definition(BaseModel):
     added_tokens: list[_AddedToken] = []
 
 
-def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
-    try:
-        definition = _Definition.model_validate(tokenizer)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
-            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
-            "or {kind: hub, name: openai-community/gpt2}"
-        ) from error
-    if isinstance(definition.model.vocab, list):
-        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
-    # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
-    for token in definition.added_tokens:
-        if token.single_word and not token.special:
-            raise UserError(
-                f"data.tokenizer: {origin} has the added token {token.content!r} with single_word, whose ids would not "
-                "be Hugging Face's; take another tokenizer, or train one on the corpus"
-            )
-    return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
-
-
-def _content(token: object) -> str | None:
-    """A token's text: tokenizer_config.json gives it as a string or as an object."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
 def train_tokenizer(
     settings: TrainedTokenizer,
     documents: Iterable[str],
@@ -209,14 +193,19 @@ def train_tokenizer(
     Args:
         report: is called with the number of documents in the sample and their bytes, while it is read and before the
             training, which takes about 0.1 s per megabyte of prose.
-
-    Raises:
-        DataError: there is no text, or too little for the vocabulary asked for.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    sample = list(_sample(documents, settings.sample_bytes, report))
+    sample, seen, reported = list[str](), 0, 0
+    for document in documents:
+        sample.append(document[: settings.sample_bytes])  # no more than twice that in all, however long one is
+        seen += len(sample[-1].encode())
+        if seen >= settings.sample_bytes:
+            break
+        if seen - reported >= _REPORTED:
+            report(len(sample), reported := seen)
+    report(len(sample), seen)
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")
     tokenizer, words = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -238,19 +227,6 @@ def train_tokenizer(
     return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
 
 
-def _sample(documents: Iterable[str], limit: int, report: Callable[[int, int], None]) -> Iterator[str]:
-    seen = reported = number = 0
-    for number, document in enumerate(documents, start=1):
-        document = document[:limit]  # no more than twice the limit in all, however long one is
-        yield document
-        seen += len(document.encode())
-        if seen >= limit:
-            break
-        if seen - reported >= _REPORTED:
-            report(number, reported := seen)
-    report(number, seen)
-
-
 class Encoder:
     """Documents to ids, each closed by end-of-text.
 
@@ -260,10 +236,6 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
-        """
-        Raises:
-            UserError: gigatoken knows no such tokenizer.
-        """
         from gigatoken import Tokenizer as GigaToken
 
         definition = json.loads(tokenizer.files["tokenizer.json"])
@@ -290,7 +262,15 @@ class Encoder:
         import awkward
         import numpy as np
 
-        encoded = self._encoder.encode_batch(_as_awkward(texts))
+        _, offsets, content = texts.buffers()
+        edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+        characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
+        strings = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(edges),
+            awkward.contents.NumpyArray(characters, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        encoded = self._encoder.encode_batch(awkward.Array(strings))
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
         ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)
@@ -303,9 +283,6 @@ class Encoder:
 
         Args:
             texts: as `encode` takes them.
-
-        Raises:
-            UserError: they differ.
         """
         import pyarrow as pa
 
@@ -326,21 +303,6 @@ class Encoder:
         from tokenizers import Tokenizer as HfTokenizer
 
         return HfTokenizer.from_str(self._definition)
-
-
-def _as_awkward(texts: Any) -> Any:
-    import awkward as ak
-    import numpy as np
-
-    _, offsets, content = texts.buffers()
-    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
-    characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
-    strings = ak.contents.ListOffsetArray(
-        ak.index.Index64(edges),
-        ak.contents.NumpyArray(characters, parameters={"__array__": "char"}),
-        parameters={"__array__": "string"},
-    )
-    return ak.Array(strings)
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
+import numpy as np
 
-from litgpt_demo.data.dataset import FORMAT, DatasetManifest, Split, open_dataset
+from litgpt_demo.data.dataset import FORMAT, DatasetManifest, open_dataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
@@ -41,45 +43,54 @@ class Verification:
         return "remove that folder and prepare it again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """The content of a dataset's file."""
+class _Content(NamedTuple):
+    """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
 
     record: FileRecord
-    largest: int = -1
-    ends: int = 0
-    """The number of end-of-text ids."""
-    last: int = -1
+    largest: int
+    ends: int
+    last: int
 
 
 def verify_dataset(address: str) -> Verification:
     """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
 
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
-
-    Raises:
-        DataError: there is no finished dataset.
-        NetworkError: the bucket went away.
+    Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
     """
     manifest, storage = open_dataset(address), open_storage(address)
     with ThreadPoolExecutor(_READERS) as pool:
         contents = list(pool.map(lambda record: _content(storage, record, manifest), manifest.files))
     found = {content.record.path: content for content in contents if content is not None}
+    problems = list[str]()
+    if manifest.format != FORMAT:
+        problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
+    for record in manifest.files:
+        if (here := found.get(record.path)) is None:
+            place = storage.address(record.path)
+            problems.append(f"{place} is not a file" if os.path.lexists(place) else f"{place} is missing")
+            continue
+        for name in ("size", "crc32c", "sha256"):
+            found_here, said = getattr(here.record, name), getattr(record, name)
+            if found_here != said:
+                problems.append(f"{record.path} has {name} {found_here}, its manifest says {said}")
+    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+        of_split = [found[record.path] for record in split.files if record.path in found]
+        tokens = sum(content.record.size for content in of_split) // np.dtype(manifest.dtype).itemsize
+        if tokens != split.tokens:
+            problems.append(f"{name} holds {tokens} tokens, its manifest says {split.tokens}")
+        if (ends := sum(content.ends for content in of_split)) != split.documents:
+            closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
+            problems.append(f"{closes}, its manifest says {split.documents}")
+        for record, largest, _, last in of_split:
+            if largest >= manifest.vocab_size:
+                most = manifest.vocab_size - 1
+                problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
+            if record.size and last != manifest.end_of_text:
+                problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
-    problems = [
-        *_format_problems(manifest),
-        *_missing(manifest, found, storage),
-        *(problem for record in manifest.files if record.path in found for problem in _differences(record, found)),
-        *_split_problems(manifest, manifest.train, found),
-        *_split_problems(manifest, manifest.validation, found),
-    ]
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
     return Verification(manifest=manifest, problems=tuple(problems), strays=tuple(strays))
-
-
-def _format_problems(manifest: DatasetManifest) -> Iterator[str]:
-    if manifest.format != FORMAT:
-        yield f"the manifest has format {manifest.format}, and this version knows format {FORMAT}"
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
@@ -101,76 +112,24 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
 
 def _read(path: Path, record: FileRecord, manifest: DatasetManifest | None) -> _Content:
     """Everything about the file in one reading; of its ids too, where `manifest` says how they are written."""
-    import numpy as np
-
     size, crc32c, hashed = 0, 0, sha256()
     largest, ends, last = -1, 0, -1
-    for block in _blocks(path):
-        size += len(block)
-        crc32c = google_crc32c.extend(crc32c, block)
-        if record.sha256 is not None:
-            hashed.update(block)
-        if manifest is not None and len(block) % np.dtype(manifest.dtype).itemsize == 0:
-            ids = np.frombuffer(block, dtype=manifest.dtype)
-            largest, last = max(largest, int(ids.max())), int(ids[-1])
-            ends += int(np.count_nonzero(ids == manifest.end_of_text))
-    found = FileRecord(
-        path=record.path,
-        size=size,
-        crc32c=f"{crc32c:08x}",
-        sha256=None if record.sha256 is None else hashed.hexdigest(),
-    )
-    return _Content(record=found, largest=largest, ends=ends, last=last)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            yield block
-
-
-def _missing(manifest: DatasetManifest, found: dict[str, _Content], storage: Storage) -> Iterator[str]:
-    for record in manifest.files:
-        if record.path not in found:
-            address = storage.address(record.path)
-            yield f"{address} is not a file" if os.path.lexists(address) else f"{address} is missing"
-
-
-def _differences(record: FileRecord, found: dict[str, _Content]) -> Iterator[str]:
-    content = found[record.path].record
-    for name in ("size", "crc32c", "sha256"):
-        found_here, said = getattr(content, name), getattr(record, name)
-        if found_here != said:
-            yield f"{record.path} has {name} {found_here}, its manifest says {said}"
-
-
-def _split_problems(manifest: DatasetManifest, split: Split, found: dict[str, _Content]) -> Iterator[str]:
-    """Yield mistakes that the checksums cannot show, because the manifest itself may be wrong."""
-    import numpy as np
-
-    name = "train" if split is manifest.train else "validation"
-    contents = [found[record.path] for record in split.files if record.path in found]
-    tokens = sum(content.record.size for content in contents) // np.dtype(manifest.dtype).itemsize
-    if tokens != split.tokens:
-        yield f"{name} holds {tokens} tokens, its manifest says {split.tokens}"
-    if (ends := sum(content.ends for content in contents)) != split.documents:
-        yield f"{name} closes {ends} documents with id {manifest.end_of_text}, its manifest says {split.documents}"
-    for content in contents:
-        if content.largest >= manifest.vocab_size:
-            yield (
-                f"{content.record.path} holds the id {content.largest}, "
-                f"the vocabulary ends at {manifest.vocab_size - 1}"
-            )
-        if content.record.size and content.last != manifest.end_of_text:
-            yield f"{content.record.path} ends in the middle of a document: its last id is {content.last}"
+            size += len(block)
+            crc32c = google_crc32c.extend(crc32c, block)
+            if record.sha256 is not None:
+                hashed.update(block)
+            if manifest is not None and len(block) % np.dtype(manifest.dtype).itemsize == 0:
+                ids = np.frombuffer(block, dtype=manifest.dtype)
+                largest, last = max(largest, int(ids.max())), int(ids[-1])
+                ends += int(np.count_nonzero(ids == manifest.end_of_text))
+    digest = None if record.sha256 is None else hashed.hexdigest()
+    return _Content(FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest), largest, ends, last)
 
 
 def require_sound(address: str) -> DatasetManifest:
-    """The manifest of the dataset at `address`, every byte of which was compared.
-
-    Raises:
-        DataError: names everything that is wrong.
-    """
+    """The manifest of the dataset at `address`, every byte compared; a DataError names all that is wrong."""
     verification = verify_dataset(address)
     if verification.problems:
         raise DataError(

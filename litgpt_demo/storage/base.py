@@ -97,8 +97,12 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def inventory(self, prefix: str = "") -> Inventory:
-        """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read."""
+    def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
+        """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read.
+
+        Args:
+            odd: objects of a bucket that no path spells (`a//b`, a line break) too; no verb takes those names.
+        """
 
     @abstractmethod
     def exists(self, path: str) -> bool:

@@ -52,8 +52,8 @@ class BucketStorage(Storage):
     def list(self, prefix: str = "") -> Names:
         return sorted(self._path(blob.name) for blob in self._below(prefix))
 
-    def inventory(self, prefix: str = "") -> Inventory:
-        return sorted(map(self._stored, self._below(prefix)), key=lambda stored: stored.path)
+    def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
+        return sorted(map(self._stored, self._below(prefix, odd=odd)), key=lambda stored: stored.path)
 
     def exists(self, path: str) -> bool:
         name = self._file(path)
@@ -176,12 +176,13 @@ class BucketStorage(Storage):
 
         objects.retry_transient(name, USER, attempt)
 
-    def _below(self, prefix: str) -> Blobs:
+    def _below(self, prefix: str, *, odd: bool = False) -> Blobs:
         name = self._name(prefix)
         blobs = self._objects.retry_transient(name, VIEWER, lambda: self._objects.listed(f"{name}/" if name else ""))
         # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
         # here) and names like `a//b`.
-        return [blob for blob in blobs if _is_ours(self._path(blob.name))]
+        names = [(self._path(blob.name), blob) for blob in blobs]
+        return [blob for name, blob in names if _is_ours(name) or (odd and name and not name.endswith("/"))]
 
     def _stored(self, blob: Any) -> ObjectInfo:
         return replace(metadata(blob), path=self._path(blob.name))

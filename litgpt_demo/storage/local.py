@@ -65,7 +65,7 @@ class LocalStorage(Storage):
                 found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
         return sorted(found)
 
-    def inventory(self, prefix: str = "") -> Inventory:
+    def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
         with ThreadPoolExecutor(_READERS) as pool:
             return [stored for stored in pool.map(self._stat_unless_gone, self.list(prefix)) if stored]
 

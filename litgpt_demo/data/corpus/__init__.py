@@ -11,25 +11,14 @@ dataset's key would then name a text that it does not hold.
     parquet    a value of one column of strings               row group and row
 """
 
-from litgpt_demo.data.corpus.fetching import forget
-from litgpt_demo.data.corpus.listing import corpus_identity, sources
-from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, documents, documents_by_footer, read_shard
-from litgpt_demo.data.corpus.shards import Part, Shard, plan_shards
-from litgpt_demo.data.corpus.source import Source, matches
-
-__all__ = [
-    "BATCH_BYTES",
-    "BadDocument",
-    "Batch",
-    "Part",
-    "Shard",
-    "Source",
-    "corpus_identity",
-    "documents",
-    "documents_by_footer",
-    "forget",
-    "matches",
-    "plan_shards",
-    "read_shard",
-    "sources",
-]
+from litgpt_demo.data.corpus.fetching import forget as forget
+from litgpt_demo.data.corpus.files import Source as Source
+from litgpt_demo.data.corpus.lines import BadDocument as BadDocument
+from litgpt_demo.data.corpus.lines import Batch as Batch
+from litgpt_demo.data.corpus.listing import corpus_identity as corpus_identity
+from litgpt_demo.data.corpus.listing import sources as sources
+from litgpt_demo.data.corpus.shards import Shard as Shard
+from litgpt_demo.data.corpus.shards import documents as documents
+from litgpt_demo.data.corpus.shards import documents_by_footer as documents_by_footer
+from litgpt_demo.data.corpus.shards import plan_shards as plan_shards
+from litgpt_demo.data.corpus.shards import read_shard as read_shard

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import sha1, sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
-from litgpt_demo.data.corpus.compression import CHUNK
+from litgpt_demo.data.corpus.files import CHUNK, Source
 from litgpt_demo.data.corpus.hub import fetch_from_hub
-from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import bucket_path, crc32c_of, open_storage, sha256_of
 from litgpt_demo.storage.local import explaining
@@ -24,44 +23,43 @@ _SETTLED = 2_000_000_000
 """Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the
 second or two, and then two writes in a row look like one."""
 
+_Signature: TypeAlias = tuple[int, int, int, int]
+"""Tells two states of a local file apart without reading it: size, nanoseconds of its change, inode, device."""
+
 
 @contextmanager
 def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
     """The file on this machine, verified before it is read and, by its time of change, again afterwards.
 
     A remote file is fetched into `scratch` and stays there for the next reading. One that another process of this
-    machine is fetching already is waited for.
-
-    Raises:
-        DataError: it is gone, is not what was listed, or changed while it was read.
-        UserError: the Hub or the bucket refuses.
-        NetworkError: the Hub or the bucket went away.
-        DiskFull: there is no room for it.
+    machine is fetching already is waited for. One that is gone, is not what was listed or changes meanwhile is a
+    DataError.
     """
-    if source.is_remote:
+    if (path := source.file) is None:
         yield _fetched(source, scratch)
         return
-    path = Path(source.address)
     before = _verified(path, source)
+    changed = DataError(
+        f"{source.address} was written anew while it was read, so that what was read may be neither the old nor "
+        "the new text: it changed meanwhile; run again to list it anew"
+    )
     try:
         yield path
     except (DataError, OSError) as error:
-        _require_unchanged(path, source, before, error)
+        if _verified(path, source) != before:
+            raise changed from error
         raise
-    _require_unchanged(path, source, before)
-
-
-# --- fetching ---------------------------------------------------------------------------------------------------------
+    if _verified(path, source) != before:
+        raise changed
 
 
 def _fetched(source: Source, scratch: Path) -> Path:
-    """The folder for fetched files, where a download that was killed finds what it had."""
-    folder = _folder_of(source, scratch)
+    folder = _folder_of(source, scratch)  # where a download that was killed finds what it had
     content = folder / "content"
     with explaining(str(scratch), needed=source.size), _alone(folder):
         if not content.exists():
             folder.mkdir(exist_ok=True)
-            fetch = fetch_from_hub if bucket_path(source.address) is None else _from_bucket
+            fetch = fetch_from_hub if bucket_path(source.address) is None else _fetch_from_bucket
             fetch(source, folder).rename(content)
         try:
             _verified(content, source)
@@ -93,37 +91,13 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _from_bucket(source: Source, folder: Path) -> Path:
+def _fetch_from_bucket(source: Source, folder: Path) -> Path:
     parent, _, last = source.address.rpartition("/")
-    target = folder / "download"
     try:
-        open_storage(parent).download(last, target)
+        open_storage(parent).download(last, folder / "download")
     except FileNotFoundError as error:
         raise _gone(source) from error
-    return target
-
-
-# --- verifying --------------------------------------------------------------------------------------------------------
-
-
-class _Signature(NamedTuple):
-    """The values that tell two states of a local file apart without reading it."""
-
-    size: int
-    changed: int
-    """Nanoseconds since the epoch."""
-    inode: int
-    device: int
-
-    @classmethod
-    def of(cls, path: Path, source: Source) -> _Signature:
-        try:
-            found = path.stat()
-        except FileNotFoundError as error:
-            raise _gone(source) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise _gone(source)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+    return folder / "download"
 
 
 def _verified(path: Path, source: Source) -> _Signature:
@@ -131,24 +105,22 @@ def _verified(path: Path, source: Source) -> _Signature:
 
     The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
     """
-    signature = _Signature.of(path, source)
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise _gone(source) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise _gone(source)
+    signature = found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
     algorithm, _, listed = source.version.partition(":")
-    settled = time.time_ns() - signature.changed > _SETTLED
-    found = _known_checksum(path, algorithm, signature) if settled else _CHECKSUMS[algorithm](path)
-    if found != listed:
+    settled = time.time_ns() - found.st_mtime_ns > _SETTLED
+    checksum = _known_checksum(path, algorithm, signature) if settled else _CHECKSUMS[algorithm](path)
+    if checksum != listed:
         raise DataError(
-            f"{source.address} has {algorithm} {found} ({signature.size} bytes), listed was {listed} "
+            f"{source.address} has {algorithm} {checksum} ({found.st_size} bytes), listed was {listed} "
             f"({source.size} bytes): it changed meanwhile or came damaged; run again to list it anew"
         )
     return signature
-
-
-def _require_unchanged(path: Path, source: Source, before: _Signature, cause: Exception | None = None) -> None:
-    if _verified(path, source) != before:
-        raise DataError(
-            f"{source.address} was written anew while it was read, so that what was read may be neither the old nor "
-            "the new text: it changed meanwhile; run again to list it anew"
-        ) from cause
 
 
 def _gone(source: Source) -> DataError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from litgpt_demo.config import HubCorpus
-from litgpt_demo.data.corpus.source import Source, matches
+from litgpt_demo.data.corpus.files import Source, matches
 from litgpt_demo.errors import NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected, redacted
 
@@ -23,8 +23,7 @@ _HUB_TRIES = 3
 def hub_endpoint() -> str:
     """Return the Hub's address. It is read at each call: huggingface_hub keeps what HF_ENDPOINT was at its import.
 
-    Raises:
-        UserError: a token would be sent there, and the way is not encrypted.
+    A UserError where a token would be sent there and the way is not encrypted.
     """
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not is_protected(endpoint):
@@ -39,31 +38,14 @@ def hub_endpoint() -> str:
 
 
 def hub_sources(corpus: HubCorpus) -> list[Source]:
-    """The repository's files that the corpus takes, pinned to a commit.
-
-    Raises:
-        UserError: no such repository, revision or files, no right to them, or no way to the Hub.
-        NetworkError: the Hub is there and does not serve.
-    """
-    endpoint = hub_endpoint()
-    info = _hub_listing(corpus, endpoint)
-    files = info.siblings or []
-    chosen = [file for file in files if matches(file.rfilename, corpus.files)]
-    if not chosen:
-        some = ", ".join(sorted(file.rfilename for file in files)[:10]) or "nothing"
-        raise UserError(
-            f"data.corpus.files={corpus.files!r} matches no file of the dataset {corpus.name}; it has {some}"
-        )
-    return [_hub_source(f"hf://datasets/{corpus.name}@{info.sha}", file, endpoint) for file in chosen]
-
-
-def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
+    """The repository's files that the corpus takes, pinned to a commit."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    endpoint = hub_endpoint()
     try:
-        return HfApi(endpoint=endpoint).dataset_info(
+        info = HfApi(endpoint=endpoint).dataset_info(
             corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
         )
     except HfHubHTTPError as error:
@@ -73,29 +55,34 @@ def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
             f"the Hub at {redacted(endpoint)} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
             "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
         ) from None
-
-
-def _hub_source(repository: str, file: Any, endpoint: str) -> Source:
-    if file.size is None or file.blob_id is None:
-        raise UserError(
-            f"{redacted(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
-            "unset HF_ENDPOINT"
+    files = info.siblings or []
+    found = list[Source]()
+    for file in files:
+        if not matches(file.rfilename, corpus.files):
+            continue
+        if file.size is None or file.blob_id is None:
+            raise UserError(
+                f"{redacted(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
+                "unset HF_ENDPOINT"
+            )
+        found.append(
+            Source(
+                address=f"hf://datasets/{corpus.name}@{info.sha}/{file.rfilename}",
+                name=file.rfilename,
+                size=file.size,
+                version=f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}",
+            )
         )
-    return Source(
-        address=f"{repository}/{file.rfilename}",
-        name=file.rfilename,
-        size=file.size,
-        version=f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}",
-    )
+    if not found:
+        some = ", ".join(sorted(file.rfilename for file in files)[:10]) or "nothing"
+        raise UserError(
+            f"data.corpus.files={corpus.files!r} matches no file of the dataset {corpus.name}; it has {some}"
+        )
+    return found
 
 
 def fetch_from_hub(source: Source, folder: Path) -> Path:
-    """Download a file of the Hub into `folder`; one that broke off there before is taken up where it ended.
-
-    Raises:
-        UserError: the repository is gone or closed to us.
-        NetworkError: the Hub breaks off each time.
-    """
+    """Download a file of the Hub into `folder`; one that broke off there before is taken up where it ended."""
     import httpx
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -143,10 +130,7 @@ def _refusal(error: HfHubHTTPError, repository: str, revision: str, endpoint: st
             return UserError(
                 f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
             )
-    return _explained_answer(error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}")
-
-
-def _explained_answer(status: int, words: str) -> Exception:
+    status, words = error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}"
     if status == 429 or status >= 500:
         return NetworkError(f"{words}; the Hub has too much to do, try again later")
     return UserError(f"{words}; is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?")

@@ -1,4 +1,4 @@
-"""Text and JSON lines: documents that lie behind one another with a separator between them."""
+"""Documents in batches; and those of text and JSON lines, which lie behind one another with separators between."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import math
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
-from litgpt_demo.data.corpus.compression import CHUNK
-from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, piece_of, too_long
-from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.data.corpus.files import CHUNK, Source
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
 _MEMORY_OF_A_BYTE = 8
@@ -25,11 +27,92 @@ _MEMORY_OF_A_BYTE = 8
 _LOOKED_AT, _LOOKED_AT_CHARACTERS = 20, 1 << 16
 
 
-def whole_text(stream: BufferedReader, source: Source, *, most: int) -> Iterator[DocumentPiece]:
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that cannot be read."""
+
+    index: int
+    """Its number in its batch; what `read_shard` gives counts from the shard's first, bad and empty ones too."""
+    place: str
+    """The file's name and the position in it, the same wherever the corpus lies: `part-1.jsonl, line 3`."""
+    reason: str
+    error: TrainLitgptError
+    """To raise where bad documents are not skipped; it names the file's address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Documents that follow each other, as they lie in the files: a bad one stands as an empty text."""
+
+    texts: pa.LargeStringArray
+    """Valid UTF-8 without nulls. May be a slice of a longer array: mind its offset."""
+    bad: tuple[BadDocument, ...] = ()
+
+    def slice(self, start: int, end: int) -> Batch:
+        """The documents [start, end)."""
+        if start == 0 and end == len(self.texts):
+            return self
+        bad = tuple(replace(one, index=one.index - start) for one in self.bad if start <= one.index < end)
+        return Batch(texts=self.texts.slice(start, end - start), bad=bad)
+
+
+def only_bad(source: Source, place: str, reason: str, error: TrainLitgptError) -> Batch:
+    """The batch of one bad document."""
+    import pyarrow as pa
+
+    bad = BadDocument(index=0, place=f"{source.name}, {place}", reason=reason, error=error)
+    return Batch(texts=pa.array([""], pa.large_string()), bad=(bad,))
+
+
+def too_long(source: Source, place: str, most: int) -> tuple[str, DataError]:
+    """Return the reason and the error of a document with more than `most` bytes."""
+    reason = f"has more than {most:,} bytes"
+    return reason, DataError(
+        f"{source.address}: the document at {place} {reason}, and data.max_document_bytes lets in no more. Is it "
+        "damaged, or is there a data.corpus.separator that cuts it? Else raise that setting: making its tokens takes 8 "
+        "times as much memory"
+    )
+
+
+def batch_of(values: Sequence[bytes | None], bad_one: Callable[[int, UnicodeDecodeError | None], BadDocument]) -> Batch:
+    """The batch of these UTF-8 texts. `bad_one` describes the one at an index that is not UTF-8, or None at all."""
+    import pyarrow as pa
+
+    texts = pa.array(values, pa.large_binary()).view(pa.large_string())
+    if is_sound(texts):
+        return Batch(texts=texts)
+    good, bad = list[bytes](), list[BadDocument]()
+    for index, value in enumerate(values):
+        try:
+            if value is None:
+                bad.append(bad_one(index, None))
+            good.append((value or b"").decode().encode())
+        except UnicodeDecodeError as error:
+            bad.append(bad_one(index, error))
+            good.append(b"")
+    return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
+
+
+def is_sound(texts: pa.LargeStringArray) -> bool:
+    """Return True if every text is there and is UTF-8."""
+    import pyarrow as pa
+
+    if texts.null_count:
+        return False
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def whole_text(stream: BufferedReader, source: Source, *, most: int) -> Iterator[Batch]:
     """The file as one document, of at most `most` bytes.
 
-    Raises:
-        DataError: there is not the memory for it; the tokenizer or the system would end the process without a word.
+    Without the memory for it, the tokenizer or the system would end the process without a word: that is a DataError.
     """
     free = psutil.virtual_memory().available
     limit = min(most, free // _MEMORY_OF_A_BYTE)
@@ -37,9 +120,9 @@ def whole_text(stream: BufferedReader, source: Source, *, most: int) -> Iterator
     start = _skip_mark(stream)
     text = stream.read(limit + 1) if source.size <= limit else None
     if text is not None and len(text) <= limit:
-        yield _text_piece([text], start, 0, source)
+        yield _text_batch([text], start, 0, source)
     elif limit == most:
-        yield _too_long(source, "byte 0", most)
+        yield only_bad(source, "byte 0", *too_long(source, "byte 0", most))
     else:
         size = max(source.size, limit)
         raise DataError(
@@ -51,31 +134,30 @@ def whole_text(stream: BufferedReader, source: Source, *, most: int) -> Iterator
 
 def separated_texts(
     stream: BufferedReader, source: Source, separator: bytes, start: int = 0, end: int | None = None, *, most: int
-) -> Iterator[DocumentPiece]:
+) -> Iterator[Batch]:
     """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
     for byte, texts in _runs(stream, separator, start, end, most):
         if texts is None:
-            yield _too_long(source, f"byte {byte}", most)
+            yield only_bad(source, f"byte {byte}", *too_long(source, f"byte {byte}", most))
         else:
-            yield _text_piece(texts, byte, len(separator), source)
+            yield _text_batch(texts, byte, len(separator), source)
 
 
-def require_text(pieces: Iterator[DocumentPiece], source: Source) -> Iterator[DocumentPiece]:
-    """The pieces of a file that is taken for text by its name, unless all that it begins with is JSON objects.
+def require_text(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+    """The documents of a file that is taken for text by its name, unless all that it begins with is JSON objects.
 
-    Raises:
-        UserError: its lines are objects; the model would be trained on braces and field names.
+    The model would be trained on braces and field names: that is a UserError.
     """
-    for number, piece in enumerate(pieces):
-        if number == 0 and (fields := _fields_of_lines("\n".join(piece.texts.slice(0, _LOOKED_AT).to_pylist()))):
+    for number, batch in enumerate(batches):
+        if number == 0 and (fields := _fields_of_lines("\n".join(batch.texts.slice(0, _LOOKED_AT).to_pylist()))):
             column = "text" if "text" in fields else fields[0]
             raise UserError(
                 f"{source.address} would be read as text, and its lines are JSON objects with the fields "
                 f"{quoted(fields)}; set data.corpus.format=jsonl and data.corpus.column={column}, or "
                 "data.corpus.format=text to train on the lines as they stand"
             )
-        yield piece
+        yield batch
 
 
 def _fields_of_lines(text: str) -> list[str]:
@@ -89,35 +171,6 @@ def _fields_of_lines(text: str) -> list[str]:
         except (ValueError, RecursionError):
             return []
     return list(records[0]) if records and all(isinstance(record, dict) for record in records) else []
-
-
-def json_lines(
-    stream: BufferedReader, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
-) -> Iterator[DocumentPiece]:
-    """The string in one field of each line; lines of white space are none."""
-
-    @cache
-    def lines_before() -> int:
-        """The line's number in this part: counted only where a line has to be named."""
-        if not start:
-            return 0  # and a compressed stream cannot be rewound
-        here = stream.tell()
-        stream.seek(0)
-        count = sum(stream.read(min(CHUNK, start - byte)).count(b"\n") for byte in range(0, start, CHUNK))
-        stream.seek(here)
-        return count
-
-    done = 0
-    for _, lines in _runs(stream, b"\n", start, end, most):
-
-        def number(row: int, done: int = done) -> int:
-            return lines_before() + done + row + 1
-
-        if lines is None:
-            yield _too_long(source, f"line {number(0)}", most)
-        else:
-            yield _json_piece(lines, source, column, number)
-        done += 1 if lines is None else len(lines)
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
@@ -170,30 +223,21 @@ def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterat
         start += len(piece) + between
 
 
-def _too_long(source: Source, place: str, most: int) -> DocumentPiece:
-    import pyarrow as pa
-
-    return DocumentPiece(texts=pa.array([""], pa.large_string()), flaws=(too_long(0, source, place, most),))
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-def _text_piece(texts: list[bytes], start: int, between: int, source: Source) -> DocumentPiece:
+def _text_batch(texts: list[bytes], start: int, between: int, source: Source) -> Batch:
     """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
 
-    def flaw(row: int, error: UnicodeDecodeError | None) -> Flaw:
+    def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
         assert error is not None
-        byte = start + sum(len(text) + between for text in texts[:row]) + error.start
+        byte = start + sum(len(text) + between for text in texts[:index]) + error.start
         what = _not_utf8(error)
-        return Flaw(
-            row=row,
+        return BadDocument(
+            index=index,
             place=f"{source.name}, byte {byte}",
             reason=f"not UTF-8 ({what})",
             error=DataError(f"{source.address} is not UTF-8 at byte {byte} ({what}); {_CONVERT}"),
         )
 
-    return piece_of(texts, flaw)
+    return batch_of(texts, bad_one)
 
 
 _CONVERT = "convert it, for example with iconv -f latin1 -t utf-8"
@@ -206,48 +250,76 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-def _json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> DocumentPiece:
-    """`number` says which line of the file the one at an index is."""
+def json_lines(
+    stream: BufferedReader, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
+) -> Iterator[Batch]:
+    """The string in one field of each line; lines of white space are none."""
+
+    @cache
+    def lines_before() -> int:
+        """Counted only where a line has to be named."""
+        if not start:
+            return 0  # and a compressed stream cannot be rewound
+        here = stream.tell()
+        stream.seek(0)
+        count = sum(stream.read(min(CHUNK, start - byte)).count(b"\n") for byte in range(0, start, CHUNK))
+        stream.seek(here)
+        return count
+
+    done = 0
+    for _, lines in _runs(stream, b"\n", start, end, most):
+
+        def place(row: int, done: int = done) -> str:
+            return f"line {lines_before() + done + row + 1}"
+
+        if lines is None:
+            yield only_bad(source, place(0), *too_long(source, place(0), most))
+        else:
+            yield _json_batch(lines, source, column, place)
+        done += 1 if lines is None else len(lines)
+
+
+def _json_batch(lines: list[bytes], source: Source, column: str, place: Callable[[int], str]) -> Batch:
+    """`place` says which line of the file the one at an index is."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
+    texts, bad = list[str](), list[BadDocument]()
     try:
         texts = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
         found = pa.array(texts, pa.large_string())
+        if not found.null_count:
+            return Batch(texts=found)
     except (ValueError, LookupError, TypeError, pa.ArrowException):
-        found = None
-    if found is not None and not found.null_count:
-        return DocumentPiece(texts=found)
-    return _checked_json_piece(lines, source, column, number)
-
-
-def _checked_json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> DocumentPiece:
-    """Line by line, to find what is wrong with which."""
-    import pyarrow as pa
-
-    texts: list[str] = []
-    flaws: list[Flaw] = []
+        pass  # one of them is bad: which?
+    texts = []
     for row, line in enumerate(lines):
         if not line or line.isspace():
             continue
         try:
             texts.append(_json_text(line, column))
-        except _BadLine as bad:
-            place = f"line {number(row)}"
-            error = bad.kind(f"{source.address}, {place} {bad.reason}{bad.advice}")
-            flaws.append(Flaw(row=len(texts), place=f"{source.name}, {place}", reason=bad.reason, error=error))
+        except _BadLine as found_bad:
+            reason, advice, kind = found_bad.args
+            error = kind(f"{source.address}, {place(row)} {reason}{advice}")
+            bad.append(BadDocument(index=len(texts), place=f"{source.name}, {place(row)}", reason=reason, error=error))
             texts.append("")
-    return DocumentPiece(texts=pa.array(texts, pa.large_string()), flaws=tuple(flaws))
+    return Batch(texts=pa.array(texts, pa.large_string()), bad=tuple(bad))
 
 
 class _BadLine(Exception):
     def __init__(self, reason: str, advice: str = "", kind: type[TrainLitgptError] = DataError) -> None:
-        self.reason, self.advice, self.kind = reason, advice, kind
+        super().__init__(reason, advice, kind)
 
 
 def _json_text(line: bytes, column: str) -> str:
+    from pydantic_core import from_json
+
     try:
-        record = _parsed(line)
+        try:
+            record = from_json(line, cache_strings=False)  # as in the quick way: it means the same in any company
+        except ValueError:
+            # It explains, in a few more: half surrogates in other fields, and nesting beyond 200.
+            record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise _BadLine(f"is not UTF-8 at byte {error.start} ({_not_utf8(error)})", f"; {_CONVERT}") from error
     except (ValueError, RecursionError) as error:
@@ -262,17 +334,6 @@ def _json_text(line: bytes, column: str) -> str:
     if b"\\u" in line and re.search("[\ud800-\udfff]", text):
         raise _BadLine(f"has half a surrogate pair in {column!r}", ", which no UTF-8 text can hold; repair the line")
     return text
-
-
-def _parsed(line: bytes) -> Any:
-    """Read a line with the parser of the quick way, so that it means the same in any company; json explains, in a few
-    more: half surrogates in other fields, and nesting beyond 200."""
-    from pydantic_core import from_json
-
-    try:
-        return from_json(line, cache_strings=False)
-    except ValueError:
-        return json.loads(line.decode())
 
 
 def _shown(value: object) -> str:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.corpus.files import Layout, Source, ending_of, is_beside, matches
 from litgpt_demo.data.corpus.hub import hub_sources
-from litgpt_demo.data.corpus.layout import Layout, goes_by_json
-from litgpt_demo.data.corpus.source import Source, matches
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
 _READERS = 4
 """Local files read at once."""
+_NEWLY_READ = (".gzip", ".zstd", ".bz2", ".xz")
+"""Ends of compressed files that were bad documents once."""
 
 
 def sources(corpus: Corpus) -> list[Source]:
@@ -29,10 +31,6 @@ def sources(corpus: Corpus) -> list[Source]:
 
     In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
     sample of all of it. Local files are read through once for their checksum.
-
-    Raises:
-        UserError: nothing matches, a path does not exist, the repository cannot be had or the Hub not be reached.
-        NetworkError: the Hub or the bucket is there and does not serve.
     """
     match corpus:
         case StdlibCorpus():
@@ -57,49 +55,64 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
     told = settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
     if isinstance(settings, HubCorpus) and settings.format == "auto":
         del told["format"]  # datasets made before there was a choice keep their keys
-    if any(goes_by_json(settings, source) for source in sources):
-        told["json"] = "lines"  # it was text once: what was made of it then is another dataset
+    # What was made of these before is another dataset.
+    if Layout.of(settings).format == "auto" and any(ending_of(source.name) == ".json" for source in sources):
+        told["json"] = "lines"  # it was text once
+    if any(source.name.lower().endswith(_NEWLY_READ) for source in sources):
+        told["compressed"] = "decompressed"
     return {
         "settings": told,
         "files": [[source.name, source.size, source.version] for source in sources],
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A file that a path selects: its address, and its name there."""
+class _Place(NamedTuple):
+    """A file that a path selects: its address, and its name there; size and checksum where the listing told them."""
 
     address: str
     name: str
     stored: ObjectInfo | None = None
-    """Size and checksum where the listing has told them."""
 
     def source(self) -> Source:
         """A local file is read for its checksum."""
         folder, _, last = self.address.rpartition("/")
         stored = self.stored or open_storage(folder or "/").stat(last)
-        return Source(address=self.address, name=self.name, size=stored.size, version=f"crc32c:{stored.crc32c}")
+        return Source(
+            address=_shown(self.address),
+            name=_shown(self.name),
+            size=stored.size,
+            version=f"crc32c:{stored.crc32c}",
+            file=None if is_remote(self.address) else Path(self.address),
+        )
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _stdlib_sources() -> Iterator[Source]:
     """Python files of the standard library that decode as UTF-8; its test suite has a few that do not, on purpose."""
     library = Path(sysconfig.get_path("stdlib"))
-    storage = open_storage(str(library))
     for folder, folders, files in os.walk(library):
         folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
             with suppress(UnicodeDecodeError):
                 if path.is_file():
                     path.read_bytes().decode()
-                    name = path.relative_to(library).as_posix()
-                    yield _Place(address=str(path), name=name, stored=storage.stat(name)).source()
+                    yield _Place(str(path), path.relative_to(library).as_posix()).source()
 
 
 def _file_sources(corpus: FileCorpus) -> list[Source]:
     """The files that the paths select, each once; a file that two paths name differently takes the smaller name."""
     places: dict[str, _Place] = {}
     for path in corpus.paths:
-        found = _places(path)
+        if not path.strip():
+            raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
+        if bucket_path(path) is None and is_remote(path):
+            raise UserError(
+                f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
+            )
+        found = _on_this_machine(path) if bucket_path(path) is None else _in_bucket(path)
         _require_one_format(corpus, path, [place.name for place in found])
         for place in found:
             places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
@@ -108,13 +121,9 @@ def _file_sources(corpus: FileCorpus) -> list[Source]:
 
 
 def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
-    """A card, a licence or an index beside the data would be trained on, and nobody would see it.
-
-    Raises:
-        UserError: the names say several formats.
-    """
+    """A card, a licence or an index beside the data would be trained on, and nobody would see it: a UserError."""
     layout, formats = Layout.of(corpus), dict[str, list[str]]()
-    for name in sorted(names):
+    for name in map(_shown, sorted(names)):
         formats.setdefault(layout.format_of(name), []).append(name)
     if len(formats) > 1:
         first, *_ = found = sorted(formats.items())
@@ -125,33 +134,21 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
         )
 
 
-def _places(path: str) -> list[_Place]:
-    """The files that `path` selects."""
-    if not path.strip():
-        raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
-    if bucket_path(path) is not None:
-        return _in_bucket(path)
-    if is_remote(path):
-        raise UserError(
-            f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
-        )
-    return _on_this_machine(path)
-
-
 def _on_this_machine(path: str) -> list[_Place]:
     given = Path(path).expanduser()
     if given.is_file():
-        return [_Place(address=_absolute(given), name=given.name)]
+        return [_Place(_absolute(given), given.name)]
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
     names = list(_below(base, pattern))
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
-    return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
+    return [_Place(_absolute(Path(base, name)), name) for name in names]
 
 
 def _below(base: str, pattern: str) -> Iterator[str]:
     """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
-    hidden, parts = "/." in f"/{pattern}", pattern.split("/")
+    parts = pattern.split("/")
+    hidden = any(part.startswith((".", "_")) for part in parts)
     folders, links = [""], list[str]()
     seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
     while folders or links:
@@ -165,7 +162,7 @@ def _below(base: str, pattern: str) -> Iterator[str]:
                 deeper = "**" in parts or name.count("/") < len(parts) - 1
                 if path.is_file() and matches(name, pattern):
                     yield name
-                elif path.is_dir() and deeper and (hidden or not path.name.startswith(".")):
+                elif path.is_dir() and deeper and (hidden or not is_beside(path.name)):
                     (links if path.is_symlink() else folders).append(f"{name}/")
 
 
@@ -181,11 +178,21 @@ def _in_bucket(address: str) -> list[_Place]:
     base, pattern = _fixed_part(address.rstrip("/"))
     parent, _, last = base.rpartition("/")
     if not pattern and is_remote(parent) and open_storage(parent).exists(last):
-        return [_Place(address=base, name=last)]
-    found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
+        return [_Place(base, last)]
+    found = []
+    for stored in open_storage(base).inventory(odd=True):
+        name = re.sub(r"(^|/)(\.{0,2}/)+", r"\1", stored.path)
+        if not matches(name, pattern or "**"):
+            continue
+        if name != stored.path or re.search(r"[\0\r\n]", name):
+            raise UserError(
+                f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: components that "
+                "are empty or dots, and line breaks, cannot be read; rename it, or give a pattern that leaves it out"
+            )
+        found.append(_Place(f"{base}/{name}", name, stored))
     if not found:
         raise UserError(_nothing_at(address, base, pattern, there=True))
-    return [_Place(address=f"{base}/{stored.path}", name=stored.path, stored=stored) for stored in found]
+    return found
 
 
 def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:
@@ -193,7 +200,8 @@ def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:
         return f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
     return (
         f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
-        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out"
+        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out, "
+        "and so are `_SUCCESS` and the like"
     )
 
 

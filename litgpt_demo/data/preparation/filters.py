@@ -101,45 +101,29 @@ def digests_of(texts: Any) -> bytes:
     return b"".join(blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges))
 
 
-def first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes], *, at_once: int = _AT_ONCE) -> list[Mask]:
+def first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> list[Mask]:
     """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
 
     Args:
         counts: documents of each shard.
-        of_shard: the digests of one shard's documents; asked once for every `at_once` documents there are in all,
-            so that memory is bounded by that and by one bit to a byte per document.
+        of_shard: the digests of one shard's documents; asked once for every `_AT_ONCE` documents there are in all,
+            so that memory is bounded by that and by a byte per document.
     """
     first = np.zeros(sum(counts), dtype=bool)
-    groups = -(-len(first) // at_once) or 1
+    groups = -(-len(first) // _AT_ONCE) or 1
     starts = np.concatenate([[0], np.cumsum(counts)])
     for group in range(groups):
-        numbers, keys = _of_group(group, groups, starts, of_shard)
+        # The digests that fall into the group, as pairs of numbers, and the numbers of their documents.
+        every_number, every_key = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
+        for shard, start in enumerate(starts[:-1]):
+            found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
+            mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
+            every_number.append(mine + start)
+            every_key.append(found[mine])
+        numbers, keys = np.concatenate(every_number), np.concatenate(every_key)
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: of equal digests the lowest number comes first
         ordered = keys[order]
         leads = np.ones(len(ordered), dtype=bool)
         leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
         first[numbers[order[leads]]] = True
     return np.split(first, starts[1:-1]) if len(counts) else []
-
-
-def _of_group(
-    group: int, groups: int, starts: npt.NDArray[np.int64], of_shard: Callable[[int], bytes]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """The digests that fall into the group, as pairs of numbers, and the numbers of their documents."""
-    numbers, keys = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
-    for shard, start in enumerate(starts[:-1]):
-        found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
-        mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
-        numbers.append(mine + start)
-        keys.append(found[mine])
-    return np.concatenate(numbers), np.concatenate(keys)
-
-
-def bits_of_mask(mask: Mask) -> bytes:
-    """A mask as bits."""
-    return np.packbits(mask).tobytes()
-
-
-def mask_of_bits(bits: bytes, count: int) -> Mask:
-    """The mask of `count` documents that `packed` made these bits of."""
-    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)

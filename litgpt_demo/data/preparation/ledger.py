@@ -17,7 +17,7 @@ from litgpt_demo.storage.private import make_temporary, own_temporary
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
 
-Record = TypeVar("Record", bound="ShardRecord")
+Record = TypeVar("Record", "Survey", "Encoded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def max_bytes(self) -> int | None:
-        """The address of the corpus."""
+        """The UTF-8 bytes of text after which the corpus ends."""
         return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
 
     @property
@@ -56,11 +56,7 @@ class Work:
         return own_temporary() / f"{name}-{key_of(self.root)}"
 
     def make_scratch(self) -> Path:
-        """See that the folder for unfinished work is there.
-
-        Raises:
-            UserError: it cannot be made, or another user of this machine could change it.
-        """
+        """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
         if self.scratch.parent == own_temporary():
             return make_temporary(self.scratch.name)
         try:
@@ -82,32 +78,23 @@ class ShardRecord(Settings):
     text_bytes: int
     """UTF-8 bytes of those documents."""
 
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        """The files that lie next to the record, and belong to it."""
-        raise NotImplementedError
-
 
 class Survey(ShardRecord):
     """The content of a shard: `documents` are those that pass the filters."""
 
-    read: bool
+    read: bool = True
     """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
     then `text_bytes` is only about right."""
-    kept: FileRecord | None
+    kept: FileRecord | None = None
     """The documents that stay, a bit for each that was read; None where all do."""
-    digests: FileRecord | None
+    digests: FileRecord | None = None
     """filters.DIGEST_BYTES of each that stays; None where duplicates stay too."""
     read_documents: int
     read_bytes: int
     """The same before filtering, with empty and bad ones."""
     dropped: dict[str, int]
-    bad: int
-    bad_places: tuple[str, ...]
-
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        return tuple(file for file in (self.kept, self.digests) if file is not None)
+    bad: int = 0
+    bad_places: tuple[str, ...] = ()
 
 
 class TokenPiece(Settings):
@@ -129,19 +116,26 @@ class Encoded(ShardRecord):
     lengths: tuple[int, ...]
     """The lengths, as in DatasetManifest.document_lengths."""
 
-    @property
-    def files(self) -> tuple[FileRecord, ...]:
-        return tuple(piece.file for piece in (self.train, self.validation) if piece.file is not None)
+
+class TokenizerRecord(Settings):
+    """The ledger's entry for the tokenizer."""
+
+    files: tuple[FileRecord, ...]
+    end_of_text: int
+    vocab_size: int
+    hash: str
+    """The hash, as in DatasetManifest.tokenizer_hash."""
+    dtype: str
 
 
 def digest_of(shard: Shard) -> str:
-    """The shard that it belongs to."""
+    """Tells a shard from any other, by its files' names and versions, their parts, and the limit."""
     parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
     return key_of(shard.number, shard.limit, *parts)
 
 
 def file_name(number: int, suffix: str) -> str:
-    """The folder of what was made of the shard with this number, below SHARDS."""
+    """The name of what was made of the shard with this number, below SHARDS."""
     return f"{number:05d}.{suffix}"
 
 
@@ -150,7 +144,11 @@ def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record 
     ledger = work.ledger
     try:
         record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
-        intact = all(FileRecord.of(ledger.stat(file.path)) == file for file in record.files)
+        if isinstance(record, Survey):
+            files = (record.kept, record.digests)
+        else:
+            files = (record.train.file, record.validation.file)
+        intact = all(file is None or FileRecord.of(ledger.stat(file.path)) == file for file in files)
     except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
         return None
     return record if intact and record.shard == digest_of(shard) else None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
+
+import numpy as np
 
 from litgpt_demo.config import DataConfig, OpenWebTextCorpus
 from litgpt_demo.data.corpus import corpus_identity
 from litgpt_demo.data.dataset import FORMAT, DatasetManifest, PlannedDataset, Split
-from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Survey, TokenPiece, Work
-from litgpt_demo.data.preparation.tokenizing import TokenizerRecord
+from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Survey, TokenizerRecord, TokenPiece, Work
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import ObjectInfo, combined_crc32c
@@ -50,7 +50,7 @@ def publish(
         dropped=dict(sorted((+dropped).items())),
         bad_documents=sum(survey.bad for survey in surveys),
         bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
-        document_lengths=_trimmed(map(sum, zip(*(entry.lengths for entry in encoded), strict=True))),
+        document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
         tokenizer_hash=tokenizer.hash,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
@@ -66,11 +66,12 @@ def publish(
     return manifest
 
 
-def _trimmed(counts: Iterable[int]) -> tuple[int, ...]:
-    every = list(counts)
-    while every and not every[-1]:
-        every.pop()
-    return tuple(every)
+@dataclass
+class HashedFile:
+    """A file of a split: the pieces that are to be joined in it, and their sha256."""
+
+    pieces: list[FileRecord] = field(default_factory=list)
+    hash: Any = field(default_factory=sha256)
 
 
 class RunningSha256:
@@ -88,7 +89,7 @@ class RunningSha256:
         self._waiting: dict[int, Encoded] = {}
         self._next = 0
         self._hashing: list[Future[None]] = []
-        self._files: dict[str, list[_HashedFile]] = {"train": [], "val": []}
+        self._files: dict[str, list[HashedFile]] = {"train": [], "val": []}
 
     def __enter__(self) -> Self:
         return self
@@ -103,64 +104,41 @@ class RunningSha256:
             self._hashing.append(self._thread.submit(self._hash, following))
             self._next += 1
 
-    def of(self, split: str, number: int) -> str:
-        """Return the sha256 of the split's file with this number; waits for what is still to be hashed."""
+    def files(self, split: str) -> list[HashedFile]:
+        """Return the split's files: one, or several past the size cap; waits for what is still to be hashed."""
         for done in self._hashing:
             done.result()
-        files = self._files[split] or [_HashedFile()]  # a split without documents is one empty file
-        return str(files[number].hash.hexdigest())
+        return self._files[split] or [HashedFile()]
 
     def _hash(self, record: Encoded) -> None:
         for split, piece in (("train", record.train), ("val", record.validation)):
             if piece.file is None:
                 continue
             files = self._files[split]
-            if not files or _is_full(files[-1].size, piece.file, self._work.data.max_file_bytes):
-                files.append(_HashedFile())
-            files[-1].size += piece.file.size
-            with self._opened(piece.file) as content:
+            taken = sum(before.size for before in files[-1].pieces) if files else 0
+            if not files or taken + piece.file.size > self._work.data.max_file_bytes:
+                files.append(HashedFile())
+            files[-1].pieces.append(piece.file)
+            ledger, folder = self._work.ledger, self._work.handover
+            path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+            if folder is not None:
+                ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+            with path.open("rb") as content:
                 while block := content.read(_BLOCK):
                     files[-1].hash.update(block)
-
-    @contextmanager
-    def _opened(self, piece: FileRecord) -> Iterator[BinaryIO]:
-        ledger, folder = self._work.ledger, self._work.handover
-        if folder is None:
-            with Path(ledger.address(piece.path)).open("rb") as content:
-                yield content
-            return
-        copy = folder / piece.path
-        ledger.download(piece.path, copy)  # only compares checksums where a worker left the piece
-        with copy.open("rb") as content:
-            yield content
-        copy.unlink()
-
-
-@dataclass
-class _HashedFile:
-    size: int = 0
-    hash: Any = field(default_factory=sha256)
-
-
-def _is_full(size: int, piece: FileRecord, cap: int) -> bool:
-    """Return True if a file of `size` bytes takes no further piece."""
-    return bool(size) and size + piece.size > cap
+            if folder is not None:
+                path.unlink()
 
 
 def _split(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: RunningSha256) -> Split:
-    """One split's files: one, or numbered ones past the size cap."""
-    groups: list[list[FileRecord]] = [[]]
-    for file in (piece.file for piece in pieces if piece.file is not None):
-        if _is_full(sum(one.size for one in groups[-1]), file, work.data.max_file_bytes):
-            groups.append([])
-        groups[-1].append(file)
-    names = [f"{name}.bin"] if len(groups) == 1 else [f"{name}-{number:05d}.bin" for number in range(len(groups))]
+    files = hashes.files(name)
+    names = [f"{name}.bin"] if len(files) == 1 else [f"{name}-{number:05d}.bin" for number in range(len(files))]
     return Split(
         documents=sum(piece.documents for piece in pieces),
         tokens=sum(piece.tokens for piece in pieces),
         files=tuple(
-            FileRecord.of(_joined(work, path, group), sha256=hashes.of(name, number))
-            for number, (path, group) in enumerate(zip(names, groups, strict=True))
+            FileRecord.of(_joined(work, path, file.pieces), sha256=file.hash.hexdigest())
+            for path, file in zip(names, files, strict=True)
         ),
     )
 
@@ -186,11 +164,8 @@ def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     )
     if not (isinstance(data.corpus, OpenWebTextCorpus) and gpt2 and as_usual):
         return
-    found = {
-        "documents": manifest.documents,
-        "train": manifest.train.tokens,
-        "validation": manifest.validation.tokens,
-    }
+    tokens = {"train": manifest.train.tokens, "validation": manifest.validation.tokens}
+    found = {"documents": manifest.documents} | tokens
     if found != OPENWEBTEXT_TOTALS:
         raise DataError(
             f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "

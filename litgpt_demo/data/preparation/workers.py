@@ -1,34 +1,32 @@
-"""The steps that workers carry out on a shard: survey it, then encode it. Each finds itself done by its record."""
+"""The steps of a preparation: the tokenizer is settled, and workers survey each shard and encode it. Each step finds
+itself done by its record."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from hashlib import sha256
+from itertools import chain
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import Filters, key_of
-from litgpt_demo.data.corpus import Batch, Shard, documents_by_footer, forget, read_shard
-from litgpt_demo.data.preparation.filters import (
-    Mask,
-    bits_of_mask,
-    byte_lengths,
-    chosen,
-    digests_of,
-    mask_of_bits,
-    passing,
-)
+from litgpt_demo.config import Filters, TrainedTokenizer, key_of
+from litgpt_demo.data.corpus import BadDocument, Batch, Shard, documents, documents_by_footer, forget, read_shard
+from litgpt_demo.data.dataset import PlannedDataset
+from litgpt_demo.data.preparation.filters import Mask, byte_lengths, chosen, digests_of, passing
 from litgpt_demo.data.preparation.ledger import (
+    SHARDS,
     Encoded,
     Survey,
+    TokenizerRecord,
     TokenPiece,
     Work,
     digest_of,
@@ -36,48 +34,116 @@ from litgpt_demo.data.preparation.ledger import (
     recorded,
     write_record,
 )
-from litgpt_demo.data.preparation.tokenizing import encoder_at
+from litgpt_demo.data.tokens import Encoder, TokenizerFiles, train_tokenizer
+from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 
 Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _PLACES = 100  # of bad documents, that are written down for a shard
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
+_ROOM = 0.5  # of the file system is free where copies stay for the second reading
 # Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
 # from the bucket when their turn comes: neighbouring shards may end far apart, and the temporary folder may be memory.
 _WAITING = 32
+_TOKENIZER = "tokenizer.json"
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> TokenizerRecord:
+    """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only.
+
+    Args:
+        report: as `train_tokenizer` takes it.
+    """
+    storage, data, tokenizer = work.storage, planned.data, planned.tokenizer
+    if tokenizer is None:
+        with suppress(FileNotFoundError, DataError):  # DataError: of another version of this code
+            there = _tokenizer_record(storage)
+            if all(sha256(storage.read(file.path)).hexdigest() == file.sha256 for file in there.files):
+                return there
+        assert isinstance(data.tokenizer, TrainedTokenizer)
+        bad, skip_bad, scratch = list[BadDocument](), data.on_bad_document == "skip", work.make_scratch()
+        texts = documents(
+            data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=data.max_document_bytes, skipped=bad
+        )
+        if (first := next(texts, None)) is None and bad:
+            told = skipped_ones(len(bad), [f"{one.place}: {one.reason}" for one in bad])
+            raise DataError(f"data.corpus ({data.corpus.kind}) holds no text{told}")
+        tokenizer = train_tokenizer(data.tokenizer, chain([] if first is None else [first], texts), report)
+    record = TokenizerRecord(
+        files=tuple(
+            FileRecord.of(storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
+            for name, content in sorted(tokenizer.files.items())
+        ),
+        end_of_text=tokenizer.end_of_text,
+        vocab_size=tokenizer.vocab_size,
+        hash=tokenizer.hash,
+        dtype=tokenizer.dtype,
+    )
+    write_record(work, _TOKENIZER, record)
+    return record
+
+
+def skipped_ones(count: int, places: Sequence[str]) -> str:
+    """What to say behind an error about bad documents that were left out; nothing without any."""
+    told = "; ".join(places[:3]) + "; …" * (count > 3)
+    return f"; data.on_bad_document=skip left out {count:,} bad ones: {told}" if count else ""
+
+
+def _tokenizer_record(storage: Storage) -> TokenizerRecord:
+    """Return the record of the tokenizer that this preparation encodes with."""
+    path = f"{SHARDS}/{_TOKENIZER}"
+    fix = f"remove {storage.address(SHARDS)} and prepare again"
+    return parse_json(storage.read(path), TokenizerRecord, where=storage.address(path), fix=fix)
+
+
+_encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
+_one_at_a_time = Lock()  # with functools.cache two threads would make the same one
+
+
+def _encoder_at(address: str) -> Encoder:
+    with _one_at_a_time:
+        if address not in _encoders:
+            storage = open_storage(address)
+            record = _tokenizer_record(storage)
+            files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
+            made = TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size)
+            _encoders[address] = Encoder(made)
+        return _encoders[address]
+
+
+# --- the survey -------------------------------------------------------------------------------------------------------
 
 
 def survey(work: Work, shard: Shard) -> Survey:
-    """See how many documents of a shard stay; a step for workers."""
+    """See how many documents of a shard stay; a step for workers.
+
+    Nothing is read where only empty documents can be left out: hardly any corpus has those, so assume none.
+    """
     if (done := recorded(work, file_name(shard.number, "survey.json"), Survey, shard)) is not None:
         return done
-    return _survey_by_footers(work, shard) or survey_by_reading(work, shard)
-
-
-def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
-    """Count without reading where only empty documents can be left out: hardly any corpus has those, so assume none."""
-    if work.data.filters != Filters() or work.data.on_bad_document == "skip" or work.max_bytes is not None:
-        return None
-    found = documents_by_footer(work.data.corpus, shard, scratch=work.make_scratch())
-    if found is None:
-        return None
-    documents, text_bytes = found
+    by_footer = None
+    if work.data.filters == Filters() and work.data.on_bad_document == "fail" and work.max_bytes is None:
+        by_footer = documents_by_footer(work.data.corpus, shard, scratch=work.make_scratch())
+    if by_footer is None:
+        return survey_by_reading(work, shard)
+    _free_copies(work, shard)
+    count, text_bytes = by_footer
     return Survey(
         number=shard.number,
         shard=digest_of(shard),
-        documents=documents,
+        documents=count,
         text_bytes=text_bytes,
         read=False,
-        kept=None,
-        digests=None,
-        read_documents=documents,
+        read_documents=count,
         read_bytes=text_bytes,
         dropped={},
-        bad=0,
-        bad_places=(),
     )
 
 
@@ -86,65 +152,58 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
     name = file_name(shard.number, "survey.json")
     if (done := recorded(work, name, Survey, shard)) is not None:
         return done
-    count = _Count()
+    masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
+    bad, places, read_bytes, kept_bytes = 0, list[str](), 0, 0
     for batch in _batches(work, shard):
-        count.add(batch, work.data.filters)
-    kept = digests = None
-    if not count.mask.all():
-        kept = FileRecord.of(work.ledger.write(file_name(shard.number, "kept"), bits_of_mask(count.mask)))
-    if work.data.filters.drop_duplicates:
-        digests = FileRecord.of(work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests)))
+        kept, reasons = passing(batch.texts, work.data.filters)
+        lengths = byte_lengths(batch.texts)
+        masks.append(kept)
+        read_bytes += int(lengths.sum())
+        kept_bytes += int(lengths[kept].sum())
+        bad += len(batch.bad)
+        places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
+        dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
+        if work.data.filters.drop_duplicates:
+            digests.append(digests_of(chosen(batch.texts, kept)))
+    mask = np.concatenate(masks)
+
+    def stored(suffix: str, content: bytes) -> FileRecord:
+        return FileRecord.of(work.ledger.write(file_name(shard.number, suffix), content))
+
     record = Survey(
         number=shard.number,
         shard=digest_of(shard),
-        read=True,
-        documents=int(count.mask.sum()),
-        text_bytes=count.kept_bytes,
-        kept=kept,
-        digests=digests,
-        read_documents=len(count.mask),
-        read_bytes=count.read_bytes,
-        dropped=dict(count.dropped),
-        bad=count.bad,
-        bad_places=tuple(count.bad_places),
+        documents=int(mask.sum()),
+        text_bytes=kept_bytes,
+        kept=None if mask.all() else stored("kept", np.packbits(mask).tobytes()),
+        digests=stored("digests", b"".join(digests)) if work.data.filters.drop_duplicates else None,
+        read_documents=len(mask),
+        read_bytes=read_bytes,
+        dropped=dict(dropped),
+        bad=bad,
+        bad_places=tuple(places),
     )
     write_record(work, name, record)
+    _free_copies(work, shard)
     return record
 
 
-class _Count:
-    """The result of a shard's survey."""
+def _free_copies(work: Work, shard: Shard) -> None:
+    """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
 
-    def __init__(self) -> None:
-        self.masks: list[Mask] = []
-        self.digests: list[bytes] = []
-        self.dropped = Counter[str]()
-        self.bad = 0
-        self.bad_places: list[str] = []
-        self.read_bytes = 0
-        self.kept_bytes = 0
-
-    def add(self, batch: Batch, filters: Filters) -> None:
-        kept, reasons = passing(batch.texts, filters)
-        lengths = byte_lengths(batch.texts)
-        self.masks.append(kept)
-        self.read_bytes += int(lengths.sum())
-        self.kept_bytes += int(lengths[kept].sum())
-        self.bad += len(batch.bad)
-        self.bad_places += [f"{bad.place}: {bad.reason}" for bad in batch.bad[: _PLACES - len(self.bad_places)]]
-        self.dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
-        if filters.drop_duplicates:
-            self.digests.append(digests_of(chosen(batch.texts, kept)))
-
-    @property
-    def mask(self) -> Mask:
-        return np.concatenate(self.masks) if self.masks else np.empty(0, dtype=bool)
+    Together the copies are the whole corpus, and the temporary folder may be memory."""
+    room = shutil.disk_usage(work.scratch)
+    if room.free < room.total * _ROOM:
+        forget((part.source for part in shard.parts), work.scratch)
 
 
 def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
     skip_bad = work.data.on_bad_document == "skip"
     most = work.data.max_document_bytes
     return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad, most=most)
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,20 +232,43 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     done = recorded(work, name, Encoded, shard)
     if done is not None and done.assignment == assignment.digest:
         return done
+    encoder, staying = _encoder_at(work.storage.address()), _staying(work, assignment)
+    held_out = np.zeros(int(staying.sum()), dtype=bool)
+    held_out[list(assignment.held_out)] = True
+    histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
     with _PieceFile(work, assignment, "train") as train, _PieceFile(work, assignment, "val") as validation:
-        written = _write_tokens(work, assignment, train, validation)
-        if written is None:
-            return None
-        lengths, text_bytes = written
+        for batch in _batches(work, shard):
+            read += len(batch.texts)
+            if read > len(staying):
+                break
+            texts = chosen(batch.texts, staying[read - len(batch.texts) : read])
+            sizes = byte_lengths(texts)
+            if not sizes.all() and not assignment.survey.read:
+                return None
+            ids, lengths = encoder.encode(texts)
+            if not encoded:
+                encoder.compare(texts)
+            here = held_out[encoded : encoded + len(texts)]
+            if here.any():
+                which = np.repeat(here, lengths)
+                validation.write(ids[which], int(here.sum()))
+                ids = ids[~which]
+            train.write(ids, int((~here).sum()))
+            histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
+            text_bytes += int(sizes.sum())
+            encoded += len(texts)
+        if read != len(staying):
+            names = ", ".join(part.source.address for part in shard.parts[:3])
+            raise DataError(f"{names}: not the {len(staying)} documents of before; something changes them, run again")
         record = Encoded(
             number=shard.number,
             shard=digest_of(shard),
             assignment=assignment.digest,
-            documents=train.documents + validation.documents,
+            documents=encoded,
             text_bytes=text_bytes,
             train=train.stored(),
             validation=validation.stored(),
-            lengths=lengths,
+            lengths=tuple(histogram.tolist()),
         )
     write_record(work, name, record)
     forget((part.source for part in shard.parts), work.scratch)
@@ -194,56 +276,18 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
 
 
 def _staying(work: Work, assignment: Assignment) -> Mask:
-    """Yield for every document, as it is read, whether it is encoded."""
+    """Say of every document, as it is read, whether it is encoded."""
+
+    def mask(file: str, count: int) -> Mask:
+        return np.unpackbits(np.frombuffer(work.ledger.read(file), dtype=np.uint8), count=count).astype(bool)
+
     survey = assignment.survey
-    if survey.kept is None:
-        staying = np.ones(survey.read_documents, dtype=bool)
-    else:
-        staying = mask_of_bits(work.ledger.read(survey.kept.path), survey.read_documents)
+    staying = np.ones(survey.read_documents, dtype=bool)
+    if survey.kept is not None:
+        staying = mask(survey.kept.path, survey.read_documents)
     if assignment.unique is not None:
-        staying[staying] = mask_of_bits(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
+        staying[staying] = mask(file_name(survey.number, "unique"), survey.documents)
     return staying
-
-
-def _write_tokens(
-    work: Work, assignment: Assignment, train: _PieceFile, validation: _PieceFile
-) -> tuple[tuple[int, ...], int] | None:
-    """Encode a shard's documents into its pieces: the histogram of their lengths, and their UTF-8 bytes.
-
-    None where an empty document shows up that nobody counted.
-    """
-    encoder, staying = encoder_at(work.storage.address()), _staying(work, assignment)
-    held_out = np.zeros(int(staying.sum()), dtype=bool)
-    held_out[list(assignment.held_out)] = True
-    histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
-    for batch in _batches(work, assignment.shard):
-        read += len(batch.texts)
-        if read > len(staying):
-            break
-        texts = chosen(batch.texts, staying[read - len(batch.texts) : read])
-        sizes = byte_lengths(texts)
-        if not sizes.all() and not assignment.survey.read:
-            return None
-        ids, lengths = encoder.encode(texts)
-        if not done:
-            encoder.compare(texts)
-        _split(ids, lengths, held_out[done : done + len(texts)], train, validation)
-        histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
-        text_bytes += int(sizes.sum())
-        done += len(texts)
-    if read != len(staying):
-        names = ", ".join(part.source.address for part in assignment.shard.parts[:3])
-        raise DataError(f"{names}: not the {len(staying)} documents of before; something changes them, run again")
-    return tuple(histogram.tolist()), text_bytes
-
-
-def _split(ids: Ids, lengths: npt.NDArray[np.int64], held_out: Mask, train: _PieceFile, validation: _PieceFile) -> None:
-    """Write each document to its split, neighbours of one split at once."""
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    edges = [0, *(np.flatnonzero(np.diff(held_out)) + 1).tolist(), len(held_out)]
-    for first, past in pairwise(edges):
-        split = validation if held_out[first : first + 1].any() else train
-        split.write(ids[ends[first] : ends[past]], past - first)
 
 
 class _PieceFile:
@@ -254,8 +298,7 @@ class _PieceFile:
         # With the assignment in its name, a preparation that counted otherwise writes another file.
         self._name = file_name(assignment.shard.number, f"{assignment.digest}.{split}.bin")
         self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
-        self.documents = 0
-        self.tokens = 0
+        self._documents = self._tokens = 0
 
     def __enter__(self) -> _PieceFile:
         self._file = self._path.open("wb")
@@ -269,23 +312,21 @@ class _PieceFile:
     def write(self, ids: Ids, documents: int) -> None:
         with explaining(str(self._path), needed=ids.nbytes):
             self._file.write(ids.data)
-        self.tokens += len(ids)
-        self.documents += documents
+        self._tokens += len(ids)
+        self._documents += documents
 
     def stored(self) -> TokenPiece:
+        """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
         with explaining(str(self._path)):
             self._file.close()
-        if not self.tokens:
+        if not self._tokens:
             return TokenPiece(documents=0, tokens=0, file=None)
-        handover = self._handover()
+        handover = self._work.handover
+        if handover is not None and not os.access(handover, os.W_OK):
+            handover = None
+        if handover is not None and len(list(handover.iterdir())) >= _WAITING:
+            handover = None
         stored = self._work.ledger.upload(self._path, self._name, move=handover is None)
         if handover is not None:
             self._path.replace(handover / self._name)
-        return TokenPiece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
-
-    def _handover(self) -> Path | None:
-        """The folder that keeps the piece for the process that hashes, if it is on this machine and not too full."""
-        folder = self._work.handover
-        if folder is None or not os.access(folder, os.W_OK):
-            return None
-        return folder if len(list(folder.iterdir())) < _WAITING else None
+        return TokenPiece(documents=self._documents, tokens=self._tokens, file=FileRecord.of(stored))

@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from corpora import (
-    DOCUMENTS,
     FILES,
     FILTERS,
     FORMATS,
@@ -32,11 +29,10 @@ from corpora import (
     large_vocabulary,
     of_each,
     prepared,
-    reason_to_drop,
     settings_for,
     write,
 )
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -50,7 +46,6 @@ from litgpt_demo.data.dataset import (
     stage,
 )
 from litgpt_demo.data.preparation import MapFn, in_threads, prepare
-from litgpt_demo.data.preparation.filters import passing
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.data.verification import verify_dataset
@@ -66,18 +61,17 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
     tmp_path: Path, size: int, dtype: Any
 ) -> None:
     path = str(large_vocabulary(tmp_path / "tokenizer", size))
-    source, root = corpus_in(tmp_path / "corpus"), tmp_path / "root"
-    manifest, folder = prepared(source, root, tokenizer={"kind": "file", "path": path})
+    manifest, folder = prepared(
+        corpus_in(tmp_path / "corpus"), tmp_path / "root", tokenizer={"kind": "file", "path": path}
+    )
     # As DESIGN says it, in other words than the source's.
     held_out = np.random.default_rng(2357).permutation(len(TEXTS))[: math.ceil(0.1 * len(TEXTS))].tolist()
-    others = [number for number in range(len(TEXTS)) if number not in held_out]
-    for name, numbers in (("train.bin", others), ("val.bin", sorted(held_out))):
+    for name, validation in (("train.bin", False), ("val.bin", True)):
         ids = np.memmap(folder / name, dtype=dtype, mode="r")  # nanoGPT's train.py reads just so
-        ends = np.flatnonzero(ids == manifest.end_of_text)
-        documents = [one.tolist() for one in np.split(ids, ends + 1)]
-        assert documents.pop() == [], "the last one is closed too"
-        texts = HfTokenizer.from_file(path).decode_batch([one[:-1] for one in documents])
-        assert texts == [TEXTS[number] for number in numbers]
+        documents = np.split(ids, np.flatnonzero(ids == manifest.end_of_text) + 1)
+        assert len(documents.pop()) == 0, "the last one is closed too"
+        texts = HfTokenizer.from_file(path).decode_batch([one[:-1].tolist() for one in documents])
+        assert texts == [text for number, text in enumerate(TEXTS) if (number in held_out) == validation]
     assert (manifest.vocab_size, manifest.train.documents, manifest.validation.documents) == (size, 18, 3)
     assert {record.path: record.sha256 for record in manifest.files} == {
         name: sha256_of(folder / name) for name in set(contents(folder)) - {"manifest.json"}
@@ -182,20 +176,6 @@ def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Pat
     assert len(steps) <= 2 * 3 + 1
 
 
-SCRIPTS = ["", " ", "é", "日本", "Дождь", "नमस्ते", "|--|", "٣٫١٤"]
-
-
-@given(texts=st.lists(DOCUMENTS | st.sampled_from(SCRIPTS), max_size=6), filters=FILTERS)
-@example(texts=SCRIPTS, filters=Filters(min_characters=2, max_characters=5))
-@example(texts=SCRIPTS, filters=Filters(min_letter_ratio=0.9))
-def test_a_document_is_left_out_for_the_first_reason_there_is(texts: list[str], filters: Filters) -> None:
-    filters = filters.model_copy(update={"drop_duplicates": False})  # it is dropped when all documents are known
-    kept, dropped = passing(pa.array(texts, pa.large_string()), filters)
-    reasons = [reason_to_drop(text, filters, []) for text in texts]
-    assert kept.tolist() == [reason is None for reason in reasons]
-    assert dropped == Counter(reason for reason in reasons if reason)
-
-
 def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
     """Every file of the dataset."""
     storage = open_storage(root).within(planned.path)
@@ -245,18 +225,28 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
 
 
+BAD = {"on_bad_document": "skip"}
+SKIPPED = r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 2: has null .*; a\.jsonl, line 4: is no"
+
+
 @pytest.mark.parametrize(
-    ("count", "fields", "words"),
+    ("texts", "fields", "words"),
     [
-        (1, {}, "has 1 documents in 2 files; .*give more text"),
-        (21, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
-        (21, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
+        (TEXTS[:1], {}, "has 1 documents in 2 files; .*give more text"),
+        (TEXTS, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
+        (TEXTS, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
+        ([], BAD, SKIPPED),
+        ([], BAD | {"tokenizer": {"kind": "train", "vocab_size": 300}}, SKIPPED),
     ],
+    ids=range(5),
 )
-def test_a_corpus_that_makes_no_dataset_is_refused(
-    tmp_path: Path, tokenizer: TokenizerFile, count: int, fields: dict[str, Any], words: str
+def test_a_corpus_that_makes_no_dataset_is_refused_with_what_is_bad_in_it(
+    tmp_path: Path, tokenizer: TokenizerFile, texts: list[str], fields: dict[str, Any], words: str
 ) -> None:
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", TEXTS[:count]), tokenizer=tokenizer, **fields))
+    source = corpus_in(tmp_path / "corpus", texts) if texts else tmp_path / "corpus"
+    if not texts:
+        write(source, {"a.jsonl": b'{"text": 7}\n{"text": null}\n\nno\n' + b"{}\n" * 1200})
+    planned = plan_dataset(settings_for(source, **{"tokenizer": tokenizer} | fields))
     with pytest.raises((DataError, UserError), match=words):
         prepare(planned, open_storage(str(tmp_path / "root")))
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None

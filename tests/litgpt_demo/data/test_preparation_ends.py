@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 from bucket_faults import FOREVER, Fault, FaultyBucket
-from corpora import as_jsonl, as_parquet, contents, corpus_in, cut_into, large_vocabulary, of_each, settings_for, write
+from corpora import (
+    FORMATS,
+    as_jsonl,
+    as_parquet,
+    contents,
+    corpus_in,
+    cut_into,
+    large_vocabulary,
+    of_each,
+    settings_for,
+    write,
+)
 
 from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import PlannedDataset, finished_dataset, plan_dataset, stage
@@ -91,6 +102,33 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
     assert proxy.objects() == local
     assert {f"{planned.path}/{name}": content for name, content in contents(staged).items()} == local
     assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
+
+
+@pytest.mark.parametrize("end", [".parquet", ".jsonl"])
+def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_workers_are_at(
+    bucket: BucketStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    for number in range(9):
+        bucket.write(f"corpus/{number}{end}", FORMATS[end]([f"{number} {'word ' * 500}", f"{number} another"]))
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
+    planned = plan_dataset(settings_for(tmp_path, [bucket.address("corpus")], tokenizer=tokenizer))
+
+    def most_at_once(room: float) -> int:
+        monkeypatch.setattr(workers, "_ROOM", room)
+        root, copies = tmp_path / str(room), [0]
+
+        def each(step: Any, items: Any) -> Any:
+            for result in in_threads(1)(step, items):
+                copies.append(len(list(root.rglob("content"))))
+                yield result
+
+        with cut_into(2_000):
+            prepare(planned, open_storage(str(root)), each=each)
+        return max(copies)
+
+    assert most_at_once(0.0) == 9
+    assert most_at_once(2.0) <= 1
+    assert contents(tmp_path / "0.0") == contents(tmp_path / "2.0")
 
 
 def test_a_bucket_that_refuses_writing_is_refused_before_anything_is_encoded(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from corpora import contents, corpus_in, files, settings_for
+from corpora import contents, corpus_in, files, put_objects, settings_for
 from states import keep, pair
 
 from litgpt_demo.data.dataset import plan_dataset
@@ -18,14 +18,7 @@ from litgpt_demo.training.checkpoints import committed
 
 def mark(bucket: BucketStorage, *folders: str) -> None:
     """Make a marker of each folder, and of the root."""
-    from google.auth.credentials import AnonymousCredentials
-    from google.cloud.storage import Client
-
-    name, _, root = bucket.root.removeprefix("gs://").partition("/")
-    anonymous = AnonymousCredentials()  # type: ignore[no-untyped-call]
-    objects = Client(project="markers", credentials=anonymous).bucket(name)
-    for folder in ("", *(f"{folder}/" for folder in folders)):
-        objects.blob(f"{root}/{folder}").upload_from_string(b"")
+    put_objects(bucket, "", *(f"{folder}/" for folder in folders))
 
 
 def test_a_checkpoints_successor_removes_no_other_checkpoint(bucket: BucketStorage) -> None:

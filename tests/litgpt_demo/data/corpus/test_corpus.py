@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import re
+import tarfile
+import zipfile
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +20,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import zstandard
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, of_each, read, write
+from corpora import (
+    COMPRESS,
+    FORMATS,
+    SEPARATOR,
+    as_jsonl,
+    as_parquet,
+    cut_into,
+    files,
+    of_each,
+    put_objects,
+    read,
+    write,
+)
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +42,7 @@ from waiting import until
 from litgpt_demo.config import Corpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, documents, forget, plan_shards, read_shard, sources
 from litgpt_demo.errors import DataError, NetworkError, UserError
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import BucketStorage, open_storage
 
 
 def identity(corpus: Corpus) -> str:
@@ -56,10 +73,33 @@ def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the
 
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
     long = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
-    members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in (".gz", ".zst")]
+    members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in COMPRESS]
     windowed = long.compress(as_jsonl(["one"])) + long.flush()
-    write(tmp_path, {"a.json.gz": members[0], "b.json.zst": members[1], "c.json.zst": windowed})
-    assert read(files(tmp_path, format="jsonl"), tmp_path / "scratch") == ["one", "two", "one", "two", "one"]
+    named = {f"a.json{end}": data for end, data in zip(COMPRESS, members, strict=True)}
+    write(tmp_path, named | {f"b{number}": data for number, data in enumerate(members)} | {"c.json.zst": windowed})
+    assert read(files(tmp_path, format="jsonl"), tmp_path / "scratch") == ["one", "two"] * 2 * len(members) + ["one"]
+
+
+def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_document(tmp_path: Path) -> None:
+    archive, bundle = BytesIO(), BytesIO()
+    with zipfile.ZipFile(archive, "w") as packed, tarfile.open(fileobj=bundle, mode="w") as tar:
+        packed.writestr("a.txt", "one")
+        tar.addfile(tarfile.TarInfo("a.txt"))
+    text = '{"text": "one"}\n' * 9
+    for name, data, what in (
+        ("a.txt.zip", archive.getvalue(), "a zip archive; unpack it"),
+        ("a.tar.gz", gzip.compress(bundle.getvalue()), "a tar archive; unpack it"),
+        ("a.txt", text.encode("utf-16"), "written in UTF-16; convert it, .* iconv -f utf-16"),
+        ("a.csv", text.encode("utf-16-be"), "written in UTF-16"),
+        ("a.bin", as_parquet(["one"]), r"a parquet file; set data\.corpus\.format=parquet"),
+    ):
+        folder = write(tmp_path / name, {name: data, "b.txt": b'{"text": "two"}\n'})
+        for corpus in (files(folder, format="jsonl"), files(folder, format="text", separator="\n")):
+            with pytest.raises(DataError, match=f"{name} is {what}"):
+                read(corpus, tmp_path)
+            shards = plan_shards(corpus, sources(corpus), 10)
+            found = [batch for one in shards for batch in read_shard(corpus, one, scratch=tmp_path, skip_bad=True)]
+            assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int8(), pa.large_string())], ids=str)
@@ -116,35 +156,30 @@ MIXED = {
 }
 
 
-def test_order_depends_on_names_not_on_the_folder_or_the_order_of_the_paths(tmp_path: Path) -> None:
-    first = write(tmp_path / "first", MIXED)
-    second = write(tmp_path / "elsewhere/second", dict(reversed(MIXED.items())))
-    there = [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
-    for paths in (of_each(first), there, reversed(there)):
-        assert read(files(*paths), tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
-    assert identity(files(second / "a", second / "b")) == identity(files(second / "b", second / "a"))
-    # Files of one name in two folders are both taken, in an order of their own.
-    write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
-    found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
-    assert found[0] == found[1]
-    assert sorted(found[0]) == ["one", "two"]
-
-
 def put(root: str, contents: dict[str, bytes]) -> None:
     for name, data in contents.items():
         open_storage(root).write(name, data)
 
 
-def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does_not(root: str, tmp_path: Path) -> None:
-    here = files(*of_each(write(tmp_path / "here", MIXED)))
-    there = files(*of_each(f"{root}/deep/corpus", ".txt", ".gz", ".parquet"))
-    put(f"{root}/deep/corpus", MIXED)
-    before = identity(here)
-    assert identity(there) == before != identity(files(*here.paths, max_bytes=10))
-    assert read(there, tmp_path / "scratch") == read(here, tmp_path / "scratch")
-    put(f"{root}/deep/corpus", {"a/one.txt": b"twp"})
-    (tmp_path / "here/a/one.txt").rename(tmp_path / "here/a/other.txt")
-    assert len({before, identity(there), identity(here)}) == 3
+def test_order_and_key_depend_on_names_bytes_and_settings_not_on_the_place_or_the_order_of_the_paths(
+    root: str, tmp_path: Path
+) -> None:
+    first = write(tmp_path / "first", MIXED)
+    second = f"{root}/elsewhere/second"
+    put(second, dict(reversed(MIXED.items())))
+    here, there = files(*of_each(first)), [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
+    for corpus in (here, files(*there), files(*reversed(there))):
+        assert read(corpus, tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
+    # Files of one name in two folders are both taken, in an order of their own.
+    write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
+    found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
+    assert found[0] == found[1]
+    assert sorted(found[0]) == ["one", "two"]
+    whole, before = files(*of_each(second, ".txt", ".gz", ".parquet")), identity(here)
+    assert before == identity(whole) != identity(files(*here.paths, max_bytes=10))
+    put(second, {"a/one.txt": b"twp"})
+    (first / "a/one.txt").rename(first / "a/other.txt")
+    assert len({before, identity(whole), identity(here)}) == 3
 
 
 def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path: Path) -> None:
@@ -156,6 +191,46 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
     for missing in ("missing", "missing/deep/**/*.txt"):
         with pytest.raises(UserError, match=r"does not exist|no file under .*/missing/deep"):
             sources(files(f"{root}/{missing}"))
+
+
+def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: str, tmp_path: Path) -> None:
+    """As Spark, Databricks and Delta Lake leave a folder; but `__init__.py` is text."""
+    beside = ["_SUCCESS", "_common_metadata", "_metadata", ".part-0.parquet.crc", "_delta_log/0.crc", "_temporary/0/a"]
+    data = {"day=1/part-0.parquet": as_parquet(["one"]), "code/__init__.py": b"two"}
+    put(root, dict.fromkeys([*beside, "day=1/_committed_7", "code/_started_7"], b"beside") | data)
+    selected = {"day=1": "one", "*/*.parquet": "one", "code": "two", "code/**": "two", "**/*.py": "two"}
+    selected |= dict.fromkeys(["_delta_log/*", "_SUCC*", "day=1/_committed_7"], "beside")
+    assert {path: read(files(f"{root}/{path}"), tmp_path / "s") for path in selected} == {
+        path: [text] for path, text in selected.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["deep//a.txt", "/a.txt", "./a.txt", "deep/./a.txt", "deep/../a.txt", "deep/a\nb.txt"])
+def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
+    bucket: BucketStorage, tmp_path: Path, name: str
+) -> None:
+    put(bucket.address("texts"), {"deep/b.txt": b"one"})
+    put_objects(bucket, f"texts/{name}", "texts/deep/")
+    for pattern in ("", "/**/*.txt"):
+        with pytest.raises(UserError, match=re.escape(f"the object {name!r}")):
+            sources(files(f"{bucket.address('texts')}{pattern}"))
+    assert read(files(f"{bucket.address('texts')}/*/b.txt"), tmp_path) == ["one"]
+
+
+def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> None:
+    latin = os.fsdecode(b"caf\xe9")
+    folder = write(tmp_path / latin, {f"{latin}{end}": form(["one", "two"]) for end, form in FORMATS.items()})
+    corpus = files(*of_each(tmp_path), separator=SEPARATOR)
+    with cut_into(1):
+        assert len(plan_shards(corpus, sources(corpus))) > 3
+    assert read(corpus, tmp_path / "scratch") == ["one", "two"] * 3
+    told: Any = corpus_identity(corpus, sources(corpus))
+    assert told["files"][0][0] == r"caf\xe9/caf\xe9.jsonl"
+    with pytest.raises(UserError, match=r"several formats: 1 jsonl \(caf\\xe9/caf\\xe9\.jsonl\)"):
+        sources(files(folder.parent))
+    write(folder, {f"{latin}.txt": b"\xe9"})
+    with pytest.raises(DataError, match=r"caf\\xe9/caf\\xe9\.txt is not UTF-8 at byte 0"):
+        read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
 def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
@@ -249,17 +324,6 @@ def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_
     assert read(repository(), tmp_path) == TEXTS
 
 
-def test_what_was_fetched_and_spoiled_since_is_refused_once_and_fetched_anew(hub: Hub, tmp_path: Path) -> None:
-    assert read(repository(), tmp_path) == TEXTS
-    for content in tmp_path.rglob("content"):
-        content.write_bytes(content.read_bytes()[:-20] + b"x" * 20)
-    with pytest.raises(DataError, match=r"a-small\.parquet has "):
-        read(repository(), tmp_path)
-    with pytest.raises(DataError, match=r"b-large\.parquet has sha256"):
-        read(repository(), tmp_path)
-    assert read(repository(), tmp_path) == TEXTS
-
-
 def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(hub: Hub, tmp_path: Path) -> None:
     stored = hub.repositories["someone/corpus"]
     assert read(repository(files="**/*.jsonl"), tmp_path) == ["note"]
@@ -269,14 +333,11 @@ def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(
     assert identity(repository()) == before
     stored.files["data/b-large.parquet"] = as_parquet(["other"])
     assert identity(repository()) != before
-
-
-def test_openwebtext_is_its_repository_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["Skylion007/openwebtext"] = Repository({"plain_text/train.parquet": as_parquet(["web"])})
     assert read(OpenWebTextCorpus(kind="openwebtext", revision="main"), tmp_path) == ["web"]
 
 
-def test_a_download_that_breaks_off_is_taken_up_again_and_damage_is_noticed(hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(hub: Hub, tmp_path: Path) -> None:
     hub.cuts = 1000
     with pytest.raises(NetworkError, match=r"b-large\.parquet could not be fetched from http://127\.0\.0\.1"):
         read(repository(), tmp_path)
@@ -284,8 +345,13 @@ def test_a_download_that_breaks_off_is_taken_up_again_and_damage_is_noticed(hub:
     assert read(repository(), tmp_path) == TEXTS
     assert hub.cuts == 0
     hub.spoil = True
-    with pytest.raises(DataError, match=r"b-large\.parquet has sha256 .* came damaged"):
-        read(repository(), tmp_path / "anew")
+    for content in tmp_path.rglob("content"):
+        content.write_bytes(content.read_bytes()[:-20] + b"x" * 20)
+    for spoilt in ("a-small.parquet has git", "b-large.parquet has sha256", "b-large.parquet has sha256"):
+        with pytest.raises(DataError, match=f"{spoilt} .* came damaged"):
+            read(repository(), tmp_path)
+    hub.spoil = False
+    assert read(repository(), tmp_path) == TEXTS
 
 
 def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
