@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 import typer
 from rich.markup import escape
@@ -45,7 +45,7 @@ from litgpt_demo.export.usage import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import open_storage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,11 +66,8 @@ def _print_version(asked: bool) -> None:
     from launcher.images.identity import software_identity
 
     identity = software_identity()
-    for known in (
-        [*identity.listed("train-litgpt"), identity.revision],
-        identity.listed("torch", "litgpt", "prefect", "python"),
-    ):
-        typer.echo(", ".join(filter(None, known)))
+    typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
+    typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
     raise typer.Exit
 
 
@@ -138,11 +135,9 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
     document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
-    if "measure" in document:
-        return validated(BenchmarkConfig, document, where=where)
-    if "script" in document:
-        return validated(ScriptConfig, document, where=where)
-    return validated(SweepConfig if "sweep" in document else RunConfig, document, where=where)
+    kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
+    kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
+    return validated(kind, document, where=where)
 
 
 def _where(path: Path, profile: Path | None) -> str:
@@ -162,55 +157,39 @@ def run(
     cancel_old: CancelOld = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)], profile)
-    match settings:
-        case SweepConfig():
-            _run_sweep(settings, output)
-        case RunConfig():
-            _run_training(settings, output)
-        case ScriptConfig():
-            _run_script(settings)
-        case BenchmarkConfig():
-            _run_benchmark(settings)
+    _run(read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile), output)
 
 
-def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
-    """The overrides that these options stand for."""
+def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
+    """The overrides, and those that these options stand for."""
     if new and cancel_old:
         raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
-    return ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
+    others = ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
+    return [*(overrides or []), *others]
 
 
-def _run_training(settings: RunConfig, output: bool) -> None:
-    final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
-    where = open_storage(settings.root).within(f"runs/{final.run}")
-    console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
-    model = (
-        {"model": LITGPT}
-        | ({"hf model": HUGGINGFACE} if final.huggingface else {})
-        | {"card": f"{FINAL}/MODEL_CARD.md"}
-    )
-    for name, path in (model | {"report": REPORT, "metrics": METRICS}).items():
-        console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
-    console.print("\n  use it")
-    for line in use_of(where.address(LITGPT), settings.name):
-        console.print(f"    {escape(line)}", soft_wrap=True)
-
-
-def _run_script(settings: ScriptConfig) -> None:
-    logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
-    console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
-
-
-def _run_sweep(settings: SweepConfig, output: bool) -> None:
-    trials(settings)  # one that cannot be is refused before anything is started for it
-    _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
-
-
-def _run_benchmark(settings: BenchmarkConfig) -> None:
-    made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
-    _print_table(table(made))
-    _print_table(pairs_table(made.result))
+def _run(settings: AnyKind, output: bool = False) -> None:
+    match settings:
+        case SweepConfig():
+            trials(settings)  # one that cannot be is refused before anything is started for it
+            _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
+        case BenchmarkConfig():
+            made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
+            _print_table(table(made))
+            _print_table(pairs_table(made.result))
+        case ScriptConfig():
+            logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
+            console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
+        case RunConfig():
+            final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
+            where = open_storage(settings.root).within(f"runs/{final.run}")
+            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+            hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
+            for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
+                console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
+            console.print("\n  use it")
+            for line in use_of(where.address(LITGPT), settings.name):
+                console.print(f"    {escape(line)}", soft_wrap=True)
 
 
 @app.command(name="benchmark-network")
@@ -219,7 +198,7 @@ def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: 
     document = config_document(config, overrides or [], profile=profile)
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
-    _run_benchmark(validated(BenchmarkConfig, mine, where=_where(config, profile)))
+    _run(validated(BenchmarkConfig, mine, where=_where(config, profile)))
 
 
 @app.command()
@@ -241,14 +220,13 @@ def sweep(
     cancel_old: CancelOld = False,
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
-    settings = read_config(config, changes, profile)
+    settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
             "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
         )
-    _run_sweep(settings, output=False)
+    _run(settings)
 
 
 @app.command()
@@ -264,7 +242,12 @@ def collect(
     from litgpt_demo.export import export as collect_models
     from litgpt_demo.export import summary_lines
 
-    for storage in _folders(target, overrides, profile, root):
+    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
+        folders = [open_storage(target)]
+    else:
+        found = target_of(target, overrides, profile, root)
+        folders = [found.storage(run) for run in found.runs]
+    for storage in folders:
         final = collect_models(storage, step=step, newest=newest)
         for line in summary_lines(final):
             console.print(escape(line), soft_wrap=True)
@@ -284,11 +267,11 @@ def submit(
     from flows.server import server_problems
     from flows.submission import submit_deployment
 
-    changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
+    changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        created = asyncio.run(submit_deployment(deployment, changes, profile=sections))
-    console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
+        name, full, page = asyncio.run(submit_deployment(deployment, changes, profile=sections))
+    console.print(f"flow run [bold]{name}[/] of {full}\n  {page}", soft_wrap=True)
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
@@ -309,13 +292,16 @@ def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) 
 
 def _quiet_prefect() -> None:
     """Prefect's own console lines would fight with ours; its server and UI get them all the same."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    # A fresh database is migrated first, which takes 15 s on two cores; the default of 20 s is too close.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
+    ours = {
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        # A fresh database is migrated first, which takes 15 s on two cores; the default of 20 s is too close.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_CLIENT_MAX_RETRIES": "9",
+    }
+    os.environ.update({**ours, **os.environ})
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -377,17 +363,45 @@ def settings(
     kind: Annotated[str, typer.Option(help="training, script, sweep or network benchmark")] = "training",
 ) -> None:
     """List every setting of a config, with its default and its meaning."""
-    from cli.settings import settings_of
-
     kinds: dict[str, type[Settings]] = {
         "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
     }  # fmt: skip
     if kind not in kinds:
         raise ConfigProblem(f"--kind={kind!r} is no kind of config; there are {', '.join(kinds)}")
-    found = [setting for setting in settings_of(kinds[kind]) if setting.name.startswith(prefix)]
+    found = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
     if not found:
         raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
-    _print_table([{"setting": item.name, "default": item.default, "meaning": item.text} for item in found])
+    _print_table(found)
+
+
+def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[dict[str, str]]:
+    """Each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
+
+    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
+
+    Args:
+        whole: the default of the whole section, which may have other values than the section's own.
+    """
+    for name in model.model_json_schema()["properties"]:
+        field = model.model_fields[name]
+        value = getattr(whole, name) if isinstance(whole, model) else field.default
+        default, text, sections = "", field.description, list(_sections(field.annotation))
+        if name == "kind":
+            default, text = get_args(field.annotation)[0], model.__doc__
+        elif not field.is_required() and (not sections or value is None):
+            default = json.dumps(value, ensure_ascii=False)
+        if not sections or value is None:
+            yield {"setting": f"{prefix}{name}", "default": default, "meaning": " ".join((text or "").split())}
+        for section in sections:
+            yield from _settings_of(section, f"{prefix}{name}.", value)
+
+
+def _sections(annotation: Any) -> Iterator[type[Settings]]:
+    """The settings models in an annotation: one for a section, several for a union of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 @app.command()
@@ -503,31 +517,30 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
+    from launcher.runs import waiting
+
     found = target_of(target, overrides, profile, root)
-    asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
-
-
-async def _show_logs(found: Target, *, number: int | None, following: bool, raw: bool) -> None:
-    from launcher.runs.waiting import follow as follow_job
-    from launcher.runs.waiting import read_logs
 
     async def show(attempts: Attempts) -> None:
-        there = [record for record in attempts.records() if number in (None, record.attempt)]
+        there = [record for record in attempts.records() if attempt in (None, record.attempt)]
         if not there:
-            raise ConfigProblem(f"{attempts.run} has no attempt {number}; `train-litgpt status` lists them")
+            raise ConfigProblem(f"{attempts.run} has no attempt {attempt}; `train-litgpt status` lists them")
         platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
-        show_lines = partial(_print_lines, raw=raw, prefix=f"{attempts.run}  " if len(found.runs) > 1 else "")
-        if following:
-            await follow_job(platform, job_id, on_lines=show_lines, poll=1.0)
+        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+
+        def show_lines(lines: Iterable[LogLine]) -> None:
+            for line in lines:
+                show_line(f"{prefix}{line if raw else readable(line)}")
+
+        if follow:
+            await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
         else:
-            await read_logs(platform, job_id, on_lines=show_lines)
+            await waiting.read_logs(platform, job_id, on_lines=show_lines)
 
-    await asyncio.gather(*map(show, found.attempts))
+    async def show_all() -> None:
+        await asyncio.gather(*map(show, found.attempts))
 
-
-def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
-    for line in lines:
-        show_line(f"{prefix}{line if raw else readable(line)}")
+    asyncio.run(show_all())
 
 
 @app.command()
@@ -567,63 +580,44 @@ def reap(
 
     Runs that live, or whose state is not known, are never touched.
     """
-    unknown = False if dry_run else _reap_cancelled()
-    unknown = _reap_leftovers(Index.of(root), dry_run=dry_run, yes=yes) or unknown
-    if unknown:
-        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
-
-
-def _reap_cancelled() -> bool:
-    """Cancel jobs that still run although Prefect's server has cancelled their flow runs; True if one is not known."""
-    _quiet_prefect()
-    from flows.reconciling import reap_here
-    from flows.server import server_address
-
-    if server_address() is None:
-        return False
-    found = reap_here()
-    for reaped in found:
-        console.print(escape(str(reaped)), soft_wrap=True)
-    if not found:
-        console.print("no job goes on whose flow run is cancelled")
-    return any(reaped.problem for reaped in found)
-
-
-def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
-    """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
     from launcher.runs.leftovers import Leftover, leftovers, remove_leftover
 
+    unknown = False
+    if not dry_run:
+        _quiet_prefect()
+        from flows import server
+        from flows.reconciling import reap_jobs
+
+        if server.server_address() is not None:
+            server.require_server()
+            with server.server_problems():
+                reaped = asyncio.run(reap_jobs())
+            unknown = any(one.problem for one in reaped)
+            for what in [str(one) for one in reaped] or ["no job goes on whose flow run is cancelled"]:
+                console.print(escape(what), soft_wrap=True)
+    index = Index.of(root)
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]
+    unknown = unknown or len(those) < len(found)
     for one in found:
         console.print(escape(str(one)), soft_wrap=True)
-    unknown = len(those) < len(found)
+    question = f"remove all of it, {len(those)} attempts?"
     if not those:
         console.print(f"nothing is left of the dead runs under {escape(index.root.address())}")
-        return unknown
-    if dry_run:
-        return unknown
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?")):
+    elif not dry_run and not (yes or (sys.stdin.isatty() and typer.confirm(question))):
         console.print("nothing was removed; --yes removes it")
-        return unknown
-    for one in those:
-        try:
-            gone = remove_leftover(index, one)
-        except TrainLitgptError as error:
-            stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
-            unknown = True
-            continue
-        text = f"removed {one.job_id}; nothing of it is left" if gone else f"{one.run} lives again, and was left alone"
-        console.print(escape(text), soft_wrap=True)
-    return unknown
-
-
-def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
-    """The folders of the runs that a verb is about, a copy of a run among them, which is in no index."""
-    if "/" in words and not words.endswith((".yaml", ".yml")):
-        return [open_storage(words)]
-    found = target_of(words, overrides, profile, root)
-    return [found.storage(run) for run in found.runs]
+    elif not dry_run:
+        for one in those:
+            try:
+                gone = remove_leftover(index, one)
+            except TrainLitgptError as error:
+                stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+                unknown = True
+                continue
+            lives = f"{one.run} lives again, and was left alone"
+            console.print(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives), soft_wrap=True)
+    if unknown:
+        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
 
 def target_of(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:

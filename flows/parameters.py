@@ -25,9 +25,11 @@ Flow = TypeVar("Flow", bound=Callable[..., Coroutine[Any, Any, Any]])
 DATASET_FIELDS = ("root", "data", "workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
 
-_OVERRIDES = (
-    'Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
-    "a section given with -p replaces the deployment's whole section."
+_OVERRIDES = FieldInfo(
+    annotation=dict[str, Any],
+    default={},
+    description='Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
+    "a section given with -p replaces the deployment's whole section.",
 )
 
 
@@ -37,36 +39,25 @@ def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Fl
     The flow itself receives them as keywords and hands them to `config_from`. Prefect makes its form, and its check of
     what is given, from a function's signature and from the `Args:` of its docstring, so that these are what is set.
     """
-    fields = {name: kind.model_fields[name] for name in only or kind.model_fields}
 
     def with_parameters(flow: Flow) -> Flow:
-        empty: dict[str, Any] = {}
-        overrides = _parameter("overrides", dict[str, Any], empty)
-        parameters = [_parameter(name, _annotation(field), _default(field)) for name, field in fields.items()]
-        helps = {name: field.description or "" for name, field in fields.items()} | {"overrides": _OVERRIDES}
-        lines = [f"    {name}: {' '.join(text.split())}" for name, text in helps.items()]
+        parameters, lines, kinds = [], [], inspect.Parameter
+        fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
+        for name, field in fields.items():
+            # The type with all that the field says of it, such as a pattern or a union's discriminator.
+            annotation: Any = Annotated[field.annotation, field]
+            branches = get_args(field.annotation) or (field.annotation,)
+            if all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
+                annotation = Annotated[annotation, WrapValidator(_explained)]
+            default = kinds.empty if field.is_required() else field.get_default(call_default_factory=True)
+            parameters.append(kinds(name, kinds.KEYWORD_ONLY, annotation=annotation, default=default))
+            lines.append(f"    {name}: {' '.join((field.description or '').split())}")
         returns = inspect.signature(flow).return_annotation
-        flow.__signature__ = inspect.Signature([*parameters, overrides], return_annotation=returns)  # type: ignore[attr-defined]
+        flow.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         flow.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
         return flow
 
     return with_parameters
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-def _default(field: FieldInfo) -> Any:
-    return inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _annotation(field: FieldInfo) -> Any:
-    """Return the field's type with all that the field says of it, such as a pattern or a union's discriminator."""
-    annotation = Annotated[field.annotation, field]  # type: ignore[name-defined]
-    branches = get_args(field.annotation) or (field.annotation,)
-    is_section = all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches)
-    return Annotated[annotation, WrapValidator(_explained)] if is_section else annotation
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect import flow, get_client, get_run_logger
+from prefect import flow, get_run_logger
 
 from flows.reconciling import reap_jobs
 from launcher.errors import PlatformUnreachable
@@ -15,8 +15,7 @@ async def reap() -> list[str]:
     Raises:
         PlatformUnreachable: a platform does not answer; the next try is a minute later, for nobody else may look.
     """
-    async with get_client() as client:
-        found = await reap_jobs(client)
+    found = await reap_jobs()
     for reaped in found:
         get_run_logger().warning(str(reaped))
     if silent := [reaped for reaped in found if reaped.silent]:

@@ -11,6 +11,7 @@ import shlex
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -37,11 +38,9 @@ def environment_file(home: Path) -> Path:
 
 def settings_in(file: Path) -> dict[str, str]:
     """Return the settings of such a file; {} where there is none that we can read."""
-    try:
-        words = shlex.split(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
+        return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
+    return {}
 
 
 def write_settings(file: Path, settings: Mapping[str, str]) -> None:
@@ -67,15 +66,14 @@ def own_server_command(port: int) -> list[str]:
 
 def own_server() -> Any:
     """Return Prefect's server, in a process whose standard input a command keeps open as long as it lives."""
-    Thread(target=_end_with_command, name="command", daemon=True).start()
+
+    def end_with_command() -> None:  # however that ended: a killed one could not say goodbye
+        os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)  # as long as the command itself would wait for it
+        os._exit(1)
+
+    Thread(target=end_with_command, name="command", daemon=True).start()
     from prefect.server.api.server import create_app
 
     return create_app()
-
-
-def _end_with_command() -> None:
-    """End this process when its command has ended, however that did: a killed one could not say goodbye."""
-    os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)  # as long as the command itself would wait for it
-    os._exit(1)

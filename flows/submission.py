@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect.client.base import ServerType
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
@@ -27,62 +26,41 @@ KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | t
     "sweep-litgpt": SweepConfig,
     "benchmark-network": BenchmarkConfig,
 }
-DEFAULT_FLOW = "train-litgpt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A flow run that waits for a worker."""
-
-    name: str
-    deployment: str
-    url: str
 
 
 async def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
-) -> Submitted:
+) -> tuple[str, str, str]:
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
 
     Args:
         profile: sections that take the place of the deployment's own (launcher.config.read_profile).
 
+    Returns its name, the deployment's name in full, and its page.
+
     Raises:
         ConfigProblem: no server is configured, no such deployment, or the settings cannot be used.
         ServerUnreachable: the server does not answer.
     """
-    full = name if "/" in name else f"{DEFAULT_FLOW}/{name}"
+    full = name if "/" in name else f"train-litgpt/{name}"
     await asyncio.to_thread(require_server)
     async with get_client() as client:
         try:
             deployment = await client.read_deployment_by_name(full)
         except ObjectNotFound as error:
-            raise ConfigProblem(
-                f"there is no deployment {full}; there are {', '.join(await _names(client))}"
-            ) from error
+            flows = {flow.id: flow.name for flow in await client.read_flows()}
+            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+            raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-        pages = ui_of(client)
-    return Submitted(name=created.name, deployment=full, url=f"{pages}/runs/flow-run/{created.id}")
-
-
-def ui_of(client: PrefectClient) -> str:
-    """Return the address of the UI that draws our charts: of the two that a server of one's own has, the second."""
-    ui = (get_current_settings().ui_url or "").rstrip("/")
-    return ui if client.server_type is ServerType.CLOUD else f"{ui.removesuffix('/v2')}/v2"
-
-
-async def _names(client: PrefectClient) -> list[str]:
-    flows = {flow.id: flow.name for flow in await client.read_flows()}
-    return sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+        pages = (get_current_settings().ui_url or "").rstrip("/")
+        if client.server_type is not ServerType.CLOUD:  # of a server's own two UIs, the second draws our charts
+            pages = f"{pages.removesuffix('/v2')}/v2"
+    return created.name, full, f"{pages}/runs/flow-run/{created.id}"
 
 
 def parameters_with(
-    flow: str,
-    parameters: Mapping[str, Any],
-    overrides: Mapping[str, Any],
-    *,
-    profile: Mapping[str, Any] | None = None,
+    flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
 

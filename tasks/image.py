@@ -18,10 +18,10 @@ from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
 from litgpt_demo.storage import open_storage
-from tasks.steps import RETRIED, emit, options_of
+from tasks.steps import RETRIED, emit
 
 
-@task(**options_of(Step.IMAGE))
+@task(name=Step.IMAGE.task, task_run_name=Step.IMAGE.task, **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
@@ -38,8 +38,7 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
                 emit(Note(what=str(finding), severity="warning"))
     known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
     here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
-    what = f"{identity.image}" if containers else here
-    emit(StepDone(step=Step.IMAGE, what=what, reused=False))
+    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else here))
     return identity
 
 
@@ -67,8 +66,7 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         stopped.wait(seconds)
         stop_if_asked()
 
-    site = Site(root=config.root, pause=pause)
     try:
-        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+        return await asyncio.to_thread(prepare_image, image, log=log, site=Site(root=config.root, pause=pause))
     finally:
         stopped.set()
