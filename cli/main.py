@@ -7,30 +7,24 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import Annotated, Any, TypeAlias, get_args
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
 from cli import interrupts
-from cli.prefect_settings import problem_of_prefects_settings
 from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
-from launcher.config import (
-    RunConfig,
-    ScriptConfig,
-    SweepConfig,
-    config_document,
-    overrides_of,
-    read_profile,
-    validated,
-)
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
@@ -92,15 +86,15 @@ Profile = Annotated[
         help="A YAML file whose platform, root and image take the place of the config's; overrides win over it.",
     ),
 ]  # fmt: skip
-TargetWords = Annotated[
+Words = Annotated[
     str,
     typer.Argument(
         metavar="RUN", show_default=False,
         help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
     ),
 ]  # fmt: skip
-NewJob = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
-CancelOld = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
+New = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
+Old = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
@@ -119,14 +113,38 @@ def errors_for_people() -> Iterator[None]:
     try:
         yield
     except TrainLitgptError as error:
-        word = "failed" if isinstance(error, JobFailed) else "error"
-        stderr.print(f"[bold red]{word}[/] {escape(str(error))}", soft_wrap=True)
+        _error(str(error), "failed" if isinstance(error, JobFailed) else "error")
         sys.exit(error.exit_code)
     except ValueError as error:
-        if (told := problem_of_prefects_settings(error)) is None:
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+        if not any(module.startswith("prefect.settings") for module in modules):
             raise
-        stderr.print(f"[bold red]error[/] {escape(told)}", soft_wrap=True)
+        _error(_problem_of_prefects_settings(error))
         sys.exit(EXIT_CODES[Fault.USER])
+
+
+def _problem_of_prefects_settings(error: ValueError) -> str:
+    """Say which file has the settings that Prefect could not read when it was imported, and how to go on without."""
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
+    broken, others = list[str](), list[str]()
+    for file in (profiles, Path("prefect.toml").absolute(), Path("pyproject.toml").absolute()):
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            broken.append(str(file))
+        except OSError:
+            continue
+        else:
+            others += [str(file)] if file.name != "pyproject.toml" or "prefect" in found.get("tool", {}) else []
+    words, places = " ".join(str(error).split()), broken or [*others, "a variable PREFECT_…"]
+    if isinstance(error, ValidationError):  # the first setting that it is about; what was given may be a secret
+        first = error.errors()[0]
+        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return (
+        f"Prefect cannot read its settings: {words}; mend {' or '.join(places)}. To go on without: "
+        "PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the others"
+    )
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
@@ -153,8 +171,8 @@ def run(
     overrides: Overrides = None,
     profile: Profile = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    new: New = False,
+    cancel_old: Old = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
     _run(read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile), output)
@@ -179,17 +197,17 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             _print_table(pairs_table(made.result))
         case ScriptConfig():
             logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
-            console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
+            _say(f"\n  logs     {escape(logs)}")
         case RunConfig():
             final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
             where = open_storage(settings.root).within(f"runs/{final.run}")
-            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+            _say(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
             hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
             for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
-                console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
-            console.print("\n  use it")
+                _say(f"  {name:<8} {escape(where.address(path))}")
+            _say("\n  use it")
             for line in use_of(where.address(LITGPT), settings.name):
-                console.print(f"    {escape(line)}", soft_wrap=True)
+                _say(f"    {escape(line)}")
 
 
 @app.command(name="benchmark-network")
@@ -213,11 +231,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
 
 @app.command()
 def sweep(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    profile: Profile = None,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    config: ConfigFile, overrides: Overrides = None, profile: Profile = None, new: New = False, cancel_old: Old = False
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
     settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
@@ -231,7 +245,7 @@ def sweep(
 
 @app.command()
 def collect(
-    target: TargetWords,
+    target: Words,
     overrides: Overrides = None,
     profile: Profile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
@@ -250,8 +264,8 @@ def collect(
     for storage in folders:
         final = collect_models(storage, step=step, newest=newest)
         for line in summary_lines(final):
-            console.print(escape(line), soft_wrap=True)
-        console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
+            _say(escape(line))
+        _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
 
 
 @app.command()
@@ -259,19 +273,19 @@ def submit(
     deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
     overrides: Overrides = None,
     profile: Profile = None,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    new: New = False,
+    cancel_old: Old = False,
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed."""
     _quiet_prefect()
+    from flows.parameters import submit_deployment
     from flows.server import server_problems
-    from flows.submission import submit_deployment
 
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
         name, full, page = asyncio.run(submit_deployment(deployment, changes, profile=sections))
-    console.print(f"flow run [bold]{name}[/] of {full}\n  {page}", soft_wrap=True)
+    _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
@@ -327,7 +341,7 @@ def render(
         if not explain:
             show_line(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
-            stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
+            _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
     for preview in shown:
         if preview.title:
             show_line(f"--- # {preview.title}")
@@ -352,9 +366,9 @@ def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = Non
         raise typer.Exit(EXIT_CODES[fault])
     severities = {finding.severity for finding in planned.findings}
     if "unknown" in severities:
-        console.print("nothing that is known blocks it; a run needs to know what is marked with ?")
+        _say("nothing that is known blocks it; a run needs to know what is marked with ?")
     elif severities <= {"info"}:
-        console.print("nothing blocks it")
+        _say("nothing blocks it")
 
 
 @app.command()
@@ -439,15 +453,12 @@ def verify(
     found = verify_dataset(dataset)
     manifest, seconds = found.manifest, max(time.monotonic() - start, 1e-3)
     for problem in found.problems:
-        console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
+        _say(f"[bold red]✗[/] {escape(problem)}")
     if found.problems:
-        stderr.print(
-            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: {found.remedy}",
-            soft_wrap=True,
-        )
+        _error(f"{dataset} is not what its manifest says: {found.remedy}")
         raise typer.Exit(EXIT_CODES[Fault.DATA])
     size = sum(file.size for file in manifest.files)
-    console.print(
+    _say(
         f"[green]✓[/] {len(manifest.files)} files, {bytes_text(size)} at {bytes_text(size / seconds)}/s: "
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
     )
@@ -465,19 +476,17 @@ def runs(
     rows = contradicted(run_rows(Index.of(root), bad=(bad := damaged_records())))
     if as_json:
         if bad.count:
-            stderr.print(escape(str(bad)), soft_wrap=True)
+            _say(escape(str(bad)), stderr)
         typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
         return
     _print_table(table_of(rows))
     if not rows:
-        console.print(f"nothing has been started under {escape(Index.of(root).root.address())}")
+        _say(f"nothing has been started under {escape(Index.of(root).root.address())}")
     _print_notes(*(f"{row.run}: {row.note}" for row in rows if row.note), str(bad))
 
 
 @app.command()
-def status(
-    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
-) -> None:
+def status(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     from launcher.checks.plan import progress_of
     from launcher.runs.listing import run_rows, table_of
@@ -489,26 +498,19 @@ def status(
         return
     [attempts] = found.attempts
     seen = attempts.all()
-    _print_table(
-        [
-            {
-                "attempt": str(attempt.number),
-                "state": attempt.status.state.value,
-                "in the platform's words": attempt.status.native,
-                "job": attempt.job_id,
-                **({"code": attempt.record.code} if attempt.record.code else {}),
-            }
-            for attempt in seen
-        ]
-    )
+    rows = []
+    for one in seen:
+        row = {"attempt": one.number, "state": one.status.state, "in the platform's words": one.status.native}
+        rows.append({**row, "job": one.job_id, **({"code": one.record.code} if one.record.code else {})})
+    _print_table(rows)
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
     if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
-        console.print(escape(progress), soft_wrap=True)
+        _say(escape(progress))
 
 
 @app.command()
 def logs(
-    target: TargetWords,
+    target: Words,
     overrides: Overrides = None,
     profile: Profile = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
@@ -544,30 +546,27 @@ def logs(
 
 
 @app.command()
-def cancel(
-    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
-) -> None:
+def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
     cancelled, problems = cancel_each(found.attempts, tell=lambda what: _print_notes(what))
-    problems += [
-        DataError(f"a record that may be of a trial of {found.name} cannot be read: {why}") for why in found.damaged
-    ]
+    unread = f"a record that may be of a trial of {found.name} cannot be read"
+    problems += [DataError(f"{unread}: {why}") for why in found.damaged]
     for job_id in cancelled:
-        console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
+        _say(f"cancelled {escape(job_id)}; nothing of it is left")
     if cancelled:
         from launcher.checks.plan import lost_steps
 
         for run in {attempts.run for attempts in found.attempts}:
             if lost := lost_steps(found.storage(run)):
-                console.print(f"{escape(run)}: {lost}", soft_wrap=True)
+                _say(f"{escape(run)}: {lost}")
     for problem in problems:
-        stderr.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+        _error(str(problem))
     if problems:
         raise typer.Exit(problems[0].exit_code)
     if not cancelled:
-        console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
+        _say(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 
 
 @app.command()
@@ -594,28 +593,28 @@ def reap(
                 reaped = asyncio.run(reap_jobs())
             unknown = any(one.problem for one in reaped)
             for what in [str(one) for one in reaped] or ["no job goes on whose flow run is cancelled"]:
-                console.print(escape(what), soft_wrap=True)
+                _say(escape(what))
     index = Index.of(root)
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]
     unknown = unknown or len(those) < len(found)
     for one in found:
-        console.print(escape(str(one)), soft_wrap=True)
+        _say(escape(str(one)))
     question = f"remove all of it, {len(those)} attempts?"
     if not those:
-        console.print(f"nothing is left of the dead runs under {escape(index.root.address())}")
+        _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
     elif not dry_run and not (yes or (sys.stdin.isatty() and typer.confirm(question))):
-        console.print("nothing was removed; --yes removes it")
+        _say("nothing was removed; --yes removes it")
     elif not dry_run:
         for one in those:
             try:
                 gone = remove_leftover(index, one)
             except TrainLitgptError as error:
-                stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+                _error(str(error))
                 unknown = True
                 continue
             lives = f"{one.run} lives again, and was left alone"
-            console.print(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives), soft_wrap=True)
+            _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
     if unknown:
         raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
@@ -631,18 +630,26 @@ def target_of(words: str, overrides: list[str] | None, profile: Path | None, roo
     return find(words, root=root)
 
 
+def _say(markup: str, to: Screen = console) -> None:
+    to.print(markup, soft_wrap=True)
+
+
+def _error(what: str, word: str = "error") -> None:
+    _say(f"[bold red]{word}[/] {escape(what)}", stderr)
+
+
 def _print_findings(findings: Iterable[Finding]) -> None:
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
         # What could be done about it is news, though neither good nor bad.
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+        _say(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}")
 
 
 def _print_notes(*notes: str) -> None:
     for note in filter(None, notes):
-        console.print(f"[yellow]![/] {escape(note)}", soft_wrap=True)
+        _say(f"[yellow]![/] {escape(note)}")
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:

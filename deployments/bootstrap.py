@@ -154,11 +154,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def prefect(*words: str, check: bool = True) -> int:
-    """Call Prefect's command line; return its exit code.
-
-    Raises:
-        ConfigProblem: it refuses.
-    """
+    """Call Prefect's command line; return its exit code."""
     command = [*PYTHON, "-m", "prefect", "--no-prompt", *words]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
@@ -283,7 +279,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     Args:
         platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
-    from flows.submission import parameters_with
+    from flows.parameters import parameters_with
 
     profile = None if platform is None else CONFIGS / platform
     return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})

@@ -30,17 +30,12 @@ def deployed() -> bool:
 
 
 def begin() -> None:
-    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
-
-    Raises:
-        Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.
-        ConfigProblem: more than MAX_RESUMES starts.
-    """
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
     if deployed() and not taken(this_flow_run.id):
         get_run_logger().info("another process orchestrates this flow run already; this one stands down")
-        raise Abort
+        raise Abort  # on which Prefect ends this process and leaves the run's state alone
     count = this_flow_run.run_count or 0
     if count > MAX_RESUMES:
         raise ConfigProblem(
@@ -67,10 +62,6 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
     are found by the flow run's id, in the index of the root that its parameters name. A later attempt at the same run
     that is another flow run's is left alone.
-
-    Raises:
-        PlatformUnreachable: whether one lives cannot be known, or it would not go.
-        DataError: nobody can read the record of one. The others are cancelled before either is raised.
     """
     logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
@@ -84,7 +75,7 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
         except TrainLitgptError as error:
             unread.append(error)
     cancelled, problems = cancel_each(mine, tell=logger.warning)
-    if problems := problems + unread:
+    if problems := problems + unread:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
     for job_id in cancelled:
         logger.info("cancelled %s; nothing of it is left", job_id)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import TrainLitgptError, was_given_up
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -35,10 +34,8 @@ class Reaped:
 
     name: str
     cancelled: tuple[JobId, ...] = ()
-    problem: str = ""
+    problem: TrainLitgptError | None = None
     """The reason why it is not known whether a job of the flow run still runs."""
-    silent: bool = False
-    """True where that is the silence of a platform, which may answer a minute later."""
 
     def __str__(self) -> str:
         if self.problem:
@@ -59,11 +56,9 @@ async def reap_jobs() -> list[Reaped]:
             try:
                 jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
             except TrainLitgptError as error:
-                silent = isinstance(error, PlatformUnreachable) and not was_given_up(error)
-                found.append(Reaped(name=flow_run.name, problem=str(error), silent=silent))
-                continue
-            if jobs:
-                found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
+                found.append(Reaped(name=flow_run.name, problem=error))
+            else:
+                found += [Reaped(name=flow_run.name, cancelled=tuple(jobs))] if jobs else []
     return found
 
 
@@ -73,7 +68,7 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
     from prefect.client.schemas.objects import StateType
     from prefect.client.schemas.sorting import FlowRunSort
 
-    from flows.submission import KINDS
+    from flows.parameters import KINDS
 
     found: list[Any] = []
     state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[StateType.CANCELLED]))

@@ -16,13 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
-from prefect.settings import (
-    PREFECT_CLIENT_MAX_RETRIES,
-    PREFECT_SERVER_EPHEMERAL_ENABLED,
-    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
 from flows import serving
 from launcher.errors import ConfigProblem, ServerUnreachable
@@ -56,12 +50,7 @@ def use_secret() -> None:
 
 
 def require_server() -> None:
-    """Ask the configured server once whether it can be worked with.
-
-    Raises:
-        ConfigProblem: none is configured.
-        ServerUnreachable: it does not answer, is not Prefect's, or refuses us.
-    """
+    """Ask the configured server once whether it can be worked with."""
     address = server_address()
     if address is None:
         raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
@@ -112,14 +101,11 @@ class OwnServer:
 
     Prefect's client would start the same one, but only after importing all of the server into this process, which takes
     as long again as its start (prefect.server.api.server.SubprocessASGIServer of Prefect 3.8).
-
-    Raises:
-        ServerUnreachable: it must not be started, or could not keep its data.
     """
 
     def __init__(self) -> None:
         settings = get_current_settings()
-        if not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
+        if not settings.server.ephemeral.enabled:
             raise ServerUnreachable(
                 "no Prefect server is configured, and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=false forbids to "
                 "start one here: run `make serve` and set PREFECT_API_URL as it says"
@@ -145,17 +131,13 @@ class OwnServer:
         environment["PREFECT__SERVER_FINAL"] = "1"  # there is one server in the process, which saves 50 MB
         command = serving.own_server_command(port)
         self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
-        self._seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        self._seconds = settings.server.ephemeral.startup_timeout_seconds
         self._deadline = time.monotonic() + self._seconds
         atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
         _configure({"PREFECT_API_URL": self._address, serving.AUTH: secret})
 
     def wait(self) -> None:
-        """Return when the server answers.
-
-        Raises:
-            ServerUnreachable: it ended, or was not up in time.
-        """
+        """Return when the server answers."""
         with httpx.Client(trust_env=False, timeout=_ANSWER_SECONDS) as client:
             while time.monotonic() < self._deadline:
                 if (code := self._process.poll()) is not None:
@@ -196,11 +178,7 @@ def _configure(settings: Mapping[str, str]) -> None:
 
 @translating
 def server_problems() -> Iterator[None]:
-    """Turn the loss of the server within this block, after all retries of Prefect's client, into a message.
-
-    Raises:
-        ServerUnreachable: a request to the server was not answered.
-    """
+    """Turn the loss of the server within this block, after all retries of Prefect's client, into a message."""
     address = server_address()
     try:
         yield

@@ -40,11 +40,7 @@ async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
 
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others.
-
-    Raises:
-        ConfigProblem: a trial would be refused; none has begun.
-    """
+    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others."""
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
     await asyncio.to_thread(settle_others, index, start, name=config.name, open=beside)
@@ -82,11 +78,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
 
 
 async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The table and best.yaml, under the root and as artifacts.
-
-    Raises:
-        LauncherError: no trial succeeded.
-    """
+    """The table and best.yaml, under the root and as artifacts."""
     name = sweep_name(config)
     storage = open_storage(config.root).within(f"sweeps/{name}")
     table = ranking(outcomes)

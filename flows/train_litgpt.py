@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -25,15 +26,6 @@ from tasks.report import publish_report
 from tasks.steps import as_it_is, emit
 from tasks.training import flow_runs, train
 
-
-@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(RunConfig)
-async def train_litgpt(**parameters: Any) -> FinalManifest:
-    """Prepare the data, pin the software, prove access, train, collect."""
-    begin()
-    return await run_pipeline(config_from(RunConfig, parameters))
-
-
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
 """The run of a sweep's trial: the sweep has read the corpus for all of them."""
 
@@ -43,11 +35,14 @@ def _planned(config: RunConfig, flow_run: str | None) -> Run:
     return run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config)
 
 
-async def run_pipeline(config: RunConfig) -> FinalManifest:
-    """The five steps; each finds itself done by its key, so that running again is free.
-
-    A job that lives is followed: what only a submission needs (machines, image, access) is not looked at again.
-    """
+@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@takes(RunConfig)
+async def train_litgpt(**parameters: Any) -> FinalManifest:
+    """Prepare the data, pin the software, prove access, train, collect."""
+    # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
+    # submission needs (machines, image, access) is not looked at again.
+    begin()
+    config = config_from(RunConfig, parameters)
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
     find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
@@ -57,7 +52,7 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
         identity = await build_image(config)
     if not lives:
         await get_credentials(config)
-    with Collector(run) as collector:
+    with closing(Collector(run)) as collector:
         await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
         final = await collect_checkpoints(as_it_is(run), collector)
     address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 from contextlib import suppress
-from typing import IO, Self, cast
+from typing import IO, cast
 
 from prefect import task
 
@@ -41,13 +41,7 @@ class Collector:
         self._process: subprocess.Popen[bytes] | None = None
         self._steps, self._begun = math.inf, False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the process, if it is there, with nothing written down."""
         process, self._process = self._process, None
         if process is not None:
@@ -81,11 +75,7 @@ class Collector:
         return self._process
 
     async def collect(self) -> FinalManifest:
-        """Let it collect; the job has ended.
-
-        Raises:
-            TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
-        """
+        """Let it collect; the job has ended."""
         process, self._process = self._start(begin=True), None
         try:
             (output, _), _ = await asyncio.gather(
@@ -104,11 +94,7 @@ class Collector:
 
 @task(name=Step.CHECKPOINTS.task, task_run_name=Step.CHECKPOINTS.task, **RETRIED)
 async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
-    """Collect the run's last checkpoint, or find it collected.
-
-    Raises:
-        TrainLitgptError: the checkpoint does not verify, or the model loaded back differs.
-    """
+    """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))
     final, reused = await _collected(run, collector)
     for finding in final.findings:
@@ -128,6 +114,6 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
         while (done := await asyncio.to_thread(exported, run.storage)) is None and not mine:
             if not (mine := await asyncio.to_thread(lease.take)):
                 # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
-                await asyncio.to_thread(collector.stop)
+                await asyncio.to_thread(collector.close)
                 await asyncio.sleep(LOOK)
         return (await collector.collect(), False) if done is None else (done, True)

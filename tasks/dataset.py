@@ -26,13 +26,7 @@ from tasks.workers import Fanout
 
 @task(name=Step.DATASET.task, task_run_name=Step.DATASET.task, **RETRIED)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
-    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key.
-
-    Raises:
-        ConfigProblem: the workers are not there.
-        DataError: the corpus is empty, too small, or not what it says it is.
-        LauncherError: a worker was lost.
-    """
+    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key."""
     emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)

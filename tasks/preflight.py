@@ -28,10 +28,6 @@ async def is_under_way(
     Args:
         find: looks for what would go wrong.
         done: returns what a finished run has, so that no other job can be in its way, else None.
-
-    Raises:
-        RunIsLive: another job of this name lives.
-        ConfigProblem: names all errors that were found.
     """
     attempts, config = claim.attempts, claim.config
     if await ask(claim, attempts.live) is not None:
@@ -45,11 +41,7 @@ async def is_under_way(
 
 @task(name="preflight", task_run_name="preflight", **RETRIED)
 async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: str) -> None:
-    """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again.
-
-    Raises:
-        ConfigProblem: names all errors.
-    """
+    """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again."""
     # Some repeat what a service or a program said, and Prefect keeps them.
     findings = [
         replace(finding, what=redacted(finding.what), fix=redacted(finding.fix))

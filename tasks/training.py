@@ -92,11 +92,6 @@ async def run_job(
         restarts: the rules of new attempts, by class of failure.
 
     Returns the attempt that ended well.
-
-    Raises:
-        JobFailed: it ended in a way that another attempt would not fix, or too often.
-        JobCancelled: somebody asked for the run or its sweep to end.
-        RunIsLive: it lives on another platform than the config's.
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
@@ -155,9 +150,6 @@ class _Orchestration:
             verdict: why the attempt `ended` did, if this orchestrator has followed it.
 
         Returns the attempt that ended well meanwhile, if one did.
-
-        Raises:
-            JobFailed: none may follow it.
         """
         attempts, lease, before, told = self.claim.attempts, self.lease, ended, False
         decided = ended if verdict is not None else 0
@@ -183,7 +175,15 @@ class _Orchestration:
         if verdict is None:
             return None
         if ended not in {one.attempt for one in self.verdicts}:
-            self.verdicts.append(await asyncio.to_thread(self._judged, ended, verdict))
+            # Why the attempt ended, and how far it got, is written down: a resumed flow run counts it.
+            after = await asyncio.to_thread(self.claim.progress)
+            own, machine = self.claim.orchestrator, verdict.machine
+            judged = AttemptVerdict(
+                attempt=ended, fault=verdict.fault, before=self.step, after=after, machine=machine, flow_run=own
+            )
+            await asyncio.to_thread(attempts.index.judge, attempts.run, judged)
+            await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
+            self.verdicts.append(judged)
         self.step = max(self.step, self.verdicts[-1].after)
         if isinstance(decision := self.budget.after(self.verdicts), Stop):
             if decision.why:
@@ -192,21 +192,6 @@ class _Orchestration:
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
         return None
-
-    def _judged(self, attempt: int, verdict: Verdict) -> AttemptVerdict:
-        """Write down why the attempt ended, and how far it got: what a resumed flow run counts."""
-        claim = self.claim
-        judged = AttemptVerdict(
-            attempt=attempt,
-            fault=verdict.fault,
-            before=self.step,
-            after=claim.progress(),
-            machine=verdict.machine,
-            flow_run=claim.orchestrator,
-        )
-        claim.attempts.index.judge(claim.attempts.run, judged)
-        write_verdict(open_storage(verdict.logs), verdict)
-        return judged
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:

@@ -196,7 +196,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "launcher/runs/test_lease.py"),
     ("reap-the-living", "launcher/runs/leftovers.py", "    return last is not None and last.status.state.final",
      "    return last is not None", "launcher/runs/test_leftovers.py"),
-    ("deployments-settings-win", "flows/submission.py",
+    ("deployments-settings-win", "flows/parameters.py",
      'return {**whole, "overrides": {}} if parameters.get("overrides") else whole', "return whole", "cli/test_cli.py"),
 )  # fmt: skip
 

@@ -86,7 +86,7 @@ def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_a
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
     claim = running_job(tiny(), cancelled(tiny()))
     found = reaped(tmp_path)
-    assert any("1.json is not" in one.problem for one in found)
+    assert any("1.json is not" in str(one.problem) for one in found)
     assert claim.attempts.live() is None
 
 
