@@ -92,42 +92,39 @@ class Watch:
     def _receive(self, event: Event) -> None:
         """Show an event. A terminal that is gone must not end the pipeline."""
         with suppress(OSError):
-            self._show(event)
-
-    def _show(self, event: Event) -> None:
-        match event:
-            case events.StepStarted():
-                self._rows, self._percent_shown = [], 0
-                self._started[event.step] = time.monotonic()
-                self._begin(f"{event.step.place} {event.step}", event.what)
-            case events.StepProgress(fraction=None):
-                self._live(f"{event.step.place} {event.step}", event.what)
-            case events.StepProgress(fraction=float(fraction)):
-                percent = int(100 * fraction)
-                self._live(f"{event.step.place} {event.step}", event.what, done=percent, total=100)
-                if percent < 100:  # then the step's own line follows
-                    self._tenth(percent, f"{percent} %  {escape(event.what)}")
-            case events.MetricsRow():
-                self._rows.append(event.row)
-                if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all, however long the training
-                    self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
-                if event.row.get("kind") in {"step", "start"}:
-                    seen = summary(self._rows)
-                    what = "  ".join(seen.facts)
-                    self._live(f"{Step.TRAINING.place} {Step.TRAINING}", what, done=seen.step, total=seen.steps)
-                    self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
-            case events.MetricsKnown(rows=[first, *others]):
-                self._rows = [first, *others[-_REMEMBERED:]]
-            case events.StepDone():
-                self._clear()
-                seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
-                how = "found done" if event.reused else duration_text(seconds)
-                step = f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/]"
-                self._console.print(f"{step} {escape(event.what)} [dim]({how})[/]", soft_wrap=True)
-            case events.Note():
-                self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]", soft_wrap=True)
-            case events.Output() if self._output:
-                self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
+            match event:
+                case events.StepStarted():
+                    self._rows, self._percent_shown = [], 0
+                    self._started[event.step] = time.monotonic()
+                    self._begin(f"{event.step.place} {event.step}", event.what)
+                case events.StepProgress(fraction=None):
+                    self._live(f"{event.step.place} {event.step}", event.what)
+                case events.StepProgress(fraction=float() | int() as fraction):
+                    percent = int(100 * fraction)
+                    self._live(f"{event.step.place} {event.step}", event.what, done=percent, total=100)
+                    if percent < 100:  # then the step's own line follows
+                        self._tenth(percent, f"{percent} %  {escape(event.what)}")
+                case events.MetricsRow():
+                    self._rows.append(event.row)
+                    if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all
+                        self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
+                    if event.row.get("kind") in {"step", "start"}:
+                        seen = summary(self._rows)
+                        what = "  ".join(seen.facts)
+                        self._live(f"{Step.TRAINING.place} {Step.TRAINING}", what, done=seen.step, total=seen.steps)
+                        self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
+                case events.MetricsKnown(rows=[first, *others]):
+                    self._rows = [first, *others[-_REMEMBERED:]]
+                case events.StepDone():
+                    self._clear()
+                    seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
+                    how = "found done" if event.reused else duration_text(seconds)
+                    step = f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/]"
+                    self._console.print(f"{step} {escape(event.what)} [dim]({how})[/]", soft_wrap=True)
+                case events.Note():
+                    self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]", soft_wrap=True)
+                case events.Output() if self._output:
+                    self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
 
     def _tenth(self, percent: int, line: str) -> None:
         """Print the line where no terminal shows a live one, if another tenth is done since the last time."""

@@ -156,11 +156,7 @@ def cancel_commands(jobs: Sequence[JobChanged]) -> list[str]:
 
 
 def farewell(tracker: Tracker, *, again: str) -> list[str]:
-    """The lines that tell an interrupted user what goes on, how to take it up and how to cancel it.
-
-    Args:
-        again: the command that was interrupted.
-    """
+    """Tell an interrupted user what goes on, how to take it up (by the command `again`) and how to cancel it."""
     jobs = tracker.jobs
     if not jobs:
         known = "no job is running; run again, what is done is found by its key"

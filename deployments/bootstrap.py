@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
@@ -87,7 +86,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
             raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
         if time.monotonic() > give_up:
             raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
-    serving.write_settings(file, addresses)
+    write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
     _report("server", "there" if there else "started", ui)
     require_server()
     pool = prefect("work-pool", "inspect", POOL, check=False) == 0
@@ -167,7 +166,7 @@ def _kept(name: str) -> Path:
     return environment_file(serving_home()).with_name(name)
 
 
-def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> None:
     """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
 
     Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
@@ -179,7 +178,7 @@ def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({}
     with log.open("ab") as file:
         process = subprocess.Popen(
             [*PYTHON, "-m", "prefect", "--no-prompt", *words],
-            env={**os.environ, **more},
+            env={**os.environ, **(more or {})},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=file,

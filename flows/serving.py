@@ -10,14 +10,12 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from litgpt_demo import PYTHON
-from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -41,11 +39,6 @@ def settings_in(file: Path) -> dict[str, str]:
     with suppress(FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
         return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
     return {}
-
-
-def write_settings(file: Path, settings: Mapping[str, str]) -> None:
-    """Write such a file for its owner alone, so that a reader sees all of it or none."""
-    write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
 
 
 def new_secret() -> str:

@@ -74,19 +74,14 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
             begun = [group.create_task(carried_out(*pair)) for pair in zip(planned, runs, strict=True)]
     except BaseExceptionGroup as several:  # no failure of a trial, and nobody would watch the others: they have ended
         raise several.exceptions[0] from None
-    return await publish(config, [one.result() for one in begun])
-
-
-async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The table and best.yaml, under the root and as artifacts."""
-    name = sweep_name(config)
-    storage = open_storage(config.root).within(f"sweeps/{name}")
+    outcomes = [one.result() for one in begun]
+    storage = open_storage(config.root).within(f"sweeps/{sweep}")
     table = ranking(outcomes)
-    await acreate_table_artifact(table, key=f"sweep-{name}", description="Trials, best first")
+    await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
     best = best_yaml(outcomes)
     if best is None:
         raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
     await asyncio.to_thread(storage.write, "best.yaml", best.encode())
-    await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{name}", description="The best trial's config")
+    await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{sweep}", description="The best trial's config")
     emit(Note(what=f"best: {storage.address('best.yaml')}"))
     return table

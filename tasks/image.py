@@ -14,7 +14,7 @@ from launcher.images.build import Site
 from launcher.images.builders import prepare_image
 from launcher.images.fitness import check_finished, chosen_image
 from launcher.images.identity import SoftwareIdentity
-from launcher.images.settings import Image, NoImage
+from launcher.images.settings import NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
 from litgpt_demo.storage import open_storage
@@ -27,7 +27,24 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     containers = Capability.IMAGES in config.platform.open().capabilities
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    identity = await _prepared(image, config)
+    stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
+
+    def stop_if_asked() -> None:
+        if stopped.is_set():
+            raise asyncio.CancelledError
+
+    def log(line: str) -> None:
+        stop_if_asked()
+        emit(Output(line=line))
+
+    def pause(seconds: float) -> None:
+        stopped.wait(seconds)
+        stop_if_asked()
+
+    try:
+        identity = await asyncio.to_thread(prepare_image, image, log=log, site=Site(root=config.root, pause=pause))
+    finally:
+        stopped.set()
     if containers and identity.image:
         # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
         # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
@@ -48,25 +65,3 @@ async def ship_code(code: CodeArchive, root: str) -> None:
     storage = open_storage(root)
     put = await asyncio.to_thread(code.ship, storage)
     emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
-
-
-async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareIdentity:
-    """Build in a thread, which ends soon after this task is cancelled: a build elsewhere is then cancelled too."""
-    stopped = threading.Event()
-
-    def stop_if_asked() -> None:
-        if stopped.is_set():
-            raise asyncio.CancelledError
-
-    def log(line: str) -> None:
-        stop_if_asked()
-        emit(Output(line=line))
-
-    def pause(seconds: float) -> None:
-        stopped.wait(seconds)
-        stop_if_asked()
-
-    try:
-        return await asyncio.to_thread(prepare_image, image, log=log, site=Site(root=config.root, pause=pause))
-    finally:
-        stopped.set()

@@ -26,7 +26,6 @@ async def is_under_way(
     """Return whether a job of the claim lives; where none does, refuse what cannot work and settle with other jobs.
 
     Args:
-        find: looks for what would go wrong.
         done: returns what a finished run has, so that no other job can be in its way, else None.
     """
     attempts, config = claim.attempts, claim.config

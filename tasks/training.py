@@ -54,11 +54,7 @@ _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
-    """Train until the run's last checkpoint is committed, or find that it is.
-
-    Args:
-        on_row: called with each row of metrics.
-    """
+    """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform, train = run.config.platform, run.config.train
     on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
@@ -87,9 +83,7 @@ async def run_job(
     A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
 
     Args:
-        on_row: called with each row of metrics.
         step: the run's newest checkpoint; 0 without one, as for every script.
-        restarts: the rules of new attempts, by class of failure.
 
     Returns the attempt that ended well.
     """
@@ -144,12 +138,8 @@ class _Orchestration:
     async def turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
         """Return when this orchestrator may start what comes after `ended`, or another one has started it.
 
-        It counts the attempt that ended badly, with those of a holder that died.
-
-        Args:
-            verdict: why the attempt `ended` did, if this orchestrator has followed it.
-
-        Returns the attempt that ended well meanwhile, if one did.
+        It counts the attempt that ended badly, for the reason `verdict` if this orchestrator has followed it, and those
+        of a holder that died. Returns the attempt that ended well meanwhile, if one did.
         """
         attempts, lease, before, told = self.claim.attempts, self.lease, ended, False
         decided = ended if verdict is not None else 0
