@@ -188,7 +188,12 @@ class _Departure:
     def __init__(self, tracker: Tracker, result: Future[Any], signals: SimpleQueue[int | None]) -> None:
         self._tracker, self._result, self._signals = tracker, result, signals
         self._deadline = time.monotonic() + _LEAVE
-        self._console = _sole_voice()
+        # Nothing else in this process prints from now on: libraries would tell, in their logs or from native code, that
+        # they have been interrupted.
+        stderr, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        self._console = Screen(file=stderr, highlight=False, emoji=False)
 
     def leave(self, number: int) -> NoReturn:
         """Say what goes on, and cancel it if that is asked for; end with 128 plus the signal's number."""
@@ -287,18 +292,6 @@ def machine_stops() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return said.strip() == "stopping"
-
-
-def _sole_voice() -> Console:
-    """A console on standard error for the last words. Nothing else in this process prints from now on.
-
-    Libraries would tell, in their logs or from native code, that they have been interrupted.
-    """
-    stderr = os.fdopen(os.dup(2), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    return Screen(file=stderr, highlight=False, emoji=False)
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:

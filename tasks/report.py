@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +28,7 @@ from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
-from litgpt_demo.storage import ObjectInfo, Storage, open_storage
+from litgpt_demo.storage import ObjectInfo, open_storage
 from tasks.live import Live, could_show
 from tasks.steps import RETRIED, report_unreadable
 
@@ -54,8 +54,11 @@ class LiveArtifacts(Live):
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append({name: value for name, value in row.items() if name in _COLUMNS})
-        if len(self._rows) > _MOST_ROWS:
-            self._rows = _thinned(self._rows)
+        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
+            thinner = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
+            older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
+            # The newest `start` row stays in front: it says how many steps there are.
+            self._rows = [*[row for row in older if row["kind"] == "start"][-1:], *newer]
         self.news += 1
 
     async def show(self) -> None:
@@ -135,26 +138,13 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
     return made
 
 
-def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return half of the rows, for a curve of every second step looks the same.
-
-    Where a `start` row is among the others the newest stays in front: it says how many steps there are.
-    """
-    thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
-    older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
-    return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
-
-
 def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
     """Return what is recorded of the times of a run's attempts, oldest first; a report that is damaged is left out."""
-    ends = index.ends(run)
-    return [
-        AttemptTimes(record=record, end=ends.get(record.attempt), reports=_reports(open_storage(record.directory)))
-        for record in index.records(run)
-    ]
-
-
-def _reports(attempt: Storage) -> list[dict[str, Any]]:
-    """Return the reports of all lives of an attempt: one that its platform started again was moved one deeper."""
-    lives = {path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)}
-    return [report for folder in (attempt, *map(attempt.within, sorted(lives))) for report in node_reports(folder)]
+    ends, times = index.ends(run), []
+    for record in index.records(run):
+        attempt = open_storage(record.directory)
+        # Of an attempt that its platform started again, the reports of each life were moved one deeper.
+        lives = sorted({path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)})
+        reports = [one for folder in (attempt, *map(attempt.within, lives)) for one in node_reports(folder)]
+        times.append(AttemptTimes(record=record, end=ends.get(record.attempt), reports=reports))
+    return times

@@ -262,7 +262,7 @@ async def await_job(
     index = claim.attempts.index
     position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:
-        lines = Lines(live, on_row)
+        lines = Lines(job, live, on_row)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         try:
@@ -270,7 +270,7 @@ async def await_job(
                 platform,
                 job_id,
                 on_lines=lines,
-                on_status=Progress(job),
+                on_status=lines.look,
                 on_silence=_tell_of_silence,
                 poll=platform.poll_seconds,
                 position=position,
@@ -304,18 +304,37 @@ async def await_job(
 
 
 class Lines:
-    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail.
+    """Tells what becomes of a job, and sorts what it prints: metrics to live artifacts and `on_row`, words to the log.
 
     A warning of any node is a note. Of the other words Prefect's log has node 0's newest; the run's folder has all.
     """
 
-    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
-        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+    def __init__(self, job: Job, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
+        self._job, self._live, self._on_row, self._logger = job, live, on_row, get_run_logger()
+        self._status: JobStatus | None = None
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
         self._warned: set[str] = set()
         self._unlogged: deque[str] = deque(maxlen=_LOGGED)
         self._dropped, self._logged_at = 0, -math.inf
+
+    def look(self, status: JobStatus) -> None:
+        """Tell what the job waits for on its platform, and of restarts, whenever that changes."""
+        known, self._status = self._status, status
+        for reason in status.reasons:
+            if known is None or reason not in known.reasons:
+                waits = " waits" if status.state is JobState.PENDING else ""
+                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+        if status.refused is not None:
+            what, fix = status.refused.what, status.refused.fix
+            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
+        if known is None:
+            return
+        if status.restarts > known.restarts:
+            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
+            emit(Note(what=what, severity="warning"))
+        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
+            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))
 
     def know(self, rows: Sequence[Row]) -> None:
         """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
@@ -384,28 +403,3 @@ def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> st
     except (TypeError, ValueError):
         return ""
     return position
-
-
-class Progress:
-    """Tells what becomes of a job on its platform, whenever that changes: what it waits for, and restarts."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._known: JobStatus | None = None
-
-    def __call__(self, status: JobStatus) -> None:
-        known, self._known = self._known, status
-        for reason in status.reasons:
-            if known is None or reason not in known.reasons:
-                waits = " waits" if status.state is JobState.PENDING else ""
-                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
-        if status.refused is not None:
-            what, fix = status.refused.what, status.refused.fix
-            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
-        if known is None:
-            return
-        if status.restarts > known.restarts:
-            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
-            emit(Note(what=what, severity="warning"))
-        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
-            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))
