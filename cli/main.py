@@ -201,7 +201,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
         case RunConfig():
             final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
             where = open_storage(settings.root).within(f"runs/{final.run}")
-            _say(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
             hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
             for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
                 _say(f"  {name:<8} {escape(where.address(path))}")

@@ -66,9 +66,9 @@ class Live(ABC):
             if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
                 self._shown = news
 
-    def line_is_due(self) -> bool:
-        """Return whether the log's last line is long ago; if so, the next one is written now."""
-        due = time.monotonic() > self._line_at + LINE
+    def line_is_due(self, *, anyway: bool = False) -> bool:
+        """Return whether the log's last line is long ago, or one is due anyway; if so, it is written now."""
+        due = anyway or time.monotonic() > self._line_at + LINE
         if due:
             self._line_at = time.monotonic()
         return due

@@ -65,7 +65,7 @@ class LiveArtifacts(Live):
         rows = list(self._rows)
         progress = summary(rows)
         held_out = progress.validation_loss
-        if progress.step and (self.line_is_due() or held_out != self._line_loss):
+        if progress.step and self.line_is_due(anyway=held_out != self._line_loss):
             validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
             get_run_logger().info(", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation]))
             self._line_loss = held_out
