@@ -13,18 +13,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from launcher.events import (
-    Event,
-    Listener,
-    MetricsKnown,
-    MetricsRow,
-    Note,
-    Output,
-    Step,
-    StepDone,
-    StepProgress,
-    StepStarted,
-)
+from launcher import events
+from launcher.events import Event, Step
 from launcher.formatting import duration_text
 from launcher.reports.curves import summary
 
@@ -80,7 +70,7 @@ class Watch:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._listener = Listener(self._receive)
+        self._listener = events.Listener(self._receive)
 
     def __enter__(self) -> Self:
         self._listener.__enter__()
@@ -102,42 +92,45 @@ class Watch:
     def _receive(self, event: Event) -> None:
         """Show an event. A terminal that is gone must not end the pipeline."""
         with suppress(OSError):
-            self._show(event)
+            match event:
+                case events.StepStarted():
+                    self._rows, self._percent_shown = [], 0
+                    self._started[event.step] = time.monotonic()
+                    self._begin(f"{event.step.place} {event.step}", event.what)
+                case events.StepProgress(fraction=None):
+                    self._live(f"{event.step.place} {event.step}", event.what)
+                case events.StepProgress(fraction=float() | int() as fraction):
+                    percent = int(100 * fraction)
+                    self._live(f"{event.step.place} {event.step}", event.what, done=percent, total=100)
+                    if percent < 100:  # then the step's own line follows
+                        self._tenth(percent, f"{percent} %  {escape(event.what)}")
+                case events.MetricsRow():
+                    self._rows.append(event.row)
+                    if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all
+                        self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
+                    if event.row.get("kind") in {"step", "start"}:
+                        seen = summary(self._rows)
+                        what = "  ".join(seen.facts)
+                        self._live(f"{Step.TRAINING.place} {Step.TRAINING}", what, done=seen.step, total=seen.steps)
+                        self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
+                case events.MetricsKnown(rows=[first, *others]):
+                    self._rows = [first, *others[-_REMEMBERED:]]
+                case events.StepDone():
+                    self._clear()
+                    seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
+                    how = "found done" if event.reused else duration_text(seconds)
+                    step = f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/]"
+                    self._console.print(f"{step} {escape(event.what)} [dim]({how})[/]", soft_wrap=True)
+                case events.Note():
+                    self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]", soft_wrap=True)
+                case events.Output() if self._output:
+                    self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
 
-    def _show(self, event: Event) -> None:
-        match event:
-            case StepStarted():
-                self._rows, self._percent_shown = [], 0
-                self._started[event.step] = time.monotonic()
-                self._begin(f"{event.step.place} {event.step}", event.what)
-            case StepProgress():
-                self._further(event)
-            case MetricsRow():
-                self._metrics(event.row)
-            case MetricsKnown(rows=[first, *others]):
-                self._rows = [first, *others[-_REMEMBERED:]]
-            case StepDone():
-                self._done(event)
-            case Note():
-                self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]", soft_wrap=True)
-            case Output() if self._output:
-                self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
-
-    def _further(self, event: StepProgress) -> None:
-        if event.fraction is None:
-            self._live(f"{event.step.place} {event.step}", event.what)
-            return
-        percent = int(100 * event.fraction)
-        self._live(f"{event.step.place} {event.step}", event.what, done=percent, total=100)
-        if not self._console.is_terminal and self._tenth(percent) and percent < 100:  # then the step's own line follows
-            self._console.print(f"  {percent} %  {escape(event.what)}", soft_wrap=True)
-
-    def _tenth(self, percent: int) -> bool:
-        """Return True when another tenth is done since the last time."""
-        another = percent // 10 > self._percent_shown // 10
-        if another:
+    def _tenth(self, percent: int, line: str) -> None:
+        """Print the line where no terminal shows a live one, if another tenth is done since the last time."""
+        if not self._console.is_terminal and percent // 10 > self._percent_shown // 10:
             self._percent_shown = percent
-        return another
+            self._console.print(f"  {line}", soft_wrap=True)
 
     def _begin(self, description: str, what: str) -> None:
         """Show a live line whose time begins now."""
@@ -149,30 +142,9 @@ class Watch:
             self._progress.remove_task(self._line)
             self._line = None
 
-    def _live(self, description: str, what: str, *, done: int | None = None, total: int | None = None) -> None:
+    def _live(self, description: str, what: str, *, done: int = 0, total: int | None = None) -> None:
         if self._line is None:
             self._line = self._progress.add_task(description, total=total, what=escape(what))
         self._progress.update(
-            self._line, description=description, what=escape(what), completed=done or 0, total=total, visible=True
-        )
-
-    def _metrics(self, row: Mapping[str, Any]) -> None:
-        self._rows.append(row)
-        if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all, however long the training
-            self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
-        if row.get("kind") not in {"step", "start"}:
-            return
-        seen = summary(self._rows)
-        what = "  ".join(seen.facts)
-        self._live(f"{Step.TRAINING.place} {Step.TRAINING}", what, done=seen.step, total=seen.steps)
-        if not self._console.is_terminal and self._tenth(int(seen.percent)):
-            self._console.print(f"  step {seen.step}/{seen.steps}  {what}")
-
-    def _done(self, event: StepDone) -> None:
-        self._clear()
-        seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
-        how = "found done" if event.reused else duration_text(seconds)
-        self._console.print(
-            f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/] {escape(event.what)} [dim]({how})[/]",
-            soft_wrap=True,
+            self._line, description=description, what=escape(what), completed=done, total=total, visible=True
         )

@@ -23,7 +23,7 @@ from contextvars import copy_context
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 from uuid import UUID
 
 from rich.console import Console
@@ -33,7 +33,6 @@ from cli import interrupts
 from cli.console import Watch
 from cli.terminal import Screen
 from launcher.config import RunConfig
-from launcher.errors import PlatformUnreachable
 from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index
@@ -58,22 +57,28 @@ def in_foreground(
     Ctrl-C and a closed terminal end this process and say what goes on without it. SIGTERM cancels, as a second Ctrl-C
     does.
     """
-    tracker = Tracker()
+    tracker, running = Tracker(), SimpleQueue[asyncio.Task[Any]]()
     with interrupts.queued() as signals, Listener(tracker.receive):
         with Watch(console, output=output) as watch:
 
             async def with_a_server() -> T:
+                running.put(cast(asyncio.Task[Any], asyncio.current_task()))
                 from flows.server import run_served
 
                 what = "starting Prefect's own server for this run (make serve starts one that stays)"
                 return await run_served(load, on_own_server=lambda: watch.waiting(what))
 
-            work = Work(with_a_server)
-            work.result.add_done_callback(lambda _: signals.put(None))
+            result = in_background(lambda: asyncio.run(with_a_server()))
+            result.add_done_callback(lambda _: signals.put(None))
             number = signals.get()
         if number is not None:
-            _Departure(tracker, work, signals).leave(number)
-    return work.result.result()
+            departure = _Departure(tracker, result, signals)
+            with suppress(Empty, RuntimeError):  # it has not begun, or has just ended
+                # Nothing more begins: no next step, trial or attempt. Prefect ends the flow and task runs as crashed.
+                task = running.get_nowait()
+                task.get_loop().call_soon_threadsafe(task.cancel)
+            departure.leave(number)
+    return result.result()
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
@@ -90,25 +95,6 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     Thread(target=carry_out, daemon=True).start()
     return future
-
-
-class Work(Generic[T]):
-    """A coroutine that runs in the background, and can be cancelled from outside."""
-
-    def __init__(self, pipeline: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._pipeline = pipeline
-        self._task: asyncio.Task[Any] | None = None
-        self.result: Future[T] = in_background(lambda: asyncio.run(self._carry_out()))
-
-    async def _carry_out(self) -> T:
-        self._task = asyncio.current_task()
-        return await self._pipeline()
-
-    def cancel(self) -> None:
-        """Begin nothing more: no next step, trial or attempt. Prefect ends the flow and task runs as crashed."""
-        if self._task is not None:
-            with suppress(RuntimeError):  # the loop is closed: the pipeline has just ended
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
 
 class Tracker:
@@ -136,10 +122,6 @@ class Tracker:
         """Return the jobs that have not ended, oldest first."""
         return [job for job in list(self._jobs.values()) if job.phase != "ended"]
 
-    @property
-    def submitting(self) -> bool:
-        return any(self.is_submitting(job) for job in self.jobs)
-
     def is_submitting(self, job: JobChanged) -> bool:
         """Return whether the submission of a job is under way: nobody knows yet what comes of it."""
         return self._jobs[job.job_id].phase == "submitting"
@@ -147,7 +129,7 @@ class Tracker:
     def settle(self, seconds: float) -> None:
         """Wait until no submission is under way, `seconds` at the most."""
         deadline = time.monotonic() + seconds
-        while self.submitting and time.monotonic() < deadline:
+        while any(map(self.is_submitting, self.jobs)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
@@ -174,25 +156,20 @@ def cancel_commands(jobs: Sequence[JobChanged]) -> list[str]:
 
 
 def farewell(tracker: Tracker, *, again: str) -> list[str]:
-    """The lines that tell an interrupted user what goes on, how to take it up and how to cancel it.
-
-    Args:
-        again: the command that was interrupted.
-    """
+    """Tell an interrupted user what goes on, how to take it up (by the command `again`) and how to cancel it."""
     jobs = tracker.jobs
     if not jobs:
         known = "no job is running; run again, what is done is found by its key"
         known = known if tracker.step is None else _WITHOUT_A_JOB.get(tracker.step, known)
         return [known if tracker.flow_runs else "nothing was started", f"  run again  {again}"]
-    standing, *others = map(_standing, jobs)
-    commands = [f"  take up    {again}", *(f"  cancel     {command}" for command in cancel_commands(jobs))]
-    return [standing, *(f"  {other}" for other in others), *commands]
-
-
-def _standing(job: JobChanged) -> str:
-    if job.phase == "started":
-        return f"the job goes on as {job.run} on {job.platform.kind}"
-    return f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
+    standing = [
+        f"the job goes on as {job.run} on {job.platform.kind}"
+        if job.phase == "started"
+        else f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
+        for job in jobs
+    ]
+    commands = [f"take up    {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
+    return [standing[0], *(f"  {line}" for line in [*standing[1:], *commands])]
 
 
 _WITHOUT_A_JOB = {
@@ -208,45 +185,40 @@ _WITHOUT_A_JOB = {
 class _Departure:
     """The end of this process after a signal: one message, the flow runs ended in Prefect, and nothing more."""
 
-    def __init__(self, tracker: Tracker, work: Work[Any], signals: SimpleQueue[int | None]) -> None:
-        self._tracker, self._work, self._signals = tracker, work, signals
+    def __init__(self, tracker: Tracker, result: Future[Any], signals: SimpleQueue[int | None]) -> None:
+        self._tracker, self._result, self._signals = tracker, result, signals
         self._deadline = time.monotonic() + _LEAVE
-        self._console = _sole_voice()
+        # Nothing else in this process prints from now on: libraries would tell, in their logs or from native code, that
+        # they have been interrupted.
+        stderr, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        self._console = Screen(file=stderr, highlight=False, emoji=False)
 
     def leave(self, number: int) -> NoReturn:
         """Say what goes on, and cancel it if that is asked for; end with 128 plus the signal's number."""
-        self._work.cancel()
         self._tracker.settle(_SETTLE)
-        if number == signal.SIGTERM and not machine_stops():
-            gone = self._terminated(self._tracker.jobs)
-            ended = in_background(lambda: self._end_flow_runs("Cancelled" if gone else "Interrupted"))
-            wait([ended], timeout=_LEAVE)
-            interrupts.finish(128 + number)
-        jobs = self._tracker.jobs
-        first, *more = farewell(self._tracker, again=self._again)
-        self._say(f"\n[yellow]interrupted:[/] {escape(first)}", *map(escape, more))
-        ended = in_background(lambda: self._end_flow_runs("Interrupted"))
+        jobs, gone = self._tracker.jobs, False
+        terminated = number == signal.SIGTERM and not machine_stops()
+        if terminated and jobs:
+            self._say(f"\n[yellow]terminated:[/] {escape(', '.join(job.run for job in jobs))} is cancelled")
+            gone = self._cancel(jobs)
+        else:
+            first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
+            word = "terminated" if terminated else "interrupted"
+            self._say(f"\n[yellow]{word}:[/] {escape(first)}", *map(escape, more))
+            if terminated and self._tracker.step is Step.IMAGE:
+                wait([self._result], timeout=_SUBMISSION)  # it cancels a build elsewhere
+            gone = terminated
+        if terminated:
+            self._deadline = time.monotonic() + _LEAVE
+        ended = in_background(lambda: self._end_flow_runs("Cancelled" if gone else "Interrupted"))
         if number == signal.SIGINT and jobs and self._pressed_again(jobs) and self._cancel(jobs):
             wait([ended], timeout=_LEAVE)
             self._deadline = time.monotonic() + _LEAVE
             ended = in_background(lambda: self._end_flow_runs("Cancelled"))
         wait([ended], timeout=self._left())
         interrupts.finish(128 + number)
-
-    @property
-    def _again(self) -> str:
-        return shlex.join([*program(), *sys.argv[1:]])
-
-    def _terminated(self, jobs: Sequence[JobChanged]) -> bool:
-        """Cancel everything; return whether nothing that was started elsewhere is left."""
-        if jobs:
-            self._say(f"\n[yellow]terminated:[/] {escape(', '.join(job.run for job in jobs))} is cancelled")
-            return self._cancel(jobs)
-        first, *more = farewell(self._tracker, again=self._again)
-        self._say(f"\n[yellow]terminated:[/] {escape(first)}", *map(escape, more))
-        if self._tracker.step is Step.IMAGE:
-            wait([self._work.result], timeout=_SUBMISSION)  # it cancels a build elsewhere
-        return True
 
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
         """Return whether Ctrl-C is pressed a second time, or SIGTERM comes, before the time to leave has come."""
@@ -263,8 +235,14 @@ class _Departure:
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
         """Cancel the jobs; say for each that nothing is left of it, or why that is not known. True if nothing is."""
+
+        def cancel_all() -> bool:
+            self._tracker.settle(_SUBMISSION)
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                return all(list(pool.map(self._cancel_one, jobs)))
+
         self._say("cancelling; this takes as long as a job needs to save and end")
-        cancelling = in_background(lambda: self._cancel_all(jobs))
+        cancelling = in_background(cancel_all)
         cancelling.add_done_callback(lambda _: self._signals.put(None))
         while not cancelling.done():
             if self._signals.get() == signal.SIGINT:  # SIGTERM asks for just this; a closed terminal for nothing
@@ -273,33 +251,25 @@ class _Departure:
                 return False
         return cancelling.result()
 
-    def _cancel_all(self, jobs: Sequence[JobChanged]) -> bool:
-        self._tracker.settle(_SUBMISSION)
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            return all(list(pool.map(self._cancel_one, jobs)))
-
     def _cancel_one(self, job: JobChanged) -> bool:
-        if (problem := self._why_not_cancelled(job)) is not None:
-            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problem}')}")
-            self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
-            return False
-        self._say(f"cancelled {escape(job.run)}; nothing of it is left")
-        return True
-
-    def _why_not_cancelled(self, job: JobChanged) -> Exception | None:
-        """Cancel the job; None once it is proved that nothing of it is left."""
-        attempts = Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform))
+        problems: list[Any] = []
         try:
-            _, problems = cancel_each([attempts], tell=lambda what: self._say(f"  {escape(what)}"))
+            attempts = Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform))
+            problems += cancel_each([attempts], tell=lambda what: self._say(f"  {escape(what)}"))[1]
         except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
-            return error
+            problems.append(error)
         if not problems and self._tracker.is_submitting(job):
-            return PlatformUnreachable(f"its submission to {job.platform.kind} has not been answered")
-        return next(iter(problems), None)
+            problems.append(f"its submission to {job.platform.kind} has not been answered")
+        if problems:
+            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problems[0]}')}")
+            self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
+        else:
+            self._say(f"cancelled {escape(job.run)}; nothing of it is left")
+        return not problems
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
         if self._tracker.flow_runs:
-            wait([self._work.result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
+            wait([self._result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
             end_flow_runs(self._tracker.flow_runs, name=name)
 
     def _left(self) -> float:
@@ -324,18 +294,6 @@ def machine_stops() -> bool:
     return said.strip() == "stopping"
 
 
-def _sole_voice() -> Console:
-    """A console on standard error for the last words. Nothing else in this process prints from now on.
-
-    Libraries would tell, in their logs or from native code, that they have been interrupted.
-    """
-    stderr = os.fdopen(os.dup(2), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    return Screen(file=stderr, highlight=False, emoji=False)
-
-
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
     """End flow runs in Prefect that their user has left, else they would pass for running forever.
 
@@ -344,26 +302,20 @@ def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled
     them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
     """
     from prefect import get_client
-    from prefect.client.schemas.filters import (
-        FlowRunFilter,
-        FlowRunFilterId,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
+    from prefect.client.schemas import filters
     from prefect.client.schemas.objects import FlowRun, State, StateType
 
-    left = State[Any](
-        type=StateType.CRASHED, name=name, message="Left by its user; a job that was started goes on by itself"
+    kind, why = StateType.CANCELLED, "Cancelled by its user, with all of its jobs"
+    if name == "Interrupted":
+        kind, why = StateType.CRASHED, "Left by its user; a job that was started goes on by itself"
+    by_itself = filters.FlowRunFilterStateType(not_any_=[StateType.COMPLETED, StateType.FAILED])
+    mine = filters.FlowRunFilter(
+        id=filters.FlowRunFilterId(any_=[UUID(one) for one in ids]), state=filters.FlowRunFilterState(type=by_itself)
     )
-    cancelled = State[Any](type=StateType.CANCELLED, name=name, message="Cancelled by its user, with all of its jobs")
-    not_by_itself = FlowRunFilterState(
-        type=FlowRunFilterStateType(not_any_=[StateType.COMPLETED, StateType.FAILED]),
-    )
-    mine = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]), state=not_by_itself)
     with get_client(sync_client=True) as client, ThreadPoolExecutor(max_workers=16) as pool:
 
         def end(flow_run: FlowRun) -> None:
-            client.set_flow_run_state(flow_run.id, left if name == "Interrupted" else cancelled, force=True)
+            client.set_flow_run_state(flow_run.id, State[Any](type=kind, name=name, message=why), force=True)
 
         # All at once: a sweep has many trials, and there is a second for all.
         list(pool.map(end, client.read_flow_runs(flow_run_filter=mine)))

@@ -30,18 +30,14 @@ def answer() -> None:
 
 def answer_at_once() -> None:
     """End this process on a signal without a word: the command is done, only libraries are still closing down."""
-    _install(_end)
+    _install(lambda number, _: finish(128 + number))
 
 
 @contextlib.contextmanager
 def queued() -> Iterator[SimpleQueue[int | None]]:
     """While entered, signals are put into a queue, and nothing else happens."""
     received: SimpleQueue[int | None] = SimpleQueue()
-
-    def put(number: int, _frame: FrameType | None) -> None:
-        received.put(number)
-
-    before = _install(put)
+    before = _install(lambda number, _: received.put(number))
     try:
         yield received
     finally:
@@ -55,7 +51,12 @@ def finish(code: int) -> NoReturn:
     Its child processes end with it. A child with a session of its own, as the supervisor of a local job has, was
     started to outlive this process, and is left alone.
     """
-    _kill_children()
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(child.pid) == os.getsid(0):
+                child.kill()
     watchdog = threading.Timer(_FLUSHING, os._exit, [code])
     watchdog.daemon = True
     watchdog.start()
@@ -83,17 +84,3 @@ def _end_command(number: int, _frame: FrameType | None) -> None:
     watchdog.daemon = True
     watchdog.start()
     raise SystemExit(128 + number)
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    finish(128 + number)
-
-
-def _kill_children() -> None:
-    import psutil
-
-    session = os.getsid(0)
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(child.pid) == session:
-                child.kill()

@@ -7,30 +7,24 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from traceback import walk_tb
+from typing import Annotated, Any, TypeAlias, get_args
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
 from cli import interrupts
-from cli.prefect_settings import problem_of_prefects_settings
 from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
-from launcher.config import (
-    RunConfig,
-    ScriptConfig,
-    SweepConfig,
-    config_document,
-    overrides_of,
-    read_profile,
-    validated,
-)
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
@@ -45,7 +39,7 @@ from litgpt_demo.export.usage import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import open_storage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,11 +60,8 @@ def _print_version(asked: bool) -> None:
     from launcher.images.identity import software_identity
 
     identity = software_identity()
-    for known in (
-        [*identity.listed("train-litgpt"), identity.revision],
-        identity.listed("torch", "litgpt", "prefect", "python"),
-    ):
-        typer.echo(", ".join(filter(None, known)))
+    typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
+    typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
     raise typer.Exit
 
 
@@ -95,15 +86,15 @@ Profile = Annotated[
         help="A YAML file whose platform, root and image take the place of the config's; overrides win over it.",
     ),
 ]  # fmt: skip
-TargetWords = Annotated[
+Words = Annotated[
     str,
     typer.Argument(
         metavar="RUN", show_default=False,
         help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
     ),
 ]  # fmt: skip
-NewJob = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
-CancelOld = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
+New = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
+Old = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
@@ -122,14 +113,38 @@ def errors_for_people() -> Iterator[None]:
     try:
         yield
     except TrainLitgptError as error:
-        word = "failed" if isinstance(error, JobFailed) else "error"
-        stderr.print(f"[bold red]{word}[/] {escape(str(error))}", soft_wrap=True)
+        _error(str(error), "failed" if isinstance(error, JobFailed) else "error")
         sys.exit(error.exit_code)
     except ValueError as error:
-        if (told := problem_of_prefects_settings(error)) is None:
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+        if not any(module.startswith("prefect.settings") for module in modules):
             raise
-        stderr.print(f"[bold red]error[/] {escape(told)}", soft_wrap=True)
+        _error(_problem_of_prefects_settings(error))
         sys.exit(EXIT_CODES[Fault.USER])
+
+
+def _problem_of_prefects_settings(error: ValueError) -> str:
+    """Say which file has the settings that Prefect could not read when it was imported, and how to go on without."""
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
+    broken, others = list[str](), list[str]()
+    for file in (profiles, Path("prefect.toml").absolute(), Path("pyproject.toml").absolute()):
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            broken.append(str(file))
+        except OSError:
+            continue
+        else:
+            others += [str(file)] if file.name != "pyproject.toml" or "prefect" in found.get("tool", {}) else []
+    words, places = " ".join(str(error).split()), broken or [*others, "a variable PREFECT_…"]
+    if isinstance(error, ValidationError):  # the first setting that it is about; what was given may be a secret
+        first = error.errors()[0]
+        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return (
+        f"Prefect cannot read its settings: {words}; mend {' or '.join(places)}. To go on without: "
+        "PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the others"
+    )
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
@@ -138,11 +153,9 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
     document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
-    if "measure" in document:
-        return validated(BenchmarkConfig, document, where=where)
-    if "script" in document:
-        return validated(ScriptConfig, document, where=where)
-    return validated(SweepConfig if "sweep" in document else RunConfig, document, where=where)
+    kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
+    kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
+    return validated(kind, document, where=where)
 
 
 def _where(path: Path, profile: Path | None) -> str:
@@ -158,59 +171,43 @@ def run(
     overrides: Overrides = None,
     profile: Profile = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    new: New = False,
+    cancel_old: Old = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)], profile)
-    match settings:
-        case SweepConfig():
-            _run_sweep(settings, output)
-        case RunConfig():
-            _run_training(settings, output)
-        case ScriptConfig():
-            _run_script(settings)
-        case BenchmarkConfig():
-            _run_benchmark(settings)
+    _run(read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile), output)
 
 
-def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
-    """The overrides that these options stand for."""
+def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
+    """The overrides, and those that these options stand for."""
     if new and cancel_old:
         raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
-    return ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
+    others = ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
+    return [*(overrides or []), *others]
 
 
-def _run_training(settings: RunConfig, output: bool) -> None:
-    final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
-    where = open_storage(settings.root).within(f"runs/{final.run}")
-    console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
-    model = (
-        {"model": LITGPT}
-        | ({"hf model": HUGGINGFACE} if final.huggingface else {})
-        | {"card": f"{FINAL}/MODEL_CARD.md"}
-    )
-    for name, path in (model | {"report": REPORT, "metrics": METRICS}).items():
-        console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
-    console.print("\n  use it")
-    for line in use_of(where.address(LITGPT), settings.name):
-        console.print(f"    {escape(line)}", soft_wrap=True)
-
-
-def _run_script(settings: ScriptConfig) -> None:
-    logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
-    console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
-
-
-def _run_sweep(settings: SweepConfig, output: bool) -> None:
-    trials(settings)  # one that cannot be is refused before anything is started for it
-    _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
-
-
-def _run_benchmark(settings: BenchmarkConfig) -> None:
-    made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
-    _print_table(table(made))
-    _print_table(pairs_table(made.result))
+def _run(settings: AnyKind, output: bool = False) -> None:
+    match settings:
+        case SweepConfig():
+            trials(settings)  # one that cannot be is refused before anything is started for it
+            _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
+        case BenchmarkConfig():
+            made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
+            _print_table(table(made))
+            _print_table(pairs_table(made.result))
+        case ScriptConfig():
+            logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
+            _say(f"\n  logs     {escape(logs)}")
+        case RunConfig():
+            final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
+            where = open_storage(settings.root).within(f"runs/{final.run}")
+            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+            hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
+            for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
+                _say(f"  {name:<8} {escape(where.address(path))}")
+            _say("\n  use it")
+            for line in use_of(where.address(LITGPT), settings.name):
+                _say(f"    {escape(line)}")
 
 
 @app.command(name="benchmark-network")
@@ -219,7 +216,7 @@ def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: 
     document = config_document(config, overrides or [], profile=profile)
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
-    _run_benchmark(validated(BenchmarkConfig, mine, where=_where(config, profile)))
+    _run(validated(BenchmarkConfig, mine, where=_where(config, profile)))
 
 
 @app.command()
@@ -234,26 +231,21 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
 
 @app.command()
 def sweep(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    profile: Profile = None,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    config: ConfigFile, overrides: Overrides = None, profile: Profile = None, new: New = False, cancel_old: Old = False
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
-    settings = read_config(config, changes, profile)
+    settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
             "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
         )
-    _run_sweep(settings, output=False)
+    _run(settings)
 
 
 @app.command()
 def collect(
-    target: TargetWords,
+    target: Words,
     overrides: Overrides = None,
     profile: Profile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
@@ -264,11 +256,16 @@ def collect(
     from litgpt_demo.export import export as collect_models
     from litgpt_demo.export import summary_lines
 
-    for storage in _folders(target, overrides, profile, root):
+    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
+        folders = [open_storage(target)]
+    else:
+        found = target_of(target, overrides, profile, root)
+        folders = [found.storage(run) for run in found.runs]
+    for storage in folders:
         final = collect_models(storage, step=step, newest=newest)
         for line in summary_lines(final):
-            console.print(escape(line), soft_wrap=True)
-        console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
+            _say(escape(line))
+        _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
 
 
 @app.command()
@@ -276,19 +273,19 @@ def submit(
     deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
     overrides: Overrides = None,
     profile: Profile = None,
-    new: NewJob = False,
-    cancel_old: CancelOld = False,
+    new: New = False,
+    cancel_old: Old = False,
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed."""
     _quiet_prefect()
+    from flows.parameters import submit_deployment
     from flows.server import server_problems
-    from flows.submission import submit_deployment
 
-    changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
+    changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        created = asyncio.run(submit_deployment(deployment, changes, profile=sections))
-    console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
+        name, full, page = asyncio.run(submit_deployment(deployment, changes, profile=sections))
+    _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
@@ -309,13 +306,16 @@ def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) 
 
 def _quiet_prefect() -> None:
     """Prefect's own console lines would fight with ours; its server and UI get them all the same."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    # A fresh database is migrated first, which takes 15 s on two cores; the default of 20 s is too close.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
+    ours = {
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        # A fresh database is migrated first, which takes 15 s on two cores; the default of 20 s is too close.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_CLIENT_MAX_RETRIES": "9",
+    }
+    os.environ.update({**ours, **os.environ})
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def render(
         if not explain:
             show_line(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
-            stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
+            _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
     for preview in shown:
         if preview.title:
             show_line(f"--- # {preview.title}")
@@ -366,9 +366,9 @@ def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = Non
         raise typer.Exit(EXIT_CODES[fault])
     severities = {finding.severity for finding in planned.findings}
     if "unknown" in severities:
-        console.print("nothing that is known blocks it; a run needs to know what is marked with ?")
+        _say("nothing that is known blocks it; a run needs to know what is marked with ?")
     elif severities <= {"info"}:
-        console.print("nothing blocks it")
+        _say("nothing blocks it")
 
 
 @app.command()
@@ -377,17 +377,45 @@ def settings(
     kind: Annotated[str, typer.Option(help="training, script, sweep or network benchmark")] = "training",
 ) -> None:
     """List every setting of a config, with its default and its meaning."""
-    from cli.settings import settings_of
-
     kinds: dict[str, type[Settings]] = {
         "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
     }  # fmt: skip
     if kind not in kinds:
         raise ConfigProblem(f"--kind={kind!r} is no kind of config; there are {', '.join(kinds)}")
-    found = [setting for setting in settings_of(kinds[kind]) if setting.name.startswith(prefix)]
+    found = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
     if not found:
         raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
-    _print_table([{"setting": item.name, "default": item.default, "meaning": item.text} for item in found])
+    _print_table(found)
+
+
+def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[dict[str, str]]:
+    """Each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
+
+    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
+
+    Args:
+        whole: the default of the whole section, which may have other values than the section's own.
+    """
+    for name in model.model_json_schema()["properties"]:
+        field = model.model_fields[name]
+        value = getattr(whole, name) if isinstance(whole, model) else field.default
+        default, text, sections = "", field.description, list(_sections(field.annotation))
+        if name == "kind":
+            default, text = get_args(field.annotation)[0], model.__doc__
+        elif not field.is_required() and (not sections or value is None):
+            default = json.dumps(value, ensure_ascii=False)
+        if not sections or value is None:
+            yield {"setting": f"{prefix}{name}", "default": default, "meaning": " ".join((text or "").split())}
+        for section in sections:
+            yield from _settings_of(section, f"{prefix}{name}.", value)
+
+
+def _sections(annotation: Any) -> Iterator[type[Settings]]:
+    """The settings models in an annotation: one for a section, several for a union of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
 
 
 @app.command()
@@ -425,15 +453,12 @@ def verify(
     found = verify_dataset(dataset)
     manifest, seconds = found.manifest, max(time.monotonic() - start, 1e-3)
     for problem in found.problems:
-        console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
+        _say(f"[bold red]✗[/] {escape(problem)}")
     if found.problems:
-        stderr.print(
-            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: {found.remedy}",
-            soft_wrap=True,
-        )
+        _error(f"{dataset} is not what its manifest says: {found.remedy}")
         raise typer.Exit(EXIT_CODES[Fault.DATA])
     size = sum(file.size for file in manifest.files)
-    console.print(
+    _say(
         f"[green]✓[/] {len(manifest.files)} files, {bytes_text(size)} at {bytes_text(size / seconds)}/s: "
         f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
     )
@@ -451,19 +476,17 @@ def runs(
     rows = contradicted(run_rows(Index.of(root), bad=(bad := damaged_records())))
     if as_json:
         if bad.count:
-            stderr.print(escape(str(bad)), soft_wrap=True)
+            _say(escape(str(bad)), stderr)
         typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
         return
     _print_table(table_of(rows))
     if not rows:
-        console.print(f"nothing has been started under {escape(Index.of(root).root.address())}")
+        _say(f"nothing has been started under {escape(Index.of(root).root.address())}")
     _print_notes(*(f"{row.run}: {row.note}" for row in rows if row.note), str(bad))
 
 
 @app.command()
-def status(
-    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
-) -> None:
+def status(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     from launcher.checks.plan import progress_of
     from launcher.runs.listing import run_rows, table_of
@@ -475,26 +498,19 @@ def status(
         return
     [attempts] = found.attempts
     seen = attempts.all()
-    _print_table(
-        [
-            {
-                "attempt": str(attempt.number),
-                "state": attempt.status.state.value,
-                "in the platform's words": attempt.status.native,
-                "job": attempt.job_id,
-                **({"code": attempt.record.code} if attempt.record.code else {}),
-            }
-            for attempt in seen
-        ]
-    )
+    rows = []
+    for one in seen:
+        row = {"attempt": one.number, "state": one.status.state, "in the platform's words": one.status.native}
+        rows.append({**row, "job": one.job_id, **({"code": one.record.code} if one.record.code else {})})
+    _print_table(rows)
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
     if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
-        console.print(escape(progress), soft_wrap=True)
+        _say(escape(progress))
 
 
 @app.command()
 def logs(
-    target: TargetWords,
+    target: Words,
     overrides: Overrides = None,
     profile: Profile = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
@@ -503,58 +519,54 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
+    from launcher.runs import waiting
+
     found = target_of(target, overrides, profile, root)
-    asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
-
-
-async def _show_logs(found: Target, *, number: int | None, following: bool, raw: bool) -> None:
-    from launcher.runs.waiting import follow as follow_job
-    from launcher.runs.waiting import read_logs
 
     async def show(attempts: Attempts) -> None:
-        there = [record for record in attempts.records() if number in (None, record.attempt)]
+        there = [record for record in attempts.records() if attempt in (None, record.attempt)]
         if not there:
-            raise ConfigProblem(f"{attempts.run} has no attempt {number}; `train-litgpt status` lists them")
+            raise ConfigProblem(f"{attempts.run} has no attempt {attempt}; `train-litgpt status` lists them")
         platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
-        show_lines = partial(_print_lines, raw=raw, prefix=f"{attempts.run}  " if len(found.runs) > 1 else "")
-        if following:
-            await follow_job(platform, job_id, on_lines=show_lines, poll=1.0)
+        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+
+        def show_lines(lines: Iterable[LogLine]) -> None:
+            for line in lines:
+                show_line(f"{prefix}{line if raw else readable(line)}")
+
+        if follow:
+            await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
         else:
-            await read_logs(platform, job_id, on_lines=show_lines)
+            await waiting.read_logs(platform, job_id, on_lines=show_lines)
 
-    await asyncio.gather(*map(show, found.attempts))
+    async def show_all() -> None:
+        await asyncio.gather(*map(show, found.attempts))
 
-
-def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
-    for line in lines:
-        show_line(f"{prefix}{line if raw else readable(line)}")
+    asyncio.run(show_all())
 
 
 @app.command()
-def cancel(
-    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
-) -> None:
+def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
     cancelled, problems = cancel_each(found.attempts, tell=lambda what: _print_notes(what))
-    problems += [
-        DataError(f"a record that may be of a trial of {found.name} cannot be read: {why}") for why in found.damaged
-    ]
+    unread = f"a record that may be of a trial of {found.name} cannot be read"
+    problems += [DataError(f"{unread}: {why}") for why in found.damaged]
     for job_id in cancelled:
-        console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
+        _say(f"cancelled {escape(job_id)}; nothing of it is left")
     if cancelled:
         from launcher.checks.plan import lost_steps
 
         for run in {attempts.run for attempts in found.attempts}:
             if lost := lost_steps(found.storage(run)):
-                console.print(f"{escape(run)}: {lost}", soft_wrap=True)
+                _say(f"{escape(run)}: {lost}")
     for problem in problems:
-        stderr.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+        _error(str(problem))
     if problems:
         raise typer.Exit(problems[0].exit_code)
     if not cancelled:
-        console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
+        _say(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 
 
 @app.command()
@@ -567,63 +579,44 @@ def reap(
 
     Runs that live, or whose state is not known, are never touched.
     """
-    unknown = False if dry_run else _reap_cancelled()
-    unknown = _reap_leftovers(Index.of(root), dry_run=dry_run, yes=yes) or unknown
-    if unknown:
-        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
-
-
-def _reap_cancelled() -> bool:
-    """Cancel jobs that still run although Prefect's server has cancelled their flow runs; True if one is not known."""
-    _quiet_prefect()
-    from flows.reconciling import reap_here
-    from flows.server import server_address
-
-    if server_address() is None:
-        return False
-    found = reap_here()
-    for reaped in found:
-        console.print(escape(str(reaped)), soft_wrap=True)
-    if not found:
-        console.print("no job goes on whose flow run is cancelled")
-    return any(reaped.problem for reaped in found)
-
-
-def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
-    """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
     from launcher.runs.listing import Leftover, leftovers, remove_leftover
 
+    unknown = False
+    if not dry_run:
+        _quiet_prefect()
+        from flows import server
+        from flows.reconciling import reap_jobs
+
+        if server.server_address() is not None:
+            server.require_server()
+            with server.server_problems():
+                reaped = asyncio.run(reap_jobs())
+            unknown = any(one.problem for one in reaped)
+            for what in [str(one) for one in reaped] or ["no job goes on whose flow run is cancelled"]:
+                _say(escape(what))
+    index = Index.of(root)
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]
+    unknown = unknown or len(those) < len(found)
     for one in found:
-        console.print(escape(str(one)), soft_wrap=True)
-    unknown = len(those) < len(found)
+        _say(escape(str(one)))
+    question = f"remove all of it, {len(those)} attempts?"
     if not those:
-        console.print(f"nothing is left of the dead runs under {escape(index.root.address())}")
-        return unknown
-    if dry_run:
-        return unknown
-    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?")):
-        console.print("nothing was removed; --yes removes it")
-        return unknown
-    for one in those:
-        try:
-            gone = remove_leftover(index, one)
-        except TrainLitgptError as error:
-            stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
-            unknown = True
-            continue
-        text = f"removed {one.job_id}; nothing of it is left" if gone else f"{one.run} lives again, and was left alone"
-        console.print(escape(text), soft_wrap=True)
-    return unknown
-
-
-def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
-    """The folders of the runs that a verb is about, a copy of a run among them, which is in no index."""
-    if "/" in words and not words.endswith((".yaml", ".yml")):
-        return [open_storage(words)]
-    found = target_of(words, overrides, profile, root)
-    return [found.storage(run) for run in found.runs]
+        _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
+    elif not dry_run and not (yes or (sys.stdin.isatty() and typer.confirm(question))):
+        _say("nothing was removed; --yes removes it")
+    elif not dry_run:
+        for one in those:
+            try:
+                gone = remove_leftover(index, one)
+            except TrainLitgptError as error:
+                _error(str(error))
+                unknown = True
+                continue
+            lives = f"{one.run} lives again, and was left alone"
+            _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
+    if unknown:
+        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
 
 def target_of(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
@@ -637,18 +630,26 @@ def target_of(words: str, overrides: list[str] | None, profile: Path | None, roo
     return find(words, root=root)
 
 
+def _say(markup: str, to: Screen = console) -> None:
+    to.print(markup, soft_wrap=True)
+
+
+def _error(what: str, word: str = "error") -> None:
+    _say(f"[bold red]{word}[/] {escape(what)}", stderr)
+
+
 def _print_findings(findings: Iterable[Finding]) -> None:
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
         # What could be done about it is news, though neither good nor bad.
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+        _say(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}")
 
 
 def _print_notes(*notes: str) -> None:
     for note in filter(None, notes):
-        console.print(f"[yellow]![/] {escape(note)}", soft_wrap=True)
+        _say(f"[yellow]![/] {escape(note)}")
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:

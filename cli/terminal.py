@@ -17,19 +17,8 @@ from rich.segment import Segment
 from launcher.formatting import harmless
 
 # What our own lines are drawn with, in ASCII.
-_MARKS = {
-    "✓": "+",
-    "✗": "x",
-    "→": ">",
-    "·": "-",
-    "×": "x",
-    "–": "-",
-    "…": ".",
-    "━": "=",
-    "╸": "=",
-    "╺": "-",
-    "\u00a0": " ",
-}
+_MARKS = dict(zip("✓✗→·×–…━╸╺\u00a0", "+x>-x-.==- ", strict=True))
+_MARKS |= dict.fromkeys(map(chr, range(0x2800, 0x2900)), "*")  # the dots of a spinner
 
 
 def accept_any_text() -> None:
@@ -43,13 +32,7 @@ def accept_any_text() -> None:
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     letters = error.object[error.start : error.end]
-    return "".join(_MARKS.get(one) or _escaped(one) for one in letters), error.end
-
-
-def _escaped(letter: str) -> str:
-    if "\u2800" <= letter <= "\u28ff":  # the dots of a spinner
-        return "*"
-    return letter.encode("ascii", "backslashreplace").decode()
+    return "".join(_MARKS.get(one) or one.encode("ascii", "backslashreplace").decode() for one in letters), error.end
 
 
 class Screen(Console):

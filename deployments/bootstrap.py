@@ -16,25 +16,14 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
 import yaml
 
-from flows.serving import (
-    AUTH,
-    CHECKOUT,
-    ORIGINS,
-    SERVER_AUTH,
-    environment_file,
-    new_secret,
-    server_environment,
-    serving_home,
-    settings_in,
-    write_settings,
-)
+from flows import serving
+from flows.serving import AUTH, CHECKOUT, ORIGINS, SERVER_AUTH, environment_file, serving_home, settings_in
 from launcher.config import config_document
 from launcher.errors import ConfigProblem
 from launcher.formatting import harmless
@@ -76,23 +65,28 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
     given = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH)
-    secret = given or settings_in(file).get(AUTH) or new_secret()
+    secret = given or settings_in(file).get(AUTH) or serving.new_secret()
     addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret}
     own_origins = {name: os.environ[name] for name in (ORIGINS,) if name in os.environ}
     close_folder(home)
     os.environ |= environment(home) | addresses
     from flows.server import require_server  # only now: Prefect reads its settings when it is imported
 
-    there = prefect("server", "status", check=False) == 0
+    there, log = prefect("server", "status", check=False) == 0, file.with_name("server.log")
     if not there:
-        if _live(home, "server") is not None:
+        if _live("server") is not None:
             raise ConfigProblem(
                 f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
             )
         words = ("server", "start", "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING")
-        _start(home, "server", *words, more=server_environment(port, secret) | own_origins)
-    _await_server(home)
-    write_settings(file, addresses)
+        _start("server", *words, more=serving.server_environment(port, secret) | own_origins)
+    give_up = time.monotonic() + _STARTUP
+    while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
+        if _live("server") is None:  # something else may use its port
+            raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
+        if time.monotonic() > give_up:
+            raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
+    write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
     _report("server", "there" if there else "started", ui)
     require_server()
     pool = prefect("work-pool", "inspect", POOL, check=False) == 0
@@ -101,9 +95,9 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     _report("work pool", "there" if pool else "created", POOL)
     prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
-    works = _live(home, "worker") is not None
+    works = _live("worker") is not None
     if not works:
-        _start(home, "worker", "worker", "start", "--pool", POOL, "--name", socket.gethostname())
+        _start("worker", "worker", "start", "--pool", POOL, "--name", socket.gethostname())
     _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date())
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
@@ -121,12 +115,11 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
 @app.command()
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
-    home = serving_home()
-    os.environ |= environment(home)
+    os.environ |= environment(serving_home())
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted({root_of({}), *asyncio.run(_roots())})]
     for name in ("worker", "server"):
-        _report(name, "stopped" if _end(home, name) else "not running", "")
+        _report(name, "stopped" if _end(name) else "not running", "")
     for index in indexes:
         for row in run_rows(index, bad=(bad := damaged_records())):
             if row.live:
@@ -160,11 +153,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def prefect(*words: str, check: bool = True) -> int:
-    """Call Prefect's command line; return its exit code.
-
-    Raises:
-        ConfigProblem: it refuses.
-    """
+    """Call Prefect's command line; return its exit code."""
     command = [*PYTHON, "-m", "prefect", "--no-prompt", *words]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
@@ -172,19 +161,24 @@ def prefect(*words: str, check: bool = True) -> int:
     return done.returncode
 
 
-def _start(home: Path, name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+def _kept(name: str) -> Path:
+    """The file of this name in the folder of the server and the worker."""
+    return environment_file(serving_home()).with_name(name)
+
+
+def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> None:
     """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
 
     Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
     (Prefect 3.8.8); a worker has no such option.
     """
-    folder = environment_file(home).parent
-    close_folder(folder)
-    (log := folder / f"{name}.log").touch(mode=0o600)
+    log = _kept(f"{name}.log")
+    close_folder(log.parent)
+    log.touch(mode=0o600)
     with log.open("ab") as file:
         process = subprocess.Popen(
             [*PYTHON, "-m", "prefect", "--no-prompt", *words],
-            env={**os.environ, **more},
+            env={**os.environ, **(more or {})},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -192,13 +186,13 @@ def _start(home: Path, name: str, *words: str, more: Mapping[str, str] = Mapping
             start_new_session=True,
             umask=0o077,
         )
-    write_private(folder / f"{name}.pid", f"{process.pid} {started(process.pid)}\n")
+    write_private(_kept(f"{name}.pid"), f"{process.pid} {started(process.pid)}\n")
 
 
-def _live(home: Path, name: str) -> psutil.Process | None:
+def _live(name: str) -> psutil.Process | None:
     """Return the server or the worker that was started here, if it lives."""
     with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
-        pid, began = (environment_file(home).parent / f"{name}.pid").read_text().split()
+        pid, began = _kept(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
         # A container may have nobody who reaps a zombie.
         if is_there(process.pid, float(began)) and process.status() != psutil.STATUS_ZOMBIE:
@@ -206,25 +200,10 @@ def _live(home: Path, name: str) -> psutil.Process | None:
     return None
 
 
-def _await_server(home: Path) -> None:
-    """Return when the server answers.
-
-    Raises:
-        ConfigProblem: it ended, as where something else uses its port, or does not come up.
-    """
-    log = environment_file(home).parent / "server.log"
-    give_up = time.monotonic() + _STARTUP
-    while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
-        if _live(home, "server") is None:
-            raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
-        if time.monotonic() > give_up:
-            raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
-
-
-def _end(home: Path, name: str) -> bool:
+def _end(name: str) -> bool:
     """End the server or the worker; return whether it lived."""
     lived, give_up = False, time.monotonic() + _GRACE
-    while (process := _live(home, name)) is not None:
+    while (process := _live(name)) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if not lived:
                 process.terminate()
@@ -247,17 +226,21 @@ async def _bring_up_to_date() -> None:
     async with get_client() as client:
         for automation in yaml.safe_load(AUTOMATIONS_FILE.read_text()):
             _report("automation", await put_automation(client, automation), automation["name"])
-        for reaped in await reap_jobs(client):
-            _report("job", "reaped", str(reaped))
         for name in await crash_orphans(client):
             _report("flow run", "crashed", f"{name}: its orchestrator is dead; a deployment's is started again")
+    for reaped in await reap_jobs():
+        _report("job", "reaped", str(reaped))
 
 
 async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -> str:
     """Create an automation, or make the one of its name what it is here; return which. One that is off stays off."""
     from prefect.events.schemas.automations import AutomationCore
 
-    actions = [await _with_id(client, action) for action in automation["actions"]]
+    actions = [dict(action) for action in automation["actions"]]
+    for action in actions:
+        if "deployment" in action:  # which automations.yaml names, and Prefect knows by its id
+            found = await client.read_deployment_by_name(action.pop("deployment"))
+            action["deployment_id"] = str(found.id)
     wanted = AutomationCore.model_validate({**automation, "actions": actions})
     there = await client.read_automations_by_name(automation["name"])
     if not there:
@@ -268,14 +251,6 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
         return "there"
     await client.update_automation(there[0].id, wanted)
     return "updated"
-
-
-async def _with_id(client: PrefectClient, action: Mapping[str, Any]) -> dict[str, Any]:
-    """An action that runs a deployment, which automations.yaml names and Prefect knows by its id."""
-    if "deployment" not in action:
-        return dict(action)
-    found = await client.read_deployment_by_name(action["deployment"])
-    return {name: value for name, value in action.items() if name != "deployment"} | {"deployment_id": str(found.id)}
 
 
 async def _roots() -> set[str]:
@@ -305,7 +280,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     Args:
         platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
-    from flows.submission import parameters_with
+    from flows.parameters import parameters_with
 
     profile = None if platform is None else CONFIGS / platform
     return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})

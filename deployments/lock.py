@@ -15,8 +15,6 @@ from pathlib import Path
 
 from launcher.images.stacks import STACKS, Stack
 
-CONSTRAINTS = Path("constraints.txt")
-
 # The locks are for Linux on x86-64 and on ARM. --universal resolves for both at once, by markers.
 _OPTIONS = (
     "--quiet", "--universal", "--python-version=3.11", "--no-build", "--generate-hashes", "--no-annotate",
@@ -26,15 +24,15 @@ _OPTIONS = (
 
 def main(uv: str) -> int:
     """Return the first exit code of uv that is not 0."""
-    return next((code for stack in STACKS.values() if (code := _lock(stack, uv))), 0)
-
-
-def _lock(stack: Stack, uv: str) -> int:
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-        file.write("\n".join(constraints(stack, CONSTRAINTS.read_text("utf-8").splitlines())))
-        file.flush()
-        chosen = [f"--constraints={file.name}", f"--output-file={stack.lock}", "litgpt_demo/requirements.txt"]
-        return subprocess.run([uv, "pip", "compile", *_OPTIONS, *chosen], check=False).returncode
+    for stack in STACKS.values():
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write("\n".join(constraints(stack, Path("constraints.txt").read_text("utf-8").splitlines())))
+            file.flush()
+            chosen = [f"--constraints={file.name}", f"--output-file={stack.lock}", "litgpt_demo/requirements.txt"]
+            code = subprocess.run([uv, "pip", "compile", *_OPTIONS, *chosen], check=False).returncode
+        if code:
+            return code
+    return 0
 
 
 def constraints(stack: Stack, lines: Iterable[str]) -> list[str]:

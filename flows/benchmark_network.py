@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from prefect import flow
+from prefect import flow, task
+from prefect.artifacts import acreate_markdown_artifact
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
 from flows.run_torchrun import run_script
-from launcher.benchmark import Benchmark, BenchmarkConfig, lead
+from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown
+from launcher.config import ScriptConfig
 from launcher.events import Note
-from tasks.benchmark import publish_benchmark
-from tasks.steps import emit
+from launcher.runs.index import Index
+from launcher.runs.run import plan_script
+from litgpt_demo.node.collectives import RESULT, Result, read_result
+from litgpt_demo.storage import open_storage
+from tasks.steps import RETRIED, emit
 
 
 @flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
@@ -27,3 +33,19 @@ async def benchmark_network(**parameters: Any) -> Benchmark:
     made, address = await publish_benchmark(config.name, jobs)
     emit(Note(what=f"{lead(made.result)}\n  figures: {address}"))
     return made
+
+
+@task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
+async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchmark, str]:
+    """Show the results as tables in Prefect; returns the address of the first job's figures."""
+    results = [await asyncio.to_thread(_result_of, job) for job in jobs]
+    made = Benchmark(name=name, result=results[0][0], sockets=results[1][0] if len(results) > 1 else None)
+    await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
+    return made, results[0][1]
+
+
+def _result_of(job: ScriptConfig) -> tuple[Result, str]:
+    """Return the result that node 0 left in the job's last attempt, and its address; all nodes leave the same."""
+    attempt = open_storage(Index.of(job.root).records(plan_script(job).name)[-1].directory)
+    address = attempt.address(figures := f"node-0/{RESULT}")
+    return read_result(attempt.read(figures), address), address

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefect import get_run_logger
@@ -15,7 +14,6 @@ from prefect.runtime import flow_run as this_flow_run
 
 from launcher.errors import ConfigProblem
 from launcher.events import FlowRunStarted, report
-from launcher.job import JobId
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.errors import TrainLitgptError
@@ -32,17 +30,12 @@ def deployed() -> bool:
 
 
 def begin() -> None:
-    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
-
-    Raises:
-        Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.
-        ConfigProblem: more than MAX_RESUMES starts.
-    """
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
     if deployed() and not taken(this_flow_run.id):
         get_run_logger().info("another process orchestrates this flow run already; this one stands down")
-        raise Abort
+        raise Abort  # on which Prefect ends this process and leaves the run's state alone
     count = this_flow_run.run_count or 0
     if count > MAX_RESUMES:
         raise ConfigProblem(
@@ -64,45 +57,27 @@ def taken(flow_run: str) -> bool:
 
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
-    """Cancel the jobs of a cancelled flow run, and prove that nothing of them is left.
+    """Cancel every live job that a cancelled flow run started or took up, and prove that nothing of them is left.
 
     Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
-    are found by the flow run's id, in the index of the root that its parameters name.
+    are found by the flow run's id, in the index of the root that its parameters name. A later attempt at the same run
+    that is another flow run's is left alone.
     """
-    logger = flow_run_logger(flow_run, flow)
-    cancelled = cancelled_jobs(flow_run.parameters, str(flow_run.id), tell=logger.warning)
-    for job_id in cancelled:
-        logger.info("cancelled %s; nothing of it is left", job_id)
-    if not cancelled:
-        logger.info("there was no live job to cancel")
-
-
-def cancelled_jobs(
-    parameters: Mapping[str, Any], flow_run: str, *, tell: Callable[[str], object] = lambda what: None
-) -> list[JobId]:
-    """Cancel every live job that a flow run started or took up, and return them.
-
-    A later attempt at the same run that is another flow run's is left alone.
-
-    Args:
-        tell: called with what is still there of a job that takes long to go.
-
-    Raises:
-        PlatformUnreachable: whether one lives cannot be known, or it would not go.
-        DataError: nobody can read the record of one. The others are cancelled before either is raised.
-    """
+    logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     mine: list[Attempts] = []
     unread: list[TrainLitgptError] = []
-    for run, attempt in index.followed_by(flow_run).items():
+    for run, attempt in index.followed_by(str(flow_run.id)).items():
         attempts = Attempts(index=index, run=run, open=beside)
         try:
             if attempts.records()[-1].attempt == attempt:
                 mine.append(attempts)
         except TrainLitgptError as error:
             unread.append(error)
-    cancelled, problems = cancel_each(mine, tell=tell)
-    problems += unread
-    if problems:
+    cancelled, problems = cancel_each(mine, tell=logger.warning)
+    if problems := problems + unread:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
-    return cancelled
+    for job_id in cancelled:
+        logger.info("cancelled %s; nothing of it is left", job_id)
+    if not cancelled:
+        logger.info("there was no live job to cancel")

@@ -1,33 +1,53 @@
 """A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
 
 A section that is given replaces the deployment's whole section, which is rarely what is meant; `overrides` changes
-single settings.
+single settings, as `train-litgpt submit` does: deep merge, our validation, then Prefect's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
+from prefect.client.base import ServerType
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
 from flows.hooks import deployed
-from launcher.config import AnyConfig, overridden, validated
+from flows.server import require_server
+from launcher.benchmark import BenchmarkConfig
+from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
+from launcher.errors import ConfigProblem
 from launcher.events import Note
 from litgpt_demo.config import Settings
 from tasks.steps import emit
 
 Flow = TypeVar("Flow", bound=Callable[..., Coroutine[Any, Any, Any]])
 
+# The model behind each flow's parameters; prepare-dataset takes three sections of a training's.
+KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | type[BenchmarkConfig]] = {
+    "train-litgpt": RunConfig,
+    "prepare-dataset": RunConfig,
+    "run-torchrun": ScriptConfig,
+    "sweep-litgpt": SweepConfig,
+    "benchmark-network": BenchmarkConfig,
+}
+
 DATASET_FIELDS = ("root", "data", "workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
 
-_OVERRIDES = (
-    'Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
-    "a section given with -p replaces the deployment's whole section."
+_OVERRIDES = FieldInfo(
+    annotation=dict[str, Any],
+    default={},
+    description='Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
+    "a section given with -p replaces the deployment's whole section.",
 )
 
 
@@ -37,44 +57,29 @@ def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Fl
     The flow itself receives them as keywords and hands them to `config_from`. Prefect makes its form, and its check of
     what is given, from a function's signature and from the `Args:` of its docstring, so that these are what is set.
     """
-    fields = {name: kind.model_fields[name] for name in only or kind.model_fields}
 
     def with_parameters(flow: Flow) -> Flow:
-        empty: dict[str, Any] = {}
-        overrides = _parameter("overrides", dict[str, Any], empty)
-        parameters = [_parameter(name, _annotation(field), _default(field)) for name, field in fields.items()]
-        helps = {name: field.description or "" for name, field in fields.items()} | {"overrides": _OVERRIDES}
-        lines = [f"    {name}: {' '.join(text.split())}" for name, text in helps.items()]
+        parameters, lines, kinds = [], [], inspect.Parameter
+        fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
+        for name, field in fields.items():
+            # The type with all that the field says of it, such as a pattern or a union's discriminator.
+            annotation: Any = Annotated[field.annotation, field]
+            branches = get_args(field.annotation) or (field.annotation,)
+            if all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
+                annotation = Annotated[annotation, WrapValidator(_explained)]
+            default = kinds.empty if field.is_required() else field.get_default(call_default_factory=True)
+            parameters.append(kinds(name, kinds.KEYWORD_ONLY, annotation=annotation, default=default))
+            lines.append(f"    {name}: {' '.join((field.description or '').split())}")
         returns = inspect.signature(flow).return_annotation
-        flow.__signature__ = inspect.Signature([*parameters, overrides], return_annotation=returns)  # type: ignore[attr-defined]
+        flow.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
         flow.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
         return flow
 
     return with_parameters
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-def _default(field: FieldInfo) -> Any:
-    return inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
-
-
-def _annotation(field: FieldInfo) -> Any:
-    """Return the field's type with all that the field says of it, such as a pattern or a union's discriminator."""
-    annotation = Annotated[field.annotation, field]  # type: ignore[name-defined]
-    branches = get_args(field.annotation) or (field.annotation,)
-    is_section = all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches)
-    return Annotated[annotation, WrapValidator(_explained)] if is_section else annotation
-
-
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
-    """Return the config that a flow's parameters make, `overrides` applied.
-
-    Raises:
-        ConfigProblem: they make none.
-    """
+    """Return the config that a flow's parameters make, `overrides` applied."""
     sections = {name: value for name, value in parameters.items() if isinstance(value, Settings)}
     tell_of_defaults(sections)
     whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
@@ -116,3 +121,59 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
         "A section that is given replaces the deployment's whole section; a single setting is changed by "
         f"-p 'overrides={single}', or by `train-litgpt submit`"
     )
+
+
+# --- a deployment's flow, with some settings changed ------------------------------------------------------------------
+
+
+async def submit_deployment(
+    name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
+) -> tuple[str, str, str]:
+    """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
+
+    Args:
+        profile: sections that take the place of the deployment's own (launcher.config.read_profile).
+
+    Returns its name, the deployment's name in full, and its page.
+    """
+    full = name if "/" in name else f"train-litgpt/{name}"
+    await asyncio.to_thread(require_server)
+    async with get_client() as client:
+        try:
+            deployment = await client.read_deployment_by_name(full)
+        except ObjectNotFound as error:
+            flows = {flow.id: flow.name for flow in await client.read_flows()}
+            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+            raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
+        parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
+        created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+        pages = (get_current_settings().ui_url or "").rstrip("/")
+        if client.server_type is not ServerType.CLOUD:  # of a server's own two UIs, the second draws our charts
+            pages = f"{pages.removesuffix('/v2')}/v2"
+    return created.name, full, f"{pages}/runs/flow-run/{created.id}"
+
+
+def parameters_with(
+    flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
+
+    Prefect merges top-level names only, and would take a lone `train: {learning_rate: …}` for the whole section.
+    """
+    kind = KINDS.get(flow)
+    if kind is None:
+        raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
+    given = {name: value for name, value in parameters.items() if name != "overrides"}
+    deployed = overridden(given, parameters.get("overrides") or {})
+    document = overridden({**deployed, **(profile or {})}, overrides)
+    settings = validated(kind, document, where="the deployment's parameters with your changes")
+    if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
+        raise ConfigProblem(
+            f"code.mount={settings.code.mount} would be a folder below the one that the worker runs in; a deployment "
+            "takes an absolute path, of a folder that its worker has"
+        )
+    whole: dict[str, Any] = settings.model_dump(mode="json")
+    if flow == "prepare-dataset":
+        whole = {name: whole[name] for name in DATASET_FIELDS}
+    # The deployment's own overrides are in by now; left there, they would win over yours.
+    return {**whole, "overrides": {}} if parameters.get("overrides") else whole

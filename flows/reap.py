@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from prefect import flow, get_client, get_run_logger
+from prefect import flow, get_run_logger
 
 from flows.reconciling import reap_jobs
 from launcher.errors import PlatformUnreachable
+from litgpt_demo.errors import was_given_up
 
 
 @flow(name="reap", persist_result=False, retries=15, retry_delay_seconds=60)
 async def reap() -> list[str]:
-    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words.
-
-    Raises:
-        PlatformUnreachable: a platform does not answer; the next try is a minute later, for nobody else may look.
-    """
-    async with get_client() as client:
-        found = await reap_jobs(client)
+    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words."""
+    found = await reap_jobs()
     for reaped in found:
         get_run_logger().warning(str(reaped))
-    if silent := [reaped for reaped in found if reaped.silent]:
+    silent = [one for one in found if isinstance(one.problem, PlatformUnreachable) and not was_given_up(one.problem)]
+    if silent:  # a platform may answer a minute later, and nobody else may look
         raise PlatformUnreachable("; ".join(map(str, silent)))
     return [str(reaped) for reaped in found]

@@ -18,13 +18,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.lease import DEAD, Lease
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import TrainLitgptError, was_given_up
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
-LOOK_BACK = timedelta(days=14)
-"""The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner."""
+# The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
+_LOOK_BACK = timedelta(days=14)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +41,8 @@ class Reaped:
 
     name: str
     cancelled: tuple[JobId, ...] = ()
-    problem: str = ""
+    problem: TrainLitgptError | None = None
     """The reason why it is not known whether a job of the flow run still runs."""
-    silent: bool = False
-    """True where that is the silence of a platform, which may answer a minute later."""
 
     def __str__(self) -> str:
         if self.problem:
@@ -53,41 +50,61 @@ class Reaped:
         return f"{self.name} was cancelled and its job went on; cancelled now: {', '.join(self.cancelled)}"
 
 
-async def reap_jobs(client: PrefectClient) -> list[Reaped]:
+async def reap_jobs() -> list[Reaped]:
     """Cancel every job whose flow runs Prefect calls cancelled; return those flow runs of which there was one.
 
     A problem with one flow run does not keep the others from being looked at.
     """
+    from prefect.client.orchestration import get_client
     from prefect.client.schemas.objects import StateType
 
     found = []
-    for flow_run in await _flow_runs(client, StateType.CANCELLED):
-        try:
-            jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
-        except TrainLitgptError as error:
-            silent = isinstance(error, PlatformUnreachable) and not was_given_up(error)
-            found.append(Reaped(name=flow_run.name, problem=str(error), silent=silent))
-            continue
-        if jobs:
-            found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
+    async with get_client() as client:
+        for flow_run in await _flow_runs(client, StateType.CANCELLED):
+            try:
+                jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
+            except TrainLitgptError as error:
+                found.append(Reaped(name=flow_run.name, problem=error))
+            else:
+                found += [Reaped(name=flow_run.name, cancelled=tuple(jobs))] if jobs else []
     return found
+
+
+async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
+    """Every flow run of ours of the last days that is in this state, the newest first."""
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    from flows.parameters import KINDS
+
+    found: list[Any] = []
+    state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[of_state]))
+    lately = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
+    while True:
+        some = await client.read_flow_runs(
+            flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=list(KINDS))),
+            flow_run_filter=filters.FlowRunFilter(state=state, expected_start_time=lately),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=200,
+            offset=len(found),
+        )
+        found += some
+        if len(some) < 200:
+            return found
 
 
 async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
     cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
-    mine = await asyncio.to_thread(index.followed_by, flow_run)
-    if not mine:
+    if not (mine := await asyncio.to_thread(index.followed_by, flow_run)):
         return cancelled
     followers = await asyncio.to_thread(index.followers)
     for run, attempt in mine.items():
         attempts = Attempts(index=index, run=run, open=beside)
         live = await asyncio.to_thread(attempts.live)
-        if live is None or live.number != attempt:
-            continue
         others = followers[run, attempt]
-        if is_abandoned(others, await _states(client, others)):
+        if live is not None and live.number == attempt and is_abandoned(others, await _states(client, others)):
             cancelled += await asyncio.to_thread(attempts.cancel)
     return cancelled
 
@@ -101,26 +118,6 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     """
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in _ENDED for state in known)
-
-
-def reap_here() -> list[Reaped]:
-    """Cancel such jobs of the configured server's flow runs.
-
-    Raises:
-        ConfigProblem: no server is configured.
-        ServerUnreachable: it does not answer.
-    """
-    from prefect.client.orchestration import get_client
-
-    from flows.server import require_server, server_problems
-
-    async def reap() -> list[Reaped]:
-        async with get_client() as client:
-            return await reap_jobs(client)
-
-    require_server()
-    with server_problems():
-        return asyncio.run(reap())
 
 
 async def crash_orphans(
@@ -157,38 +154,6 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, bytes | None]]:
     return {}
 
 
-async def _flow_runs(client: PrefectClient, state: StateType) -> list[Any]:
-    """Every flow run of ours of the last days that is in this state, the newest first."""
-    from prefect.client.schemas.filters import (
-        FlowFilter,
-        FlowFilterName,
-        FlowRunFilter,
-        FlowRunFilterExpectedStartTime,
-        FlowRunFilterState,
-        FlowRunFilterStateType,
-    )
-    from prefect.client.schemas.sorting import FlowRunSort
-
-    from flows.submission import KINDS
-
-    page, found, size = 0, [], 200
-    while True:
-        some = await client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=list(KINDS))),
-            flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[state])),
-                expected_start_time=FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - LOOK_BACK),
-            ),
-            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            limit=size,
-            offset=page * size,
-        )
-        found += some
-        if len(some) < size:
-            return found
-        page += 1
-
-
 def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
     """Return the rows with a note where a job lives though Prefect calls its flow run cancelled.
 
@@ -197,28 +162,26 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
     asked = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
     if not asked or not os.environ.get("PREFECT_API_URL"):
         return list(rows)
-    states = asyncio.run(_states_here(asked))
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    from flows.server import use_secret
+
+    async def states_here() -> dict[str, str]:
+        async with get_client(httpx_settings={"timeout": 5.0}) as client:
+            return await _states(client, asked)
+
+    use_secret()
+    try:
+        states = asyncio.run(states_here())
+    except httpx.HTTPError:
+        return list(rows)
     return [
         replace(row, note=f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {row.run}")
         if row.live and not row.note and is_abandoned(row.flow_runs, states)
         else row
         for row in rows
     ]
-
-
-async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
-    """Return the states from the server of PREFECT_API_URL; {} where it does not answer."""
-    import httpx
-    from prefect.client.orchestration import get_client
-
-    from flows.server import use_secret
-
-    try:
-        use_secret()
-        async with get_client(httpx_settings={"timeout": 5.0}) as client:
-            return await _states(client, flow_runs)
-    except httpx.HTTPError:
-        return {}
 
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:

@@ -10,31 +10,15 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
-from prefect.settings import (
-    PREFECT_CLIENT_MAX_RETRIES,
-    PREFECT_SERVER_EPHEMERAL_ENABLED,
-    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
-from flows.serving import (
-    AUTH,
-    LOOPBACK,
-    environment_file,
-    new_secret,
-    own_server_command,
-    server_environment,
-    serving_home,
-    settings_in,
-)
+from flows import serving
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import translating
@@ -56,27 +40,17 @@ def server_address() -> httpx.URL | None:
 
 def use_secret() -> None:
     """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
-    settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
-    given = settings.api.auth_string or settings.api.key
-    address = kept.get("PREFECT_API_URL", "")
-    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, address):
-        _configure({AUTH: kept[AUTH]})
-
-
-def _same(address: str, other: str) -> bool:
-    """Return whether two addresses are of the same API; this machine has two names."""
-    one, two = (httpx.URL(url.rstrip("/")) for url in (address, other))
-    hosts = (one.host, two.host)
-    return one.copy_with(host=two.host) == two and (one.host == two.host or set(hosts) <= set(LOOPBACK))
+    api, kept = get_current_settings().api, serving.settings_in(serving.environment_file(serving.serving_home()))
+    if not api.url or serving.AUTH not in kept or api.auth_string or api.key:
+        return
+    one, two = (httpx.URL(url.rstrip("/")) for url in (api.url, kept.get("PREFECT_API_URL", "")))
+    here = {one.host, two.host} <= {*serving.LOOPBACK}  # this machine has two names
+    if one.copy_with(host=two.host) == two and (one.host == two.host or here):
+        _configure({serving.AUTH: kept[serving.AUTH]})
 
 
 def require_server() -> None:
-    """Ask the configured server once whether it can be worked with.
-
-    Raises:
-        ConfigProblem: none is configured.
-        ServerUnreachable: it does not answer, is not Prefect's, or refuses us.
-    """
+    """Ask the configured server once whether it can be worked with."""
     address = server_address()
     if address is None:
         raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
@@ -89,7 +63,20 @@ def require_server() -> None:
         ):
             client.raise_for_api_version_mismatch()
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        raise _not_there(address, error) from None  # a traceback may show the headers that were sent
+        if os.environ.get("PREFECT_API_URL"):
+            given, unset = f"PREFECT_API_URL={address}", "unset PREFECT_API_URL"
+        else:  # a profile's or a prefect.toml's
+            given, unset = f"PREFECT_API_URL={address} in Prefect's settings", "prefect config unset PREFECT_API_URL"
+        fix = "Start it with `make serve`, or correct the address, which ends in /api"
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
+            fix = (
+                "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for; "
+                "`make serve` says how for the server that it starts"
+            )
+        raise ServerUnreachable(
+            f"{given} cannot be used as Prefect's server: {_why(error)}. {fix}; or `{unset}`, and a training starts a "
+            "server of its own"
+        ) from None  # a traceback may show the headers that were sent
 
 
 async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
@@ -114,39 +101,43 @@ class OwnServer:
 
     Prefect's client would start the same one, but only after importing all of the server into this process, which takes
     as long again as its start (prefect.server.api.server.SubprocessASGIServer of Prefect 3.8).
-
-    Raises:
-        ServerUnreachable: it must not be started, or could not keep its data.
     """
 
     def __init__(self) -> None:
         settings = get_current_settings()
-        if not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
+        if not settings.server.ephemeral.enabled:
             raise ServerUnreachable(
                 "no Prefect server is configured, and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=false forbids to "
                 "start one here: run `make serve` and set PREFECT_API_URL as it says"
             )
-        _require_home(settings.home)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._address = f"http://127.0.0.1:{port}/api"
-        secret = new_secret()
+        try:  # a server that cannot keep its data dies, and Prefect starts it again forever
+            close_folder(settings.home)
+            with TemporaryFile(dir=settings.home) as probe:
+                probe.write(bytes(_DATABASE_BYTES))
+                probe.flush()
+        except OSError as error:
+            why = error.strerror or error
+            raise ServerUnreachable(
+                f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={settings.home}: {why}. "
+                "Make room there, or set PREFECT_HOME to a folder that can be written"
+            ) from error
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self._address, secret = f"http://127.0.0.1:{port}/api", serving.new_secret()
         # The types of blocks are registered by a server that stays; no pipeline asks for one.
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
-        environment |= settings.to_environment_variables(exclude_unset=True) | server_environment(port, secret)
+        environment |= settings.to_environment_variables(exclude_unset=True) | serving.server_environment(port, secret)
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
         environment["PREFECT__SERVER_FINAL"] = "1"  # there is one server in the process, which saves 50 MB
-        self._process = subprocess.Popen(own_server_command(port), env=environment, umask=0o077, stdin=subprocess.PIPE)
-        self._deadline = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        command = serving.own_server_command(port)
+        self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
+        self._seconds = settings.server.ephemeral.startup_timeout_seconds
+        self._deadline = time.monotonic() + self._seconds
         atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
-        _configure({"PREFECT_API_URL": self._address, AUTH: secret})
+        _configure({"PREFECT_API_URL": self._address, serving.AUTH: secret})
 
     def wait(self) -> None:
-        """Return when the server answers.
-
-        Raises:
-            ServerUnreachable: it ended, or was not up in time.
-        """
+        """Return when the server answers."""
         with httpx.Client(trust_env=False, timeout=_ANSWER_SECONDS) as client:
             while time.monotonic() < self._deadline:
                 if (code := self._process.poll()) is not None:
@@ -158,11 +149,10 @@ class OwnServer:
                     if client.get(f"{self._address}/health").is_success:
                         return
                 time.sleep(0.05)
-        seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         raise ServerUnreachable(
-            f"Prefect's own server for this run was not up after {seconds} s. The usual cause is a busy machine, or a "
-            f"slow disk below PREFECT_HOME={get_current_settings().home}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_"
-            f"SECONDS={2 * seconds}, or start a server that stays: `make serve`"
+            f"Prefect's own server for this run was not up after {self._seconds} s. The usual cause is a busy machine, "
+            f"or a slow disk below PREFECT_HOME={get_current_settings().home}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_"
+            f"TIMEOUT_SECONDS={2 * self._seconds}, or start a server that stays: `make serve`"
         )
 
     def _stop(self) -> None:
@@ -176,77 +166,34 @@ class OwnServer:
 
 def _configure(settings: Mapping[str, str]) -> None:
     """Set these in Prefect for this process alone: a job that outlives it must inherit neither address nor secret."""
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ |= settings
     try:
         refresh_global_settings_context()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in settings:
+            del os.environ[name]
+        os.environ |= before
 
 
 @translating
 def server_problems() -> Iterator[None]:
-    """Turn the loss of the server within this block, after all retries of Prefect's client, into a message.
-
-    Raises:
-        ServerUnreachable: a request to the server was not answered.
-    """
+    """Turn the loss of the server within this block, after all retries of Prefect's client, into a message."""
     address = server_address()
     try:
         yield
     except httpx.RequestError as error:
-        if address is None or not _was_for_server(error, address):
+        if address is None:
             raise
+        with suppress(RuntimeError):  # httpx's way to say that it does not know whom it asked
+            asked = error.request.url
+            if (asked.host, asked.port) != (address.host, address.port) or not asked.path.startswith(address.path):
+                raise  # other hosts are asked through the same library
         raise ServerUnreachable(
             f"Prefect's server at {address} stopped answering ({_why(error)}). "
             "Run the same command again once a server answers (`make serve` starts one that stays): steps that are "
             "done are found by their keys, and a job that still runs is adopted"
         ) from None
-
-
-def _require_home(home: Path) -> None:
-    """See that a server of our own can keep its data: where it cannot, it dies, and Prefect starts it again forever."""
-    try:
-        close_folder(home)
-        with TemporaryFile(dir=home) as probe:
-            probe.write(bytes(_DATABASE_BYTES))
-            probe.flush()
-    except OSError as error:
-        why = error.strerror or error
-        raise ServerUnreachable(
-            f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={home}: {why}. "
-            "Make room there, or set PREFECT_HOME to a folder that can be written"
-        ) from error
-
-
-def _was_for_server(error: httpx.RequestError, address: httpx.URL) -> bool:
-    """Return whether a failed request was one to the server: other hosts are asked through the same library."""
-    try:
-        asked = error.request.url
-    except RuntimeError:  # httpx's way to say that it does not know
-        return True
-    return (asked.host, asked.port) == (address.host, address.port) and asked.path.startswith(address.path)
-
-
-def _not_there(address: httpx.URL, error: Exception) -> ServerUnreachable:
-    if os.environ.get("PREFECT_API_URL"):
-        given, unset = f"PREFECT_API_URL={address}", "unset PREFECT_API_URL"
-    else:  # a profile's or a prefect.toml's
-        given, unset = f"PREFECT_API_URL={address} in Prefect's settings", "prefect config unset PREFECT_API_URL"
-    fix = "Start it with `make serve`, or correct the address, which ends in /api"
-    if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
-        fix = (
-            "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for; "
-            "`make serve` says how for the server that it starts"
-        )
-    return ServerUnreachable(
-        f"{given} cannot be used as Prefect's server: {_why(error)}. {fix}; or `{unset}`, and a training starts a "
-        "server of its own"
-    )
 
 
 def _why(error: BaseException) -> str:

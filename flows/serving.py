@@ -10,13 +10,12 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from litgpt_demo import PYTHON
-from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -37,16 +36,9 @@ def environment_file(home: Path) -> Path:
 
 def settings_in(file: Path) -> dict[str, str]:
     """Return the settings of such a file; {} where there is none that we can read."""
-    try:
-        words = shlex.split(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-def write_settings(file: Path, settings: Mapping[str, str]) -> None:
-    """Write such a file for its owner alone, so that a reader sees all of it or none."""
-    write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
+    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
+        return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
+    return {}
 
 
 def new_secret() -> str:
@@ -67,15 +59,14 @@ def own_server_command(port: int) -> list[str]:
 
 def own_server() -> Any:
     """Return Prefect's server, in a process whose standard input a command keeps open as long as it lives."""
-    Thread(target=_end_with_command, name="command", daemon=True).start()
+
+    def end_with_command() -> None:  # however that ended: a killed one could not say goodbye
+        os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)  # as long as the command itself would wait for it
+        os._exit(1)
+
+    Thread(target=end_with_command, name="command", daemon=True).start()
     from prefect.server.api.server import create_app
 
     return create_app()
-
-
-def _end_with_command() -> None:
-    """End this process when its command has ended, however that did: a killed one could not say goodbye."""
-    os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)  # as long as the command itself would wait for it
-    os._exit(1)

@@ -40,14 +40,10 @@ async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
 
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others.
-
-    Raises:
-        ConfigProblem: a trial would be refused; none has begun.
-    """
+    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others."""
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
-    await asyncio.to_thread(partial(settle_others, index, start, name=config.name, open=beside))
+    await asyncio.to_thread(settle_others, index, start, name=config.name, open=beside)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
     await report_findings(partial(findings_of_trials, config, runs, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
@@ -56,55 +52,36 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
     slots = asyncio.Semaphore(config.sweep.max_parallel)
 
-    async def bounded(trial: Trial, run: Run) -> Outcome:
+    async def carried_out(trial: Trial, run: Run) -> Outcome:
+        """One trial as a run of its own, shown below this one in the UI."""
+        changes = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in trial.changes.items())
+        name = f"{trial.config.name} {changes}".replace("{", "(").replace("}", ")")
         async with slots:
             await asyncio.to_thread(watch.check)
-            outcome = await run_trial(trial, run)
-        loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
-        emit(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
-        return outcome
+            PLANNED.set(run)
+            try:
+                final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
+            except TrainLitgptError as error:
+                why, nothing = str(error), {"validation_loss": None, "tokens_per_second": None}
+                emit(Note(what=f"trial {changes}: {why.splitlines()[0]}", severity="warning"))
+                return Outcome(trial=trial, run=run.name, **nothing, error=why)
+            speed = summary(await asyncio.to_thread(read_metrics, run.storage)).tokens_per_second
+        emit(Note(what=f"trial {changes}: validation loss {final.validation_loss:.4f}"))
+        return Outcome(trial=trial, run=run.name, validation_loss=final.validation_loss, tokens_per_second=speed)
 
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(bounded(*pair)) for pair in zip(planned, runs, strict=True)]
+            begun = [group.create_task(carried_out(*pair)) for pair in zip(planned, runs, strict=True)]
     except BaseExceptionGroup as several:  # no failure of a trial, and nobody would watch the others: they have ended
         raise several.exceptions[0] from None
-    return await publish(config, [one.result() for one in begun])
-
-
-async def run_trial(trial: Trial, run: Run) -> Outcome:
-    """One trial as a run of its own, shown below this one in the UI."""
-    config = trial.config
-    PLANNED.set(run)
-    named = train_litgpt.with_options(
-        flow_run_name=f"{config.name} {_changes(trial)}".replace("{", "(").replace("}", ")")
-    )
-    try:
-        final = await named(**dict(config))
-    except TrainLitgptError as error:
-        return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
-    speed = summary(await asyncio.to_thread(read_metrics, run.storage)).tokens_per_second
-    return Outcome(trial=trial, run=run.name, validation_loss=final.validation_loss, tokens_per_second=speed)
-
-
-async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """The table and best.yaml, under the root and as artifacts.
-
-    Raises:
-        LauncherError: no trial succeeded.
-    """
-    name = sweep_name(config)
-    storage = open_storage(config.root).within(f"sweeps/{name}")
+    outcomes = [one.result() for one in begun]
+    storage = open_storage(config.root).within(f"sweeps/{sweep}")
     table = ranking(outcomes)
-    await acreate_table_artifact(table, key=f"sweep-{name}", description="Trials, best first")
+    await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
     best = best_yaml(outcomes)
     if best is None:
         raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
     await asyncio.to_thread(storage.write, "best.yaml", best.encode())
-    await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{name}", description="The best trial's config")
+    await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{sweep}", description="The best trial's config")
     emit(Note(what=f"best: {storage.address('best.yaml')}"))
     return table
-
-
-def _changes(trial: Trial) -> str:
-    return ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in trial.changes.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,27 +15,16 @@ from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_at
 from launcher.config import RunConfig
 from launcher.events import Note
-from launcher.runs.attempts import claim_at, opening_beside, run_of_flow_run, settle_others
-from launcher.runs.index import Index
+from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.export import FinalManifest, exported
 from tasks.checkpoints import Collector, collect_checkpoints
-from tasks.credentials import get_credentials
 from tasks.dataset import prepare_dataset
 from tasks.image import build_image
-from tasks.preflight import report_findings
+from tasks.preflight import get_credentials, is_under_way
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit
-from tasks.training import ask, flow_runs, train
-
-
-@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(RunConfig)
-async def train_litgpt(**parameters: Any) -> FinalManifest:
-    """Prepare the data, pin the software, prove access, train, collect."""
-    begin()
-    return await run_pipeline(config_from(RunConfig, parameters))
-
+from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
 """The run of a sweep's trial: the sweep has read the corpus for all of them."""
@@ -45,28 +35,24 @@ def _planned(config: RunConfig, flow_run: str | None) -> Run:
     return run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config)
 
 
-async def run_pipeline(config: RunConfig) -> FinalManifest:
-    """The five steps; each finds itself done by its key, so that running again is free.
-
-    A job that lives is followed: what only a submission needs (machines, image, access) is not looked at again.
-    """
+@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@takes(RunConfig)
+async def train_litgpt(**parameters: Any) -> FinalManifest:
+    """Prepare the data, pin the software, prove access, train, collect."""
+    # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
+    # submission needs (machines, image, access) is not looked at again.
+    begin()
+    config = config_from(RunConfig, parameters)
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
-    claim = claim_at(run)
-    lives = await ask(claim, claim.attempts.live) is not None
-    if not lives:
-        if await asyncio.to_thread(exported, run.storage) is None:
-            beside = opening_beside(config.platform)
-            await asyncio.to_thread(
-                partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name, open=beside)
-            )
-        await report_findings(partial(findings_at, run, trusted=True), artifact=run.name)
+    find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
+    lives = await is_under_way(claim_at(run), find, done=done)
     dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
         identity = await build_image(config)
     if not lives:
         await get_credentials(config)
-    with Collector(run) as collector:
+    with closing(Collector(run)) as collector:
         await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
         final = await collect_checkpoints(as_it_is(run), collector)
     address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 from contextlib import suppress
-from typing import Self
+from typing import IO, cast
 
 from prefect import task
 
@@ -23,7 +23,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.access import environment_of_readers
-from tasks.steps import emit, options_of
+from tasks.steps import RETRIED, emit
 
 _HEAD_START = 8.0
 """Seconds before the last step at which the process is started; its imports take six on an idle core."""
@@ -41,13 +41,7 @@ class Collector:
         self._process: subprocess.Popen[bytes] | None = None
         self._steps, self._begun = math.inf, False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the process, if it is there, with nothing written down."""
         process, self._process = self._process, None
         if process is not None:
@@ -63,41 +57,26 @@ class Collector:
                 if (self._steps - step) * seconds < _HEAD_START:
                     self._start()
             case {"kind": "end", "step": self._steps}:  # its last checkpoint is committed
-                self._begin()
+                self._start(begin=True)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process, unless it is there; it imports what it needs, waits, and ends with this process."""
+    def _start(self, *, begin: bool = False) -> subprocess.Popen[bytes]:
+        """Start the process, unless it is there: it imports what it needs, and waits until it shall `begin`."""
         if self._process is None:
-            address = self._run.storage.address()
+            address, pipe = self._run.storage.address(), subprocess.PIPE
             command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment_of_readers(os.environ),
-            )
+            environ = environment_of_readers(os.environ)
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environ)
             self._begun = False
+        if begin and not self._begun:
+            self._begun, words = True, cast(IO[bytes], self._process.stdin)
+            with suppress(BrokenPipeError):  # it has ended; `collect` tells why
+                words.write(b"begin\n")
+                words.flush()
         return self._process
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        """Let it make and prove the models."""
-        process = self._start()
-        if not self._begun:
-            self._begun = True
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended; `collect` tells why
-                process.stdin.write(b"begin\n")
-                process.stdin.flush()
-        return process
-
     async def collect(self) -> FinalManifest:
-        """Let it collect; the job has ended.
-
-        Raises:
-            TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
-        """
-        process, self._process = self._begin(), None
+        """Let it collect; the job has ended."""
+        process, self._process = self._start(begin=True), None
         try:
             (output, _), _ = await asyncio.gather(
                 asyncio.to_thread(process.communicate, b"finish\n"),
@@ -113,20 +92,14 @@ class Collector:
         raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
 
 
-@task(**options_of(Step.CHECKPOINTS))
+@task(name=Step.CHECKPOINTS.task, task_run_name=Step.CHECKPOINTS.task, **RETRIED)
 async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
-    """Collect the run's last checkpoint, or find it collected.
-
-    Raises:
-        TrainLitgptError: the checkpoint does not verify, or the model loaded back differs.
-    """
-    storage = run.storage
+    """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))
-    done = await asyncio.to_thread(exported, storage)
-    final, reused = (done, True) if done is not None else await _collected(run, collector)
+    final, reused = await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
-    what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
+    what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {run.storage.address(FINAL)}"
     emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=reused))
     return final
 
@@ -134,15 +107,13 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
 async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, bool]:
     """Collect under the run's lease; where another orchestrator has it, wait for what that one collects.
 
-    Returns what was collected, and whether another one did.
+    Returns what was collected, and whether that was done already, or by another one.
     """
     with Lease(Index(run.root), run.name) as lease:
-        while not await asyncio.to_thread(lease.take):
-            # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
-            await asyncio.to_thread(collector.stop)
-            if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-                return done, True
-            await asyncio.sleep(LOOK)
-        if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-            return done, True
-        return await collector.collect(), False
+        mine = False
+        while (done := await asyncio.to_thread(exported, run.storage)) is None and not mine:
+            if not (mine := await asyncio.to_thread(lease.take)):
+                # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
+                await asyncio.to_thread(collector.close)
+                await asyncio.sleep(LOOK)
+        return (await collector.collect(), False) if done is None else (done, True)

@@ -19,29 +19,26 @@ from litgpt_demo.data import preparation
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
-from tasks.live import LINE, Live
-from tasks.steps import RETRIED, as_it_is, emit, options_of, own_tries
+from tasks.live import Live
+from tasks.steps import RETRIED, as_it_is, emit, own_tries
 from tasks.workers import Fanout
 
 
-@task(**options_of(Step.DATASET))
+@task(name=Step.DATASET.task, task_run_name=Step.DATASET.task, **RETRIED)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
-    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key.
-
-    Raises:
-        ConfigProblem: the workers are not there.
-        DataError: the corpus is empty, too small, or not what it says it is.
-        LauncherError: a worker was lost.
-    """
+    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key."""
     emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
-    emit(StepDone(step=Step.DATASET, what=_described(manifest, planned.path), reused=done is not None))
+    what = (
+        f"{manifest.documents:,} documents, {count_text(manifest.train.tokens)} training and "
+        f"{count_text(manifest.validation.tokens)} validation tokens in {planned.path}"
+    )
+    emit(StepDone(step=Step.DATASET, what=what, reused=done is not None))
     return manifest
 
 
 async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
-    """Prepare in a thread, which is stopped and waited for when this is cancelled."""
     require(await asyncio.to_thread(check_workers, workers))
     if isinstance(workers, ThreadWorkers) and workers.count is None:
         workers = workers.model_copy(update={"count": preparation.threads_for(root)})
@@ -58,10 +55,10 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
         making = asyncio.create_task(asyncio.to_thread(prepare))
         try:
             manifest = await asyncio.shield(making)
-        finally:
+        finally:  # the thread is stopped and waited for when this is cancelled
             fanout.stop()
             await asyncio.gather(making, return_exceptions=True)
-        live.finish()
+        live.report(None)
     with own_tries():
         await publish_dataset(as_it_is(planned), as_it_is(manifest), seconds=time.monotonic() - start)
     return manifest
@@ -72,46 +69,31 @@ class LivePreparation(Live):
 
     def __init__(self, planned: PlannedDataset) -> None:
         super().__init__()
-        self._done = False
         self._name = f"{planned.name}-{planned.key}"
-        self._progress_now = Preparation(phase="survey")
-        self._line_at = time.monotonic()
+        self._now: Preparation | None = Preparation(phase="survey")
 
-    def report(self, progress: Preparation) -> None:
-        """Report progress from the thread that prepares."""
-        self._progress_now = progress
+    def report(self, progress: Preparation | None) -> None:
+        """Report progress from the thread that prepares; None: it is done."""
+        self._now = progress
         self.news += 1
-        what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
-        emit(StepProgress(step=Step.DATASET, what=what, fraction=fraction))
-
-    def finish(self) -> None:
-        self._done = True
-        self.news += 1
+        if progress is not None:
+            what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
+            emit(StepProgress(step=Step.DATASET, what=what, fraction=fraction))
 
     async def show(self) -> None:
-        progress = self._progress_now
-        text = datasets.progress_text(progress)
-        if time.monotonic() > self._line_at + LINE:
-            get_run_logger().info(text)
-            self._line_at = time.monotonic()
-        percent = 100.0 if self._done else min(99.0, 100 * (datasets.fraction(progress) or 0.0))
-        told = f"Preparation of {self._name}: {'done' if self._done else text}"
+        progress, text, percent = self._now, "done", 100.0
+        if progress is not None:
+            text, percent = datasets.progress_text(progress), min(99.0, 100 * (datasets.fraction(progress) or 0.0))
+            if self.line_is_due():
+                get_run_logger().info(text)
+        told = f"Preparation of {self._name}: {text}"
         await self.show_progress(percent, key=f"dataset-{self._name}", description=told)
 
 
 @task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
     """Show in Prefect the totals of a preparation of `seconds`."""
-    name = f"{planned.name}-{planned.key}"
-    await acreate_table_artifact(
-        datasets.table(manifest, seconds=seconds), key=f"dataset-figures-{name}", description="The dataset in figures"
-    )
+    name, table = f"{planned.name}-{planned.key}", datasets.table(manifest, seconds=seconds)
+    await acreate_table_artifact(table, key=f"dataset-figures-{name}", description="The dataset in figures")
     if lengths := datasets.lengths_markdown(manifest):
         await acreate_markdown_artifact(lengths, key=f"dataset-lengths-{name}", description="Lengths of its documents")
-
-
-def _described(manifest: DatasetManifest, path: str) -> str:
-    return (
-        f"{manifest.documents:,} documents, {count_text(manifest.train.tokens)} training and "
-        f"{count_text(manifest.validation.tokens)} validation tokens in {path}"
-    )

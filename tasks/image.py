@@ -13,46 +13,20 @@ from launcher.findings import require
 from launcher.images.build import prepare_image
 from launcher.images.fitness import check_fitness, chosen_image
 from launcher.images.identity import SoftwareIdentity
-from launcher.images.settings import Image, NoImage
+from launcher.images.settings import NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
 from litgpt_demo.storage import open_storage
-from tasks.steps import RETRIED, emit, options_of
+from tasks.steps import RETRIED, emit
 
 
-@task(**options_of(Step.IMAGE))
+@task(name=Step.IMAGE.task, task_run_name=Step.IMAGE.task, **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    identity = await _prepared(image, config)
-    if containers and identity.image:
-        # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
-        # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
-        found = await asyncio.to_thread(list, check_fitness(config, identity.image))
-        require(finding for finding in found if finding.severity != "unknown")
-        for finding in found:
-            if finding.severity in {"warning", "unknown"}:
-                emit(Note(what=str(finding), severity="warning"))
-    known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
-    here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
-    what = f"{identity.image}" if containers else here
-    emit(StepDone(step=Step.IMAGE, what=what, reused=False))
-    return identity
-
-
-@task(name="ship-code", task_run_name="ship-code", **RETRIED)
-async def ship_code(code: CodeArchive, root: str) -> None:
-    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
-    storage = open_storage(root)
-    put = await asyncio.to_thread(code.ship, storage)
-    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
-
-
-async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareIdentity:
-    """Build in a thread, which ends soon after this task is cancelled: a build elsewhere is then cancelled too."""
-    stopped = threading.Event()
+    stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
 
     def stop_if_asked() -> None:
         if stopped.is_set():
@@ -67,6 +41,26 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         stop_if_asked()
 
     try:
-        return await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
+        identity = await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
     finally:
         stopped.set()
+    if containers and identity.image:
+        # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
+        # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
+        found = await asyncio.to_thread(list, check_fitness(config, identity.image))
+        require(finding for finding in found if finding.severity != "unknown")
+        for finding in found:
+            if finding.severity in {"warning", "unknown"}:
+                emit(Note(what=str(finding), severity="warning"))
+    known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
+    here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
+    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else here))
+    return identity
+
+
+@task(name="ship-code", task_run_name="ship-code", **RETRIED)
+async def ship_code(code: CodeArchive, root: str) -> None:
+    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
+    storage = open_storage(root)
+    put = await asyncio.to_thread(code.ship, storage)
+    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))

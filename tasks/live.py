@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Self
@@ -40,7 +41,7 @@ class Live(ABC):
     def __init__(self) -> None:
         self.news = 0
         """Grows with everything that could be shown."""
-        self._shown = 0
+        self._shown, self._line_at = 0, time.monotonic()
         self._ended = asyncio.Event()
         self._progress: UUID | None = None
         self._page: UUID | None = None
@@ -53,19 +54,24 @@ class Live(ABC):
         # Not cancelled: an update cut in the middle would leave one artifact of two.
         self._ended.set()
         await self._updates
-        await self._update()  # once more, if the last one found the server away
 
     async def _update_till_the_end(self) -> None:
-        while not self._ended.is_set():
+        """Show what is new, and once more at the end; what a server that is away has missed is in the next update."""
+        ended = False
+        while not ended:
+            ended = self._ended.is_set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), _UPDATE)
-            await self._update()
+            news = self.news
+            if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
+                self._shown = news
 
-    async def _update(self) -> None:
-        """Show what is new; what a server that is away has missed is in the next update."""
-        news = self.news
-        if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
-            self._shown = news
+    def line_is_due(self, *, anyway: bool = False) -> bool:
+        """Return whether the log's last line is long ago, or one is due anyway; if so, it is written now."""
+        due = anyway or time.monotonic() > self._line_at + LINE
+        if due:
+            self._line_at = time.monotonic()
+        return due
 
     @abstractmethod
     async def show(self) -> None:

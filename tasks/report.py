@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +15,7 @@ from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, 
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
-from launcher.reports.curves import Progress, summary
+from launcher.reports.curves import summary
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport
 from launcher.runs.diagnosis import Verdict
@@ -29,8 +28,8 @@ from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
-from litgpt_demo.storage import ObjectInfo, Storage, open_storage
-from tasks.live import LINE, Live, could_show
+from litgpt_demo.storage import ObjectInfo, open_storage
+from tasks.live import Live, could_show
 from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
@@ -49,34 +48,30 @@ class LiveArtifacts(Live):
         super().__init__()
         self._name = job_name
         self._rows: list[Mapping[str, Any]] = []
-        self._line_at = time.monotonic()
         self._line_loss: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append({name: value for name, value in row.items() if name in _COLUMNS})
-        if len(self._rows) > _MOST_ROWS:
-            self._rows = _thinned(self._rows)
+        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
+            thinner = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
+            older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
+            # The newest `start` row stays in front: it says how many steps there are.
+            self._rows = [*[row for row in older if row["kind"] == "start"][-1:], *newer]
         self.news += 1
 
     async def show(self) -> None:
         rows = list(self._rows)
         progress = summary(rows)
-        self._log(progress)
-        await self.show_progress(
-            progress.percent, key=f"progress-{self._name}", description=f"Training of {self._name}"
-        )
-        await self.show_page(report.live_markdown(rows), key=f"training-{self._name}", description="Loss so far")
-
-    def _log(self, progress: Progress) -> None:
-        evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + LINE
-        if progress.step and (evaluated or long_ago):
-            held_out = progress.validation_loss
+        held_out = progress.validation_loss
+        if progress.step and self.line_is_due(anyway=held_out != self._line_loss):
             validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
-            so_far = [f"step {progress.step}/{progress.steps}", *progress.facts, *validation]
-            get_run_logger().info(", ".join(so_far))
-            self._line_at, self._line_loss = time.monotonic(), held_out
+            get_run_logger().info(", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation]))
+            self._line_loss = held_out
+        told = f"Training of {self._name}"
+        await self.show_progress(progress.percent, key=f"progress-{self._name}", description=told)
+        await self.show_page(report.live_markdown(rows), key=f"training-{self._name}", description="Loss so far")
 
 
 async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
@@ -91,8 +86,7 @@ async def publish_report(
     run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
 ) -> str:
     """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
-    made = await asyncio.to_thread(_gathered, run, dataset, identity, final)
-    await asyncio.to_thread(_write, run, made, identity, final)
+    made = await asyncio.to_thread(_written, run, dataset, identity, final)
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
     await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
     address, link = run.storage.address(REPORT), run.storage.browse_url(REPORT)
@@ -101,14 +95,30 @@ async def publish_report(
     return address
 
 
-def _write(run: Run, made: RunReport, identity: SoftwareIdentity, final: FinalManifest) -> None:
+def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
     """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
-    storage = run.storage
+    storage, config = run.storage, run.config.model_dump(mode="json")
+    rows = read_metrics(storage, bad := damaged_lines())
+    report_unreadable(bad)
+    times = attempt_times(Index(run.root), run.name)
+    made = RunReport(
+        name=run.name,
+        address=storage.address(),
+        rows=rows,
+        dataset=dataset,
+        final=final,
+        identity=identity,
+        config=config,
+        attempts=len(times),
+        avoided=times[-1].record.exclude_nodes if times else (),
+        seconds=trained_seconds(rows),
+        ledger=ledger(times, rows, read_document(storage).price),
+    )
     manifest = RunManifest(
         run=run.name,
         key=run.key,
         dataset=run.dataset.path,
-        config=run.config.model_dump(mode="json"),
+        config=config,
         software=asdict(identity),
         step=final.step,
         tokens=final.tokens,
@@ -123,49 +133,18 @@ def _write(run: Run, made: RunReport, identity: SoftwareIdentity, final: FinalMa
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
         there = read_manifest(storage, RunManifest)
         if there is not None and there.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
-            return
+            return made
     write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
-
-
-def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return half of the rows, for a curve of every second step looks the same.
-
-    Where a `start` row is among the others the newest stays in front: it says how many steps there are.
-    """
-    thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
-    older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
-    return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
-
-
-def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = read_metrics(run.storage, bad := damaged_lines())
-    report_unreadable(bad)
-    times = attempt_times(Index(run.root), run.name)
-    return RunReport(
-        name=run.name,
-        address=run.storage.address(),
-        rows=rows,
-        dataset=dataset,
-        final=final,
-        identity=identity,
-        config=run.config.model_dump(mode="json"),
-        attempts=len(times),
-        avoided=times[-1].record.exclude_nodes if times else (),
-        seconds=trained_seconds(rows),
-        ledger=ledger(times, rows, read_document(run.storage).price),
-    )
+    return made
 
 
 def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
     """Return what is recorded of the times of a run's attempts, oldest first; a report that is damaged is left out."""
-    ends = index.ends(run)
-    return [
-        AttemptTimes(record=record, end=ends.get(record.attempt), reports=_reports(open_storage(record.directory)))
-        for record in index.records(run)
-    ]
-
-
-def _reports(attempt: Storage) -> list[dict[str, Any]]:
-    """Return the reports of all lives of an attempt: one that its platform started again was moved one deeper."""
-    lives = {path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)}
-    return [report for folder in (attempt, *map(attempt.within, sorted(lives))) for report in node_reports(folder)]
+    ends, times = index.ends(run), []
+    for record in index.records(run):
+        attempt = open_storage(record.directory)
+        # Of an attempt that its platform started again, the reports of each life were moved one deeper.
+        lives = sorted({path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)})
+        reports = [one for folder in (attempt, *map(attempt.within, lives)) for one in node_reports(folder)]
+        times.append(AttemptTimes(record=record, end=ends.get(record.attempt), reports=reports))
+    return times

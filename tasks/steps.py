@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
@@ -18,23 +18,11 @@ from prefect.exceptions import MissingContextError
 from prefect.utilities.annotations import opaque
 
 from launcher.errors import JobFailed
-from launcher.events import (
-    Event,
-    MetricsKnown,
-    MetricsRow,
-    Note,
-    Output,
-    Step,
-    StepDone,
-    StepProgress,
-    StepStarted,
-    report,
-)
+from launcher.events import Event, MetricsKnown, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, give_up, was_given_up
 
 T = TypeVar("T")
-RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
 # only delays the message.
@@ -71,11 +59,7 @@ def own_tries() -> Iterator[None]:
 
 
 def as_it_is(value: T) -> T:
-    """Return the argument of a task as it is handed to Prefect, so that Prefect does not look for futures in every part
-    of it: the plan of a corpus has thousands, and each task would look four times.
-
-    It is for plans, manifests of datasets and models, and claims; what is small goes without it.
-    """
+    """Hand a task a large argument as it is: Prefect would look for futures in each of its thousands of parts."""
     return cast(T, opaque(value))
 
 
@@ -86,32 +70,15 @@ class TaskOptions(TypedDict):
     persist_result: bool
     retries: int
     retry_delay_seconds: list[float]
-    retry_condition_fn: RetryCondition
+    retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
 
 
 # Three tries over a minute and a half: what a bucket or an API server usually needs to come back.
-RETRIED = TaskOptions(
-    cache_policy=NO_CACHE,
-    persist_result=False,
-    retries=3,
-    retry_delay_seconds=[2, 15, 60],
-    retry_condition_fn=worth_retrying,
-)
-ONCE = TaskOptions(
-    cache_policy=NO_CACHE, persist_result=False, retries=0, retry_delay_seconds=[], retry_condition_fn=worth_retrying
-)
-
-
-class StepOptions(TaskOptions):
-    """`@task(…)` of a step."""
-
-    name: str
-    task_run_name: str
-
-
-def options_of(step: Step, tries: TaskOptions = RETRIED) -> StepOptions:
-    """Return the options of a step's task: its name, and its tries."""
-    return StepOptions(name=step.task, task_run_name=step.task, **tries)
+RETRIED: TaskOptions = {
+    "cache_policy": NO_CACHE, "persist_result": False, "retry_condition_fn": worth_retrying,
+    "retries": 3, "retry_delay_seconds": [2, 15, 60],
+}  # fmt: skip
+ONCE: TaskOptions = {**RETRIED, "retries": 0, "retry_delay_seconds": []}
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
@@ -139,12 +106,8 @@ def emit(event: Event) -> None:
             logger.info("%s: %s", event.step, what)
         case StepDone():
             logger.info("%s: %s%s", event.step, event.what, " (found done)" if event.reused else "")
-        case Note(severity="error"):
-            logger.error(event.what)
-        case Note(severity="warning"):
-            logger.warning(event.what)
         case Note():
-            logger.info(event.what)
+            logger.log(logging.getLevelNamesMapping()[event.severity.upper()], event.what)
 
 
 def report_unreadable(bad: Unreadable) -> None:

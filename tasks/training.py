@@ -16,19 +16,9 @@ from typing import TypeVar
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
+from launcher import events
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
-from launcher.events import (
-    JobChanged,
-    JobPhase,
-    MetricsKnown,
-    MetricsRow,
-    Note,
-    Output,
-    Step,
-    StepDone,
-    StepStarted,
-    report,
-)
+from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
@@ -37,7 +27,7 @@ from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
-from launcher.runs.restarts import Budget, Decision, Stop
+from launcher.runs.restarts import Budget, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
@@ -48,7 +38,7 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.live import LINE
 from tasks.report import LiveArtifacts, show_verdict
-from tasks.steps import ONCE, as_it_is, emit, options_of, report_unreadable
+from tasks.steps import ONCE, as_it_is, emit, report_unreadable
 
 T = TypeVar("T")
 
@@ -60,17 +50,13 @@ _MOST_WARNINGS = 20  # of an attempt that are told
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 
-@task(**options_of(Step.TRAINING, ONCE))
+@task(name=Step.TRAINING.task, task_run_name=Step.TRAINING.task, **ONCE)
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
-    """Train until the run's last checkpoint is committed, or find that it is.
-
-    Args:
-        on_row: called with each row of metrics.
-    """
+    """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
-    platform = run.config.platform
+    platform, train = run.config.platform, run.config.train
     on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
     emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
@@ -79,13 +65,11 @@ async def train(
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
         await asyncio.to_thread(write_bill, run, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
-
-        def make_job(attempt: int) -> Job:
-            return training_job(run, attempt=attempt, image=identity.image, labels=labels)
-
-        claim = replace(claim_at(run, steps=spec.steps), make_job=make_job)
+        claim = replace(
+            claim_at(run, steps=spec.steps),
+            make_job=lambda attempt: training_job(run, attempt=attempt, image=identity.image, labels=labels),
+        )
         step = there[0].step if there else 0
-        train = run.config.train
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 
@@ -99,16 +83,9 @@ async def run_job(
     A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
 
     Args:
-        on_row: called with each row of metrics.
         step: the run's newest checkpoint; 0 without one, as for every script.
-        restarts: the rules of new attempts, by class of failure.
 
     Returns the attempt that ended well.
-
-    Raises:
-        JobFailed: it ended in a way that another attempt would not fix, or too often.
-        JobCancelled: somebody asked for the run or its sweep to end.
-        RunIsLive: it lives on another platform than the config's.
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
@@ -116,13 +93,38 @@ async def run_job(
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
+        step = max((one.after for one in verdicts), default=step)
         run = _Orchestration(claim, budget, lease, watch, verdicts, step)
-        return await run.to_its_good_end(on_row)
+        ended, verdict = verdicts[-1].attempt if verdicts else 0, None
+        while True:
+            if (done := await run.turn(ended, verdict)) is not None:
+                return done
+            decision = budget.after(run.verdicts)
+            wait = 0.0 if isinstance(decision, Stop) else decision.wait
+            if wait and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
+                what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
+                emit(Note(what=what, severity="warning"))
+                await pause(wait, look=watch.check)
+            await ask(claim, attempts.sweep)
+            await asyncio.to_thread(watch.check)
+            # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+            exclude = await ask(claim, partial(_excluded, claim))
+            record = await ask(claim, partial(claim.take, ended=ended, exclude=exclude))
+            await submit_job(as_it_is(claim), record)
+            try:
+                await asyncio.to_thread(watch.check)
+            except JobCancelled:  # asked for before its platform knew the job, so that there was nothing to end
+                await ask(claim, attempts.cancel)
+                raise
+            verdict = await await_job(as_it_is(claim), record, on_row)
+            if verdict is None:
+                return record
+            ended = record.attempt
 
 
 @dataclass
 class _Orchestration:
-    """The attempts of a run, one after the other, as their orchestrator counts them."""
+    """What the orchestrator of a run's attempts counts, and its side of the lease."""
 
     claim: Claim
     budget: Budget
@@ -133,107 +135,72 @@ class _Orchestration:
     step: int
     """The run's newest checkpoint."""
 
-    async def to_its_good_end(self, on_row: Callable[[Row], None]) -> AttemptRecord:
-        """Return the attempt that ended well; every attempt that ends badly is followed by another, or by an error."""
-        self.step = max((one.after for one in self.verdicts), default=self.step)
-        ended, verdict = self.verdicts[-1].attempt if self.verdicts else 0, None
-        while True:
-            if (done := await self._turn(ended, verdict)) is not None:
-                return done
-            await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
-            await ask(self.claim, self.claim.attempts.sweep)
-            await asyncio.to_thread(self.watch.check)
-            # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-            exclude = await ask(self.claim, self._excluded)
-            record = await ask(self.claim, partial(self.claim.take, ended=ended, exclude=exclude))
-            await submit_job(as_it_is(self.claim), record)
-            await self._end_if_cancelled()
-            verdict = await await_job(as_it_is(self.claim), record, on_row)
-            if verdict is None:
-                return record
-            ended = record.attempt
-
-    async def _end_if_cancelled(self) -> None:
-        """End a job whose cancellation came before its platform knew the job, and so found nothing to end.
-
-        Raises:
-            JobCancelled: it has ended.
-        """
-        try:
-            await asyncio.to_thread(self.watch.check)
-        except JobCancelled:
-            await ask(self.claim, self.claim.attempts.cancel)
-            raise
-
-    async def _turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
+    async def turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
         """Return when this orchestrator may start what comes after `ended`, or another one has started it.
 
-        Args:
-            verdict: why the attempt `ended` did, if this orchestrator has followed it.
-
-        Returns the attempt that ended well meanwhile, if one did.
+        It counts the attempt that ended badly, for the reason `verdict` if this orchestrator has followed it, and those
+        of a holder that died. Returns the attempt that ended well meanwhile, if one did.
         """
-        attempts, before, told = self.claim.attempts, ended, False
-        while not await asyncio.to_thread(
-            partial(self.lease.take, unless_stopped_after=ended if verdict is not None else 0)
-        ):
+        attempts, lease, before, told = self.claim.attempts, self.lease, ended, False
+        decided = ended if verdict is not None else 0
+        while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
             last = await ask(self.claim, attempts.last)
             if last is not None and last.number > ended and last.status.state.live:
                 return None
-            if verdict is not None and await asyncio.to_thread(self.lease.stopped_after, ended):
+            if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
                 raise JobFailed(str(verdict), fault=verdict.fault)
             if not told:
                 told, before = True, max(ended, last.number if last is not None else 0)
-                holder = self.lease.holder or "another process"
+                holder = lease.holder or "another process"
                 emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
             await asyncio.to_thread(self.watch.check)
             await asyncio.sleep(LOOK)
         last = await ask(self.claim, attempts.last) if told else None
         if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
             return last.record
-        await self._judge(ended, verdict)
-        return None
-
-    def _excluded(self) -> tuple[str, ...]:
-        """Return the machines that the next attempt avoids; tell which, and once of each that cannot be avoided."""
-        verdicts = self.claim.attempts.index.judged(self.claim.attempts.run)
-        machines = self.claim.blamed(verdicts)
-        if not machines:
-            return ()
-        most, fix = self.claim.platform.avoidable(self.claim.make_job(verdicts[-1].attempt + 1))
-        avoided = machines[: len(machines) if most is None else most]
-        news = {*machines} - {*self.claim.blamed(verdicts[:-1])}
-        for machine in machines:
-            blamed_by = ", ".join(str(one.attempt) for one in verdicts if one.machine == machine)
-            told = f"the machine {machine} is to blame for the ends of attempts {blamed_by}"
-            if machine in avoided:
-                emit(Note(what=f"{told}; the next attempt avoids it", severity="warning"))
-            elif machine in news and not self.claim.config.platform.on_this_machine:
-                emit(Note(what=f"{told}, and cannot be avoided: {fix}", severity="warning"))
-        return avoided
-
-    async def _judge(self, ended: int, verdict: Verdict | None) -> None:
-        """Count the attempt that ended badly, with those of a holder that died; the lease is this one's.
-
-        Raises:
-            JobFailed: none may follow it.
-        """
-        index, run = self.claim.attempts.index, self.claim.attempts.run
-        if self.lease.inherited is not None:
-            theirs = await asyncio.to_thread(index.verdicts, run, self.lease.inherited)
+        if lease.inherited is not None:
+            theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
             counted = {one.attempt: one for one in [*self.verdicts, *theirs]}
             self.verdicts[:] = [counted[number] for number in sorted(counted)]
         if verdict is None:
-            return
+            return None
         if ended not in {one.attempt for one in self.verdicts}:
-            self.verdicts.append(await asyncio.to_thread(_judged, self.claim, ended, verdict, before=self.step))
+            # Why the attempt ended, and how far it got, is written down: a resumed flow run counts it.
+            after = await asyncio.to_thread(self.claim.progress)
+            own, machine = self.claim.orchestrator, verdict.machine
+            judged = AttemptVerdict(
+                attempt=ended, fault=verdict.fault, before=self.step, after=after, machine=machine, flow_run=own
+            )
+            await asyncio.to_thread(attempts.index.judge, attempts.run, judged)
+            await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
+            self.verdicts.append(judged)
         self.step = max(self.step, self.verdicts[-1].after)
         if isinstance(decision := self.budget.after(self.verdicts), Stop):
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
-            await asyncio.to_thread(partial(self.lease.release, stopped=ended))
+            await asyncio.to_thread(lease.release, stopped=ended)
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
+        return None
+
+
+def _excluded(claim: Claim) -> tuple[str, ...]:
+    """Return the machines that the next attempt avoids; tell which, and once of each that cannot be avoided."""
+    verdicts = claim.attempts.index.judged(claim.attempts.run)
+    machines = claim.blamed(verdicts)
+    if not machines:
+        return ()
+    most, fix = claim.platform.avoidable(claim.make_job(verdicts[-1].attempt + 1))
+    avoided = machines[: len(machines) if most is None else most]
+    news = {*machines} - {*claim.blamed(verdicts[:-1])}
+    for machine in machines:
+        blamed_by = ", ".join(str(one.attempt) for one in verdicts if one.machine == machine)
+        told = f"the machine {machine} is to blame for the ends of attempts {blamed_by}"
+        if machine in avoided:
+            emit(Note(what=f"{told}; the next attempt avoids it", severity="warning"))
+        elif machine in news and not claim.config.platform.on_this_machine:
+            emit(Note(what=f"{told}, and cannot be avoided: {fix}", severity="warning"))
+    return avoided
 
 
 async def ask(claim: Claim, question: Callable[[], T]) -> T:
@@ -243,32 +210,6 @@ async def ask(claim: Claim, question: Callable[[], T]) -> T:
 
 def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
     emit(Note(what=f"{error}; waiting, the job goes on", severity="warning"))
-
-
-async def _wait_for_turn(claim: Claim, decision: Decision, watch: CancelWatch, *, ended: int) -> None:
-    """Wait as the budget asks for after the attempt that ended last, unless somebody has started the next one."""
-    if isinstance(decision, Stop) or not decision.wait:
-        return
-    records = await asyncio.to_thread(claim.attempts.records)
-    if records[-1].attempt > ended:
-        return
-    emit(Note(what=f"waiting {decision.wait:.0f} s before attempt {ended + 1}: {decision.why}", severity="warning"))
-    await pause(decision.wait, look=watch.check)
-
-
-def _judged(claim: Claim, attempt: int, verdict: Verdict, *, before: int) -> AttemptVerdict:
-    """Write down why the attempt ended, and how far it got: what a resumed flow run counts."""
-    judged = AttemptVerdict(
-        attempt=attempt,
-        fault=verdict.fault,
-        before=before,
-        after=claim.progress(),
-        machine=verdict.machine,
-        flow_run=claim.orchestrator,
-    )
-    claim.attempts.index.judge(claim.attempts.run, judged)
-    write_verdict(open_storage(verdict.logs), verdict)
-    return judged
 
 
 def flow_runs() -> list[str]:
@@ -282,27 +223,28 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
     job = claim.job_of(record)
     platform = claim.attempts.open(record.platform)
-    before = await ask(claim, partial(platform.status, record.job_id))
-    if before.state.live:
-        report(_changed(claim, record, "started"))
+    lives = (await ask(claim, partial(platform.status, record.job_id))).state.live
+    if lives:
+        _tell(claim, record, "started")
     else:
         await ask(claim, partial(_submit, claim, record))
-    verb = "adopted" if before.state.live else "submitted"
+    verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
 
 def _submit(claim: Claim, record: AttemptRecord) -> None:
     """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
-    report(_changed(claim, record, "submitting"))
+    _tell(claim, record, "submitting")
     claim.platform.submit(claim.platform.render(claim.job_of(record)))
-    report(_changed(claim, record, "started"))
+    _tell(claim, record, "started")
 
 
-def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged:
-    root = claim.config.root
-    return JobChanged(
-        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=claim.config.platform
+def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
+    root, platform = claim.config.root, claim.config.platform
+    job = JobChanged(
+        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=platform
     )
+    events.report(job)
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
@@ -320,7 +262,7 @@ async def await_job(
     index = claim.attempts.index
     position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:
-        lines = Lines(live, on_row)
+        lines = Lines(job, live, on_row)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         try:
@@ -328,7 +270,7 @@ async def await_job(
                 platform,
                 job_id,
                 on_lines=lines,
-                on_status=Progress(job),
+                on_status=lines.look,
                 on_silence=_tell_of_silence,
                 poll=platform.poll_seconds,
                 position=position,
@@ -338,14 +280,14 @@ async def await_job(
             await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it
             refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
             await asyncio.to_thread(index.end, record, refused)
-            report(_changed(claim, record, "ended"))
+            _tell(claim, record, "ended")
             raise
     lines.log()
     report_unreadable(lines.damaged)
     if status.lingers:
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
-    report(_changed(claim, record, "ended"))
+    _tell(claim, record, "ended")
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
@@ -362,18 +304,37 @@ async def await_job(
 
 
 class Lines:
-    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail.
+    """Tells what becomes of a job, and sorts what it prints: metrics to live artifacts and `on_row`, words to the log.
 
     A warning of any node is a note. Of the other words Prefect's log has node 0's newest; the run's folder has all.
     """
 
-    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
-        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+    def __init__(self, job: Job, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
+        self._job, self._live, self._on_row, self._logger = job, live, on_row, get_run_logger()
+        self._status: JobStatus | None = None
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
         self._warned: set[str] = set()
         self._unlogged: deque[str] = deque(maxlen=_LOGGED)
         self._dropped, self._logged_at = 0, -math.inf
+
+    def look(self, status: JobStatus) -> None:
+        """Tell what the job waits for on its platform, and of restarts, whenever that changes."""
+        known, self._status = self._status, status
+        for reason in status.reasons:
+            if known is None or reason not in known.reasons:
+                waits = " waits" if status.state is JobState.PENDING else ""
+                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+        if status.refused is not None:
+            what, fix = status.refused.what, status.refused.fix
+            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
+        if known is None:
+            return
+        if status.restarts > known.restarts:
+            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
+            emit(Note(what=what, severity="warning"))
+        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
+            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))
 
     def know(self, rows: Sequence[Row]) -> None:
         """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
@@ -442,28 +403,3 @@ def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> st
     except (TypeError, ValueError):
         return ""
     return position
-
-
-class Progress:
-    """Tells what becomes of a job on its platform, whenever that changes: what it waits for, and restarts."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._known: JobStatus | None = None
-
-    def __call__(self, status: JobStatus) -> None:
-        known, self._known = self._known, status
-        for reason in status.reasons:
-            if known is None or reason not in known.reasons:
-                waits = " waits" if status.state is JobState.PENDING else ""
-                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
-        if status.refused is not None:
-            what, fix = status.refused.what, status.refused.fix
-            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
-        if known is None:
-            return
-        if status.restarts > known.restarts:
-            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
-            emit(Note(what=what, severity="warning"))
-        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
-            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))

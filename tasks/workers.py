@@ -6,9 +6,9 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
@@ -35,6 +35,10 @@ _PER_PROCESS = 8
 # Tasks of one more call, where a phase has used them up: max_bytes makes many waves of one survey.
 _MORE_TASKS = 16
 
+_Ended = SimpleQueue[PrefectFuture[list[Any]] | None]
+_STOPPED = "the preparation was stopped; the same command goes on with what is left"
+_SAFE_PATH = "PYTHONSAFEPATH"
+
 # Seen by tasks in threads of this process. Other processes have none: they can be killed.
 _stopped: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
 
@@ -49,25 +53,9 @@ def _results(step: Callable[[T], R], items: Sequence[T]) -> list[R]:
     results, stopped = [], _stopped.get()
     for item in items:
         if stopped is not None and stopped.is_set():
-            raise _stop()
+            raise JobCancelled(_STOPPED)
         results.append(step(item))
     return results
-
-
-def _stop() -> JobCancelled:
-    return JobCancelled("the preparation was stopped; the same command goes on with what is left")
-
-
-class _Call:
-    """A phase that is being carried out."""
-
-    def __init__(self) -> None:
-        self.ended: SimpleQueue[PrefectFuture[list[Any]] | None] = SimpleQueue()
-        self.stopped = threading.Event()
-
-    def stop(self) -> None:
-        self.stopped.set()
-        self.ended.put(None)
 
 
 class Fanout:
@@ -78,21 +66,23 @@ class Fanout:
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._kind, self._runner = workers.kind, task_runner(workers)
-        self._most = MOST_TASKS
+        self._kind, self._runner, self._most = workers.kind, _task_runner(workers), MOST_TASKS
         if isinstance(workers, ProcessWorkers):
             self._most = min(MOST_TASKS, _PER_PROCESS * (workers.count or _cores()))
-        self._call = _Call()
-        self._over = threading.Event()
-        self._items = Counter[str]()
-        self._tasks = Counter[str]()
+        self._over = False
+        self._phase_stopped, self._ended = threading.Event(), _Ended()
+        self._items, self._tasks = Counter[str](), Counter[str]()
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
             # One client for the tasks of all threads; else each makes one, which takes longer than a small shard.
             entered.enter_context(SyncClientContext.get_or_create())
             if self._kind == "processes":
-                entered.enter_context(_safe_path())
+                # The current folder, which may be somebody else's, is not on the path of the Pythons that are started.
+                before = {name: value for name, value in os.environ.items() if name == _SAFE_PATH}
+                entered.callback(os.environ.update, before)
+                entered.callback(os.environ.pop, _SAFE_PATH)
+                os.environ[_SAFE_PATH] = "1"
             entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
             self._entered = entered.pop_all()
         return self
@@ -103,38 +93,39 @@ class Fanout:
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         names, shares = self._shares(step, items)
         mapped: Task[..., Any] = carry_out
-        self._call = call = _Call()
-        _stopped.set(call.stopped)
-        if self._over.is_set():  # asked after the call stands: `stop` finds this one, or this finds it stopped
-            call.stop()
+        stopped, ended = self._phase_stopped, self._ended = threading.Event(), _Ended()
+        _stopped.set(stopped)
+        if self._over:  # asked after the phase stands: `stop` finds this one, or this finds it stopped
+            self.stop()
         futures: Sequence[PrefectFuture[list[Any]]] = []
         try:
             futures = self._runner.map(mapped, {"what": names, "share": shares}) if items else []
             for future in futures:
-                future.add_done_callback(call.ended.put)
+                future.add_done_callback(ended.put)
             for _ in futures:
-                yield from self._next(call)
-        except GeneratorExit:
-            # Called off, to be done otherwise: nothing of it may still be writing then.
-            call.stopped.set()
-            for future in futures:
-                future.wait()
-            raise
-        except BaseException:
-            call.stopped.set()
+                if (next_one := ended.get()) is None or stopped.is_set():
+                    raise JobCancelled(_STOPPED)
+                yield from self._result(next_one)
+        except BaseException as error:
+            stopped.set()
+            if isinstance(error, GeneratorExit):  # to be done otherwise: nothing of it may still be writing then
+                for future in futures:
+                    future.wait()
             raise
 
     def stop(self) -> None:
         """End it, from another thread: the tasks that have begun end after the shard in hand."""
-        self._over.set()
-        self._call.stop()
+        self._over = True
+        self._phase_stopped.set()
+        self._ended.put(None)
 
-    def _next(self, call: _Call) -> list[Any]:
-        """The results of the next task that ends."""
-        future = call.ended.get()
-        if future is None or call.stopped.is_set():
-            raise _stop()
-        losses = _losses(self._kind)
+    def _result(self, future: PrefectFuture[list[Any]]) -> list[Any]:
+        # What a task runner raises when a worker died, or nothing leads to it any more.
+        losses: dict[type[BaseException], Fault] = {BrokenExecutor: Fault.NODE}
+        if self._kind == "dask":
+            from distributed import CancelledError, KilledWorker
+
+            losses = {KilledWorker: Fault.NODE, CancelledError: Fault.NETWORK}
         try:
             with own_tries():
                 return future.result()
@@ -161,22 +152,7 @@ class Fanout:
         return names, [partial(_results, step, group) for group in groups]
 
 
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """Keep the current folder, which may be somebody else's, off the path of the Pythons that are started meanwhile."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
-
-
-def task_runner(workers: Workers) -> TaskRunner[Any]:
-    """The task runner that `workers` means; not started."""
+def _task_runner(workers: Workers) -> TaskRunner[Any]:
     if isinstance(workers, ThreadWorkers):
         return ThreadPoolTaskRunner(max_workers=workers.count or _cores())
     if isinstance(workers, ProcessWorkers):
@@ -188,12 +164,3 @@ def task_runner(workers: Workers) -> TaskRunner[Any]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _losses(kind: str) -> dict[type[BaseException], Fault]:
-    """The exceptions that a task runner raises when a worker died, or nothing leads to it any more; their classes."""
-    if kind != "dask":
-        return {BrokenExecutor: Fault.NODE}
-    from distributed import CancelledError, KilledWorker
-
-    return {KilledWorker: Fault.NODE, CancelledError: Fault.NETWORK}

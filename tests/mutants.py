@@ -179,8 +179,8 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("any-suspect-blamed", "launcher/runs/diagnosis.py",
      "cause.part <= Part.BLAMED and not rivals and not cause.terminated", "True",
      "launcher/runs/test_diagnosis.py::test_neither_a_victim_nor_one_of_several_that_may_have_been_it_is_blamed"),
-    ("blamed-machine-taken-again", "tasks/training.py", "partial(self.claim.take, ended=ended, exclude=exclude)",
-     "partial(self.claim.take, ended=ended)",
+    ("blamed-machine-taken-again", "tasks/training.py", "partial(claim.take, ended=ended, exclude=exclude)",
+     "partial(claim.take, ended=ended)",
      "tasks/test_training.py::test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewhere"),
     ("restarts-forgotten", "tasks/training.py", "attempts.index.verdicts, attempts.run, claim.orchestrator",
      "attempts.index.verdicts, attempts.run, None",
@@ -196,7 +196,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "launcher/runs/test_lease.py"),
     ("reap-the-living", "launcher/runs/listing.py", "    return last is not None and last.status.state.final",
      "    return last is not None", "launcher/runs/test_leftovers.py"),
-    ("deployments-settings-win", "flows/submission.py",
+    ("deployments-settings-win", "flows/parameters.py",
      'return {**whole, "overrides": {}} if parameters.get("overrides") else whole', "return whole", "cli/test_cli.py"),
 )  # fmt: skip
 

@@ -340,7 +340,7 @@ def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_t
 
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:
     """Prefect itself would replace the whole section; and a deployment's own overrides give way to one's own."""
-    from flows.submission import parameters_with
+    from flows.parameters import parameters_with
 
     document = {"root": "here", "train": {"global_batch": 16, "micro_batch": 4, "learning_rate": 1e-3}}
     deployed = {**document, "overrides": {"train.learning_rate": 0.5, "train.seed": 7}}

@@ -41,9 +41,8 @@ def said(*events: Any) -> str:
 
 
 def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
-    text = said(
-        FLOW, StepStarted(step=Step.TRAINING), job("submitting"), job(), job(run="a-1"), job("ended", run="a-1")
-    )
+    other, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
+    text = said(FLOW, training, job("submitting"), job(), *other)
     assert "the job goes on as tiny-1234 on local" in text
     assert "as a-1" not in text
     assert "take up    train-litgpt run tiny.yaml" in text

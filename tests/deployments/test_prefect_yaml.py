@@ -62,7 +62,7 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
     from prefect.utilities.schema_tools.validation import validate
     from prefect.utilities.templating import apply_values
 
-    from flows.submission import KINDS
+    from flows.parameters import KINDS
 
     deployment = parsed()[name]
     [step] = deployment.build

@@ -39,9 +39,7 @@ def ran(root: Path, script: str, **given: Any) -> Path:
     return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=one, **given)))
 
 
-def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
-    tmp_path: Path,
-) -> None:
+def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").mkdir()
     (mine / "train.py").write_text("print('as it was')")
     told, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(mine))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from claims import begin
 from prefect import get_client
+from prefect.client.schemas.sorting import ArtifactSort
 from strict_platform import StrictPlatform
 
 from flows.train_litgpt import train_litgpt
@@ -66,7 +67,8 @@ def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and
 def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(trained: Any) -> None:
     run = plan_run(trained.config)
     with get_client(sync_client=True) as client:
-        found: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
+        newest_last = reversed(client.read_artifacts(sort=ArtifactSort.CREATED_DESC))  # other tests have this dataset
+        found: dict[str, Any] = {str(one.key): one.data for one in newest_last}
     dataset = f"{run.dataset.name}-{run.dataset.key}"
     assert found[f"dataset-{dataset}"] == found[f"progress-{run.name}"] == 100
     assert "Training: tokens" in found[f"dataset-figures-{dataset}"]

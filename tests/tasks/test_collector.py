@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ def started(run: Any, collector: Collector) -> psutil.Process:
 def test_a_run_is_collected_in_a_process_without_the_launchers_keys(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SECRETS:
         monkeypatch.setenv(name, "a secret")
-    with Collector(run) as collector:
+    with closing(Collector(run)) as collector:
         environ = started(run, collector).environ()
     assert (environ["PATH"], "a secret" in environ.values()) == (os.environ["PATH"], False)
 
@@ -62,6 +62,6 @@ def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_wo
         with suppress(asyncio.CancelledError):
             await waiting
 
-    with Lease(Index(run.root), "run") as theirs, Collector(run) as mine:
+    with Lease(Index(run.root), "run") as theirs, closing(Collector(run)) as mine:
         assert theirs.take()
         asyncio.run(scene(mine))

@@ -76,11 +76,10 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     ],
 )
 def test_a_worker_that_is_lost_is_no_mistake_of_the_users(kind: str, lost: Exception, fault: Fault) -> None:
-    fanout, call = Fanout(ONE), module._Call()
+    fanout = Fanout(ONE)
     fanout._kind = kind
-    call.ended.put(Mock(result=Mock(side_effect=lost)))
     with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
-        fanout._next(call)
+        fanout._result(Mock(result=Mock(side_effect=lost)))
     assert told.value.fault is fault
 
 

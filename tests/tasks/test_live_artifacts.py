@@ -70,12 +70,9 @@ def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monk
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    for asked in (
-        "live.acreate_markdown_artifact",
-        "live.acreate_progress_artifact",
-        "report.acreate_markdown_artifact",
-    ):
-        monkeypatch.setattr(f"tasks.{asked}", never)
+    monkeypatch.setattr(module, "acreate_markdown_artifact", never)
+    monkeypatch.setattr(module, "acreate_progress_artifact", never)
+    monkeypatch.setattr(report, "acreate_markdown_artifact", never)
     monkeypatch.setattr(module, "_ANSWER", 0.05)
     verdict = Verdict(fault=Fault.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
 
