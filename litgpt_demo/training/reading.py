@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from litgpt_demo.errors import DataError, TrainLitgptError, words_of
@@ -79,11 +79,27 @@ def load_shards(
     Raises:
         DataError: the files hold something that no checkpoint does.
     """
+    state = _state_of(model, optimizer, precision)
+    _read(state, folder, address)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return dict(state.get("precision", {}))
+
+
+def files_of_shards(
+    model: nn.Module, optimizer: Optimizer, folder: Path, *, precision: dict[str, Any], address: str = ""
+) -> set[str]:
+    """Return the names of the files that `load_shards` would read on this rank; `folder` needs to hold the index alone.
+
+    Raises:
+        DataError: the index holds something that no index does.
+    """
+    reader, _, plan = _planned(_state_of(model, optimizer, precision), folder, address)
+    return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
+
+
+def _state_of(model: nn.Module, optimizer: Optimizer, precision: dict[str, Any]) -> dict[str, Any]:
     weights, state = get_state_dict(model, optimizer)
-    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
-    _read(saved, folder, address)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return dict(saved.get("precision", {}))
+    return {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
 
 
 def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
@@ -170,17 +186,6 @@ def _require_index(metadata: object) -> None:
             raise ValueError(f"{index!r} is stored in a form that training does not write")
 
 
-class _Reader(FileSystemReader):
-    """Torch's reader, with our reading of the index."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        super().__init__(folder)
-        self._folder, self._address = folder, address
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(self._folder, address=self._address)
-
-
 class _Planner(DefaultLoadPlanner):
     """Torch's planner, which would execute what it reads as bytes: numbers, flags and tuples of them."""
 
@@ -192,16 +197,20 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, own)
 
 
-def _read(state: dict[str, Any], folder: Path, address: str) -> None:
-    """Fill `state` from the files in `folder`, each rank for itself.
+def _planned(state: dict[str, Any], folder: Path, address: str) -> tuple[FileSystemReader, _Planner, LoadPlan]:
+    """What to read to fill `state`.
 
     Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
     """
-    reader, planner = _Reader(folder, address), _Planner()
-    metadata = reader.read_metadata()
+    reader, planner, metadata = FileSystemReader(folder), _Planner(), read_index(folder, address=address)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    return reader, planner, planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+
+
+def _read(state: dict[str, Any], folder: Path, address: str) -> None:
+    """Fill `state` from the files in `folder`, each rank for itself."""
+    reader, planner, plan = _planned(state, folder, address)
     with refusing(address or str(folder)):
         reader.read_data(plan, planner).wait()
 

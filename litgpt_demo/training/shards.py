@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training.checkpoints import INDEX
@@ -71,7 +72,9 @@ class Shards:
     def agree(self, state: State) -> None:
         """The first time, all ranks agree on whose share is what; it stays so, because the state keeps its form."""
         if self._plan is None:
-            planner = DefaultSavePlanner()
+            # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks.
+            sharded = any(isinstance(weight, DTensor) for weight in state["model"].values())
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=sharded)
 
             def whole(plans: list[SavePlan]) -> list[SavePlan]:
                 plans, self._metadata = planner.create_global_plan(plans)

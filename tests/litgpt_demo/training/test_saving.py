@@ -228,6 +228,18 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_trai
     assert len(told) == 3
 
 
+def test_a_training_whose_one_checkpoint_in_a_bucket_is_spoilt_begins_anew(
+    new_training: NewTraining, bucket: Storage
+) -> None:
+    with Saver(new_training(root=bucket), tell=silent) as saver:
+        saver.save(1, None)
+    bucket.write(f"{folder_of(1)}/__0_0.distcp", b"something else")
+    again, told = new_training(root=bucket), list[str]()
+    assert resume(again, tell=told.append) == 0
+    assert len(told) == 1
+    assert not whole(again)[1].state  # no step was counted
+
+
 @dataclass(frozen=True, kw_only=True)
 class RanksInThreads(Ranks):
     """The ranks of one training, which are threads of this process."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bucket_faults import FaultyBucket
 from hostile import flip_a_bit
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,12 +26,13 @@ from litgpt_demo.data.batches import numbers_of, open_windows
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.manifests import write_manifest
-from litgpt_demo.metrics import curve
+from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.training.feed import Feed
 from litgpt_demo.training.loop import fit, grace_warning
+from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.step import learning_rate
 
 
@@ -121,6 +123,21 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
     alike(elsewhere[name], finished)
     assert newest(elsewhere[name]).world_size == 2
     assert len(list((elsewhere[name] / folder_of(12)).glob("*.distcp"))) == 2  # both write
+
+
+def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
+    elsewhere: dict[str, Path], bucket: Storage, proxy: FaultyBucket
+) -> None:
+    for path in filter(Path.is_file, elsewhere["sharded"].rglob("*")):
+        bucket.upload(path, str(path.relative_to(elsewhere["sharded"])))
+    proxy.arm()
+    assert train_elsewhere((bucket.root, 2, 0), nodes=2) == [[0, 0]]
+    starts = [row["step"] for row in rows_of(bucket.read("metrics.jsonl")) if row["kind"] == "start"]
+    assert starts == [0, 12]
+    assert proxy.downloaded < 1.75 * newest(elsewhere["sharded"]).size  # rank 0's half by both, the other one by one
+    index = read_index(elsewhere["sharded"] / folder_of(12)).storage_data
+    whole = {place.relative_path for entry, place in index.items() if entry.fqn.endswith(".step")}
+    assert whole == {"__0_0.distcp"}
 
 
 def test_what_changes_only_rounding_may_be_changed_on_the_way(
