@@ -29,10 +29,9 @@ from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, set_up
+from litgpt_demo.training.setup import Training, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs

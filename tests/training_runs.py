@@ -119,10 +119,10 @@ import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
 sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, utilisation
+from litgpt_demo.training import checkpoints, reporting
 from litgpt_demo.training.loop import main  # with torch, once for all ranks
 
-utilisation._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
+reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 
 def train(run, rank, world, dies_saving):
     local = world // int(os.environ["GROUP_WORLD_SIZE"])
@@ -174,7 +174,7 @@ def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: p
     for name in ("LITGPT_DATASET", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     # Most of a small training's time would be the measurement of its processor.
-    monkeypatch.setattr("litgpt_demo.training.utilisation._LONG_ENOUGH", 0.001)
+    monkeypatch.setattr("litgpt_demo.training.reporting._LONG_ENOUGH", 0.001)
 
     def make(name: str, *, dataset: Path = tiny_dataset, **changes: Any) -> Path:
         return write_run(tmp_path / name, dataset, **changes)

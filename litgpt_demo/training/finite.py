@@ -30,23 +30,29 @@ class FiniteWatch:
         Raises:
             UserError: the run is to stop at the first such step, or this is the last of too many.
         """
+        training, spec = self._training, self._training.spec
         values = {"loss": result.loss}
-        if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
+        if training.scaler is None:  # it leaves out an update whose gradients overflowed
             values["gradient norm"] = result.grad_norm
         found = next((name for name, value in values.items() if not math.isfinite(value)), None)
         if found is None:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        why, spec = f"the {found} of step {result.done} is {values[found]}", self._training.spec
-        windows = self._training.ranks.together(
-            lambda: math.isfinite(float(result.own_loss)), lambda finite: _suspects(self._training, result.done, finite)
-        )
+
+        def suspects(finite: list[bool]) -> list[int]:
+            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
+            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
+            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
+            return [int(number) for share in shares or [numbers] for number in share]
+
+        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
+        why = f"the {found} of step {result.done} is {values[found]}"
         more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
         told = (
             f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
-            f"look at them with `python -m litgpt_demo windows --run {self._training.run.root} --step {result.done}`. "
-            f"{_advice(spec.train)}"
+            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
+            f"{advice(spec.train)}"
         )
         if spec.train.on_not_finite == "stop":
             raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
@@ -55,27 +61,9 @@ class FiniteWatch:
         return why, windows
 
 
-def _suspects(training: Training, done: int, finite: list[bool]) -> tuple[int, ...]:
-    """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
-    numbers = numbers_of(training.spec, training.data.train, done - 1)
-    world = len(finite)
-    shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
-    return tuple(int(number) for share in shares or [numbers] for number in share)
-
-
-def _advice(train: TrainConfig) -> str:
+def advice(train: TrainConfig) -> str:
+    """What to change where losses are not finite."""
     return (
         f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
         "train.precision=32-true usually fix it"
     )
-
-
-def require_finite(loss: float, name: str, done: int, train: TrainConfig) -> float:
-    """A validation loss is of weights, not of a batch: there is no update to leave out.
-
-    Raises:
-        UserError: it is not finite.
-    """
-    if not math.isfinite(loss):
-        raise UserError(f"the {name} of step {done} is {loss}. {_advice(train)}")
-    return loss

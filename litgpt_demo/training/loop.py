@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -30,16 +31,15 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.exchange import Exchange, StepResult
+from litgpt_demo.training.exchange import Exchange
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.finite import FiniteWatch, require_finite
-from litgpt_demo.training.parallel import open_fabric
+from litgpt_demo.training.finite import FiniteWatch, advice
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.step import evaluate, learning_rate, train_step
+from litgpt_demo.training.setup import Training, open_fabric, set_up
+from litgpt_demo.training.step import evaluate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
@@ -109,10 +109,7 @@ class Loop:
         """
         self._training, self._report, self._saver = training, report, saver
         self._stop_requested = stop_requested
-        most = training.spec.train.max_time
-        self._most = math.inf if most is None else most.total_seconds()
-        self._exchange, self._waited = Exchange(training.fabric), 0.0
-        self._watch = FiniteWatch(training)
+        self._exchange, self._watch = Exchange(training.fabric), FiniteWatch(training)
         self.done = 0
         self.stop_reason: StopReason | None = None
         """The reason why it ended before the last step, if it did."""
@@ -123,22 +120,16 @@ class Loop:
         Raises:
             UserError: a loss or gradient is not finite.
         """
-        spec, train = self._training.spec, self._training.spec.train
+        training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
+        most = math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(_FIRST_PASS, train.hang_after)
-        if self._training.clock.before >= self._most:
+        if training.clock.before >= most:
             return
-        self._training.model.train()
+        training.model.train()
         for step in range(first, spec.steps):
-            self._training.heart.beat(self.done, "training", allow=allow)
-            passed, late = train_step(self._training, step), self._training.clock.seconds >= self._most
-            self._exchange.put(
-                step + 1,
-                passed.loss,
-                passed.norm,
-                leave=self._stop_requested(),
-                time_up=late,
-                waited=passed.waited,
-            )
+            training.heart.beat(self.done, "training", allow=allow)
+            passed, late = train_step(training, step), training.clock.seconds >= most
+            self._exchange.put(step + 1, passed, leave=self._stop_requested(), time_up=late)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever.
@@ -149,8 +140,12 @@ class Loop:
                 evaluates = self.stop_reason is StopReason.TIME_UP
             validation_loss = self._evaluate() if evaluates else None
             if saves or last or self.stop_reason is not None:
-                self._save(validation_loss)
+                training.heart.beat(self.done, "saving", allow=_LONG)
+                if self.stop_reason is StopReason.TIME_UP:
+                    training.clock.at_least(most)
+                report.pause(self._saver.save(self.done, validation_loss))
             if self.stop_reason is not None:
+                report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
 
     def _drain(self, *, everything: bool) -> StopReason | None:
@@ -162,7 +157,7 @@ class Loop:
         reason: StopReason | None = None
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
             if (left_out := self._watch.look(result)) is None:
-                self._report_step(result)
+                self._report.step(result)
             else:
                 why, windows = left_out
                 self._report.row(kind="skip", step=result.done, why=why, windows=list(windows))
@@ -172,29 +167,15 @@ class Loop:
                 reason = StopReason.TIME_UP
         return reason
 
-    def _report_step(self, result: StepResult) -> None:
-        spec, train = self._training.spec, self._training.spec.train
-        self._waited += result.waited
-        self._report.first_step(result.ended)
-        if result.done % train.log_every == 0 or result.done == spec.steps:
-            rate = learning_rate(train, step=result.done - 1, steps=spec.steps)
-            self._report.step(
-                result.done,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                rate=rate,
-                reading=self._waited,
-                ended=result.ended,
-            )
-            self._waited = 0.0
-
     def _evaluate(self) -> float:
         began, train = monotonic(), self._training.spec.train
 
         def beat() -> None:
             self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
 
-        loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
+        loss = evaluate(self._training, beat=beat)
+        if not math.isfinite(loss):  # it is of weights, not of a batch: there is no update to leave out
+            raise UserError(f"the validation loss of step {self.done} is {loss}. {advice(train)}")
         self._report.pause(seconds := monotonic() - began)
         self._report.row(
             kind="evaluation",
@@ -204,14 +185,6 @@ class Loop:
             seconds=round(seconds, 2),
         )
         return loss
-
-    def _save(self, validation_loss: float | None) -> None:
-        self._training.heart.beat(self.done, "saving", allow=_LONG)
-        if self.stop_reason is StopReason.TIME_UP:
-            self._training.clock.at_least(self._most)
-        self._report.pause(self._saver.save(self.done, validation_loss))
-        if self.stop_reason is not None:
-            self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
@@ -267,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             staged = os.environ.get("LITGPT_DATASET")
             heart.beat(0, "loading data and model", allow=_LONG)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
-            fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
+            fit(replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
