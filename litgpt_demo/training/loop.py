@@ -21,7 +21,8 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from litgpt_demo.config import key_of
+from litgpt_demo.config import TrainConfig, key_of
+from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
@@ -31,21 +32,26 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.exchange import Exchange
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.finite import FiniteWatch, advice
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.setup import Training, open_fabric, set_up
-from litgpt_demo.training.step import evaluate, train_step
+from litgpt_demo.training.step import Exchange, StepResult, evaluate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
 
 # The first pass of either kind compiles, and meets the other ranks.
 _FIRST_PASS = 900.0
+
+
+# A batch or two may be bad; a training that makes no update in so many steps has another trouble.
+MOST_IN_A_ROW = 10
+
+# Numbers of samples that a message lists; all of them are a command away.
+_LISTED = 64
 
 
 class StopReason(StrEnum):
@@ -175,7 +181,7 @@ class Loop:
 
         loss = evaluate(self._training, beat=beat)
         if not math.isfinite(loss):  # it is of weights, not of a batch: there is no update to leave out
-            raise UserError(f"the validation loss of step {self.done} is {loss}. {advice(train)}")
+            raise UserError(f"the validation loss of step {self.done} is {loss}. {_advice(train)}")
         self._report.pause(seconds := monotonic() - began)
         self._report.row(
             kind="evaluation",
@@ -185,6 +191,56 @@ class Loop:
             seconds=round(seconds, 2),
         )
         return loss
+
+
+class FiniteWatch:
+    """Looks for losses and gradients that are not finite, alike on every rank."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._in_a_row = training, 0
+
+    def look(self, result: StepResult) -> tuple[str, Sequence[int]] | None:
+        """Return why a step made no update, and its samples; None where it made one.
+
+        Raises:
+            UserError: the run is to stop at the first such step, or this is the last of too many.
+        """
+        training, spec = self._training, self._training.spec
+        values = {"loss": result.loss}
+        if training.scaler is None:  # it leaves out an update whose gradients overflowed
+            values["gradient norm"] = result.grad_norm
+        found = next((name for name, value in values.items() if not math.isfinite(value)), None)
+        if found is None:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+
+        def suspects(finite: list[bool]) -> list[int]:
+            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
+            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
+            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
+            return [int(number) for share in shares or [numbers] for number in share]
+
+        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
+        why = f"the {found} of step {result.done} is {values[found]}"
+        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
+        told = (
+            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
+            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
+            f"{_advice(spec.train)}"
+        )
+        if spec.train.on_not_finite == "stop":
+            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise UserError(f"{told}. It is step {MOST_IN_A_ROW} in a row without an update, so it is not the data")
+        return why, windows
+
+
+def _advice(train: TrainConfig) -> str:
+    return (
+        f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
+        "train.precision=32-true usually fix it"
+    )
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:

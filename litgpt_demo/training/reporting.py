@@ -21,10 +21,9 @@ from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.collectives import measured_row
 from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
-from litgpt_demo.training.exchange import StepResult
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.step import learning_rate
+from litgpt_demo.training.step import StepResult, learning_rate
 
 TABLE = "metrics.csv"
 
