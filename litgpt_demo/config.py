@@ -519,11 +519,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         return max(1, tokens // per_step)
 
     def accumulation(self, world_size: int) -> int:
-        """Forward passes of each process per optimizer step.
-
-        Raises:
-            ValueError: the global batch does not split over `world_size` processes in micro-batches.
-        """
+        """Forward passes of each process per optimizer step."""
         share = world_size * self.micro_batch
         if self.global_batch % share:
             raise ValueError(

@@ -103,11 +103,7 @@ def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | Non
 def fields_of(
     name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None
 ) -> dict[str, Any]:
-    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in.
-
-    Raises:
-        ValueError: as `settings`, or the vocabulary is the tokenizer's and `vocab_size` is not given.
-    """
+    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in."""
     fields = settings(name, changes)
     if padded_vocabulary(name, changes) is None:
         if vocab_size is None:

@@ -10,6 +10,7 @@ checkpointing computes twice. Memory is what autograd keeps of each layer in tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,20 +154,12 @@ class Memory:
     gradients: int
     kept: bool
     """Return True if gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
-    copies: int
-    """Weights in the type that they are multiplied in, where that is not their own."""
     activations: int
     """Bytes that the forward pass keeps for the backward pass."""
-    recomputed: int
-    """All of one block, in its backward pass."""
-    stream: int
-    """The gradient on its way from block to block, twice."""
     room: int
     """Bytes for the logits of a few rows, on a CPU alone: memory that is kept from step to step."""
-    loss: int
-    """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
-    head: int
-    """The output projection's gradient alone, which the backward pass begins with."""
+    moments: Mapping[str, int]
+    """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
 
     @property
     def state(self) -> int:
@@ -182,16 +175,6 @@ class Memory:
     def saved(self) -> int:
         """Bytes that a checkpoint copies into the host's memory."""
         return self.weights + self.optimizer
-
-    @property
-    def moments(self) -> dict[str, int]:
-        """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
-        begins = self.stream + self.recomputed
-        return {
-            "loss": self.copies + self.activations + self.loss,
-            "first block of the backward pass": self.activations + begins + (0 if self.kept else self.head),
-            "last block of the backward pass": begins + (0 if self.kept else self.gradients),
-        }
 
     @property
     def total(self) -> int:
@@ -231,19 +214,25 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
     room = 4 * logits if device == "cpu" else 0
     loss = hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+    # Weights in the type that they are multiplied in, where that is not their own.
+    copies = 0 if sharded else cast * sum(sizes)
+    # The gradient on its way from block to block, twice, and all of one block where it is recomputed.
+    recomputed = 0 if train.activation_checkpointing == "none" else tokens * max(whole)
+    begins = 2 * tokens * config.n_embd * kept + recomputed
+    accumulates = world_size > 1 or train.accumulation(world_size) > 1
     return Memory(
         weights=kept * share,
         optimizer=2 * kept * share,
         gathered=gathered,
         gradients=kept * share,
-        kept=world_size > 1 or train.accumulation(world_size) > 1,
-        copies=0 if sharded else cast * sum(sizes),
+        kept=accumulates,
         activations=tokens * stored,
-        recomputed=0 if train.activation_checkpointing == "none" else tokens * max(whole),
-        stream=2 * tokens * config.n_embd * kept,
         room=room,
-        loss=loss - room,
-        head=kept * table(config),
+        moments={
+            "loss": copies + tokens * stored + loss - room,
+            "first block of the backward pass": tokens * stored + begins + (0 if accumulates else kept * table(config)),
+            "last block of the backward pass": begins + (0 if accumulates else kept * share),
+        },
     )
 
 

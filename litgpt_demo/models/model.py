@@ -16,11 +16,7 @@ from litgpt_demo.models import catalogue
 
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
-    """LitGPT's Config of this model for a tokenizer of `vocab_size` ids.
-
-    Raises:
-        UserError: the tokenizer has more ids than the model has embeddings.
-    """
+    """LitGPT's Config of this model for a tokenizer of `vocab_size` ids."""
     rows = catalogue.padded_vocabulary(model.name, model.config)
     if rows is not None and (problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)):
         raise UserError("; ".join(problem))

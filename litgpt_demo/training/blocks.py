@@ -21,11 +21,7 @@ from litgpt_demo.training.loss import LossGPT
 
 
 def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
-    """Apply what the settings ask for, in the order in which each sees what it has to.
-
-    Raises:
-        UserError: float8 is asked for where it is not to be had, or compiled code where it could not be run.
-    """
+    """Apply what the settings ask for, in the order in which each sees what it has to."""
     if train.compile != "none":
         require_executable_cache(os.environ)
     if train.float8:

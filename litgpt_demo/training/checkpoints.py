@@ -116,11 +116,7 @@ def open_checkpoint(run: Storage, manifest: CheckpointManifest, scratch: Callabl
 
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
-    """A training goes on from its own checkpoints.
-
-    Raises:
-        DataError: this one is of another model or another dataset.
-    """
+    """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
     where = run.address(folder_of(manifest.step))
     if manifest.dataset_key != spec.dataset_key:
         raise DataError(
@@ -163,11 +159,7 @@ def commit(run: Storage, manifest: CheckpointManifest) -> None:
 
 
 def verify(run: Storage, step: int, paths: Iterable[str]) -> None:
-    """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself.
-
-    Raises:
-        DataError: names each file that is not what the manifest says.
-    """
+    """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself."""
     place = run.within(folder_of(step))
     manifest = read_manifest(place, CheckpointManifest)
     said = {record.path: record for record in manifest.files} if manifest else {}

@@ -164,11 +164,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`.
-
-    Raises:
-        UserError: a secret is not there.
-    """
+    """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`."""
     found: dict[str, Callable[[], Logger]] = {}
     if spec.train.tensorboard:
         found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)

@@ -11,8 +11,8 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -46,9 +46,8 @@ _LONG = PATIENCE.total_seconds()
 # The first pass of either kind compiles, and meets the other ranks.
 _FIRST_PASS = 900.0
 
-
 # A batch or two may be bad; a training that makes no update in so many steps has another trouble.
-MOST_IN_A_ROW = 10
+_MOST_IN_A_ROW = 10
 
 # Numbers of samples that a message lists; all of them are a command away.
 _LISTED = 64
@@ -61,22 +60,6 @@ class StopReason(StrEnum):
     TIME_UP = "max_time"
 
 
-@contextmanager
-def heeding_sigterm() -> Iterator[Callable[[], bool]]:
-    """Keep SIGTERM, by which a machine that is taken away says so, from ending the process; yield whether it came."""
-    came = False
-
-    def heed(_number: int, _frame: object) -> None:
-        nonlocal came
-        came = True
-
-    before = signal.signal(signal.SIGTERM, heed)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def fit(training: Training) -> None:
     """Train from the newest checkpoint to the end.
 
@@ -84,13 +67,16 @@ def fit(training: Training) -> None:
         Preempted: asked to leave, it has saved before its end.
         UserError: a loss is not finite.
     """
-    with heeding_sigterm() as stop_requested, closing(training.feed):
+    asked: list[int] = []
+    # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed = resume(training, tell=warn)
         report = Reporter(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
-                loop = Loop(training, report, saver, stop_requested)
+                loop = Loop(training, report, saver, stop_requested=lambda: bool(asked))
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
@@ -103,29 +89,24 @@ def fit(training: Training) -> None:
             # Who ends first has torchrun end the others, so all have to be through.
             training.ranks.together(lambda: None, lambda _: None)
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
+    finally:
+        training.feed.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
     def __init__(self, training: Training, report: Reporter, saver: Saver, stop_requested: Callable[[], bool]) -> None:
-        """
-        Args:
-            stop_requested: whether this process was asked to leave.
-        """
         self._training, self._report, self._saver = training, report, saver
         self._stop_requested = stop_requested
-        self._exchange, self._watch = Exchange(training.fabric), FiniteWatch(training)
+        self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
         self.stop_reason: StopReason | None = None
         """The reason why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
-        """Train until the last step is saved, or there is a reason to leave and the step then done is.
-
-        Raises:
-            UserError: a loss or gradient is not finite.
-        """
+        """Train until the last step is saved, or there is a reason to leave and the step then done is."""
         training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
         most = math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(_FIRST_PASS, train.hang_after)
@@ -162,16 +143,43 @@ class Loop:
         """
         reason: StopReason | None = None
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
-            if (left_out := self._watch.look(result)) is None:
-                self._report.step(result)
+            values = {"loss": result.loss}
+            if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
+                values["gradient norm"] = result.grad_norm
+            if found := next((name for name, value in values.items() if not math.isfinite(value)), None):
+                self._left_out(result, f"the {found} of step {result.done} is {values[found]}")
             else:
-                why, windows = left_out
-                self._report.row(kind="skip", step=result.done, why=why, windows=list(windows))
+                self._in_a_row = 0
+                self._report.step(result)
             if result.leave:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
                 reason = StopReason.TIME_UP
         return reason
+
+    def _left_out(self, result: StepResult, why: str) -> None:
+        """A step made no update: the end, with its samples, if it is to stop there or this is the last of too many."""
+        training, spec = self._training, self._training.spec
+        self._in_a_row += 1
+
+        def suspects(finite: list[bool]) -> list[int]:
+            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
+            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
+            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
+            return [int(number) for share in shares or [numbers] for number in share]
+
+        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
+        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
+        told = (
+            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
+            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
+            f"{_advice(spec.train)}"
+        )
+        if spec.train.on_not_finite == "stop":
+            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
+        if self._in_a_row == _MOST_IN_A_ROW:
+            raise UserError(f"{told}. It is step {_MOST_IN_A_ROW} in a row without an update, so it is not the data")
+        self._report.row(kind="skip", step=result.done, why=why, windows=windows)
 
     def _evaluate(self) -> float:
         began, train = monotonic(), self._training.spec.train
@@ -191,49 +199,6 @@ class Loop:
             seconds=round(seconds, 2),
         )
         return loss
-
-
-class FiniteWatch:
-    """Looks for losses and gradients that are not finite, alike on every rank."""
-
-    def __init__(self, training: Training) -> None:
-        self._training, self._in_a_row = training, 0
-
-    def look(self, result: StepResult) -> tuple[str, Sequence[int]] | None:
-        """Return why a step made no update, and its samples; None where it made one.
-
-        Raises:
-            UserError: the run is to stop at the first such step, or this is the last of too many.
-        """
-        training, spec = self._training, self._training.spec
-        values = {"loss": result.loss}
-        if training.scaler is None:  # it leaves out an update whose gradients overflowed
-            values["gradient norm"] = result.grad_norm
-        found = next((name for name, value in values.items() if not math.isfinite(value)), None)
-        if found is None:
-            self._in_a_row = 0
-            return None
-        self._in_a_row += 1
-
-        def suspects(finite: list[bool]) -> list[int]:
-            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
-            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
-            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
-            return [int(number) for share in shares or [numbers] for number in share]
-
-        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
-        why = f"the {found} of step {result.done} is {values[found]}"
-        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
-        told = (
-            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
-            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
-            f"{_advice(spec.train)}"
-        )
-        if spec.train.on_not_finite == "stop":
-            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
-        if self._in_a_row == MOST_IN_A_ROW:
-            raise UserError(f"{told}. It is step {MOST_IN_A_ROW} in a row without an update, so it is not the data")
-        return why, windows
 
 
 def _advice(train: TrainConfig) -> str:
@@ -270,10 +235,7 @@ def _report_save(report: Reporter, saved: Saved) -> None:
             path=checkpoints.folder_of(saved.step),
             **report.elapsed("taken", saved.taken),
         )
-        try:
-            report.publish()
-        except TrainLitgptError as error:
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+        report.publish()
 
 
 @record

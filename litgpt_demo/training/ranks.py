@@ -48,7 +48,7 @@ class Ranks:
         dealt: list[Any] = [None] * self.world
         if self.number == 0:
             failed = next((one for one in results if isinstance(one, Exception)), None)
-            made: Any = failed or _outcome(lambda: whole(results))
+            made: Any = _outcome(lambda: whole(results)) if failed is None else failed
             dealt = [made] * self.world if isinstance(made, Exception) else list(made)
         received = dealt[:1]
         if self.world > 1:

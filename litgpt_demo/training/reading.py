@@ -77,9 +77,6 @@ def load_shards(
 
     Returns:
         The state of the loss scaling that was saved.
-
-    Raises:
-        DataError: the files hold something that no checkpoint does.
     """
     state = training_state(model, optimizer, precision)
     _read(state, folder, address)
@@ -90,30 +87,18 @@ def load_shards(
 def files_of_shards(
     model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
 ) -> set[str]:
-    """Return the names of the files that `load_shards` would read on this rank; `folder` needs to hold the index alone.
-
-    Raises:
-        DataError: the index holds something that no index does.
-    """
+    """Return the files that `load_shards` would read on this rank, by name; of `folder` the index alone is read."""
     reader, _, plan = _planned(training_state(model, optimizer, precision), folder, address)
     return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
 def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
-    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them.
-
-    Raises:
-        DataError: the files hold something that no checkpoint does.
-    """
+    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
     _read({"model": into}, folder, address)
 
 
 def read_index(folder: Path, *, address: str = "") -> Metadata:
-    """Return the names, shapes and places of all that a checkpoint's files hold.
-
-    Raises:
-        DataError: the file holds something that no index does.
-    """
+    """Return the names, shapes and places of all that a checkpoint's files hold."""
     where = f"{address or folder}/{INDEX}"
     try:
         with (folder / INDEX).open("rb") as file:
@@ -200,11 +185,7 @@ def _read(state: State, folder: Path, address: str) -> None:
 
 @contextmanager
 def refusing(address: str) -> Iterator[None]:
-    """Explain torch's refusal of a pickle in our words: its own advises to execute it.
-
-    Raises:
-        DataError: something in `address` is more than weights and plain values.
-    """
+    """Explain torch's refusal of a pickle in our words: its own advises to execute it."""
     try:
         yield
     except pickle.UnpicklingError as error:

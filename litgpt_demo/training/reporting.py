@@ -81,10 +81,7 @@ class Reporter:
         )
         if network := measured_row(os.environ):
             self.row(**{**network, "step": resumed_from})
-        try:
-            self.publish()  # an attempt that saves nothing has told when it began
-        except TrainLitgptError as error:
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+        self.publish()  # an attempt that saves nothing has told when it began
         self._last_time = monotonic()
 
     def row(self, **values: Any) -> None:
@@ -149,9 +146,14 @@ class Reporter:
         if self._file is None or run.local_path() is not None:
             return
         written = [path for name in ("tensorboard", "wandb") for path in (self._folder / name).rglob("*")]
-        for path in [self._path, self._folder / TABLE, *written]:
-            if path.is_file() and not path.is_symlink() and (closed or path.suffix != ".log"):
-                run.upload(path, path.relative_to(self._folder).as_posix())
+        try:
+            for path in [self._path, self._folder / TABLE, *written]:
+                if path.is_file() and not path.is_symlink() and (closed or path.suffix != ".log"):
+                    run.upload(path, path.relative_to(self._folder).as_posix())
+        except TrainLitgptError as error:
+            if closed:
+                raise
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
         """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""

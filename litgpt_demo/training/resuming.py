@@ -21,9 +21,6 @@ def resume(training: Training, *, tell: Tell) -> int:
     """Load the newest checkpoint that verifies, on all ranks; returns the steps done, 0 without one.
 
     Those that do not verify are set aside, and `tell` hears on rank 0 where and why.
-
-    Raises:
-        DataError: the newest is of another model or another dataset.
     """
     ranks, run = training.ranks, training.run
     model, optimizer = training.model.module, training.optimizer.optimizer

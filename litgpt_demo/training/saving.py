@@ -21,7 +21,6 @@ from io import BytesIO
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -191,11 +190,7 @@ class Saver:
         saved.seconds, saved.size = monotonic() - began, manifest.size
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one.
-
-        Raises:
-            TrainLitgptError: the last save failed.
-        """
+        """Wait for the save in flight, if there is one, and raise what the last one failed of."""
         self._finalize()
         if self._last is not None and self._last.failed is not None:
             raise self._last.failed
@@ -225,9 +220,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Leave nothing in flight; after a training that ended well, the last save has to have succeeded."""
         try:
             if error is None:

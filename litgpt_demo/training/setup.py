@@ -137,11 +137,7 @@ class Training:
 
 
 def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path) -> Training:
-    """Model and optimizer with their initial values, distributed as the strategy says.
-
-    Raises:
-        UserError: the settings ask for what this device or installation cannot do.
-    """
+    """Model and optimizer with their initial values, distributed as the strategy says."""
     train, config = spec.train, litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
     # A model that is to be sharded may fit no device whole: it gets memory once it is, and values then.
     sharded = isinstance(fabric.strategy, ModelParallelStrategy)
@@ -154,14 +150,13 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     wrapped = fabric.setup_module(model)
     if sharded:
         initialise(model, seed=train.seed)
+    scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
     adamw = torch.optim.AdamW(
         decay_groups(wrapped, train.weight_decay),
         lr=train.learning_rate,
         betas=train.betas,
         # A fused one would take the scale off the gradients by itself, after they should have been clipped.
-        fused=None
-        if getattr(fabric.strategy.precision, "scaler", None) is not None
-        else fabric.device.type in {"cuda", "cpu"},
+        fused=None if scaled else fabric.device.type in {"cuda", "cpu"},
     )
     return Training(
         spec=spec,

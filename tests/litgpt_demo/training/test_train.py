@@ -88,12 +88,6 @@ def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(fini
     assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}, "no scratch is left"
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(finished: Path, finished_copy: Path) -> None:
-    train(finished_copy)
-    assert shards(finished_copy) == shards(finished)
-    assert steps_kept(finished_copy) == [12, 8]
-
-
 @pytest.fixture(scope="module")
 def elsewhere(tiny_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of other processes: one was killed in its second save, one has two ranks, of one they share the weights."""
@@ -114,8 +108,10 @@ def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(elsewhere: dict[s
     train(killed)
     assert [row["step"] for row in rows(killed, "start")] == [0, 4]
     assert told(killed) == told(finished)
-    assert steps_kept(killed) == [12, 8]
-    assert shards(killed) == shards(finished)
+    for _ in range(2):
+        assert steps_kept(killed) == [12, 8]
+        assert shards(killed) == shards(finished)
+        train(killed)  # a finished run that is started again changes nothing
 
 
 @pytest.mark.parametrize("name", ["two", "sharded"])
@@ -144,12 +140,7 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
     finished: Path, finished_copy: Path, tiny_dataset: Path
 ) -> None:
     shutil.rmtree(finished_copy / folder_of(12))
-    changed: dict[str, Any] = {
-        "micro_batch": 8,
-        "activation_checkpointing": "full",
-        "strategy": "ddp",
-        "evaluate_every": 6,
-    }
+    changed = {"micro_batch": 8, "activation_checkpointing": "full", "strategy": "ddp", "evaluate_every": 6}
     write_run(finished_copy, tiny_dataset, **changed)
     train(finished_copy)
     assert [row["step"] for row in rows(finished_copy, "start")] == [0, 8]
