@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from threading import Event
 
 import torch
 
@@ -29,14 +28,10 @@ from bench.training import random_dataset
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.committing import Save
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.parallel import open_fabric
-from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.shards import Shards, training_state
+from litgpt_demo.training.setup import Training, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs
@@ -76,8 +71,7 @@ class Bench:
         self.seen: dict[str, list[float]] = {}
         self.told: list[Saved] = []
         self.saver = Saver(self.training, tell=self.told.append)
-        self.ranks = Ranks.of(self.training.fabric)
-        self.shards = Shards(self.ranks, self.training.fabric.device)
+        self.alone = Saver(self.training, tell=lambda saved: None)
         self.steps = 0
 
     def take(self, name: str, action: Callable[[], object]) -> None:
@@ -98,18 +92,8 @@ class Bench:
 
     def waiting(self) -> None:
         """Our own, with nothing next to it."""
-        training = self.training
-        Save(
-            training=training,
-            ranks=self.ranks,
-            shards=self.shards,
-            step=self.steps,
-            seconds=0.0,
-            validation_loss=None,
-            state=training_state(training.model.module, training.optimizer.optimizer, {}),
-            moment=None,
-            copied=Event(),
-        ).run()
+        self.alone.save(self.steps, None)
+        self.alone.finish()
 
     def beside(self) -> None:
         """Our own, with the steps next to it."""

@@ -19,8 +19,7 @@ from litgpt_demo.config import ModelConfig
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.parallel import open_fabric
-from litgpt_demo.training.setup import Training, set_up
+from litgpt_demo.training.setup import Training, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 

@@ -71,10 +71,11 @@ PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 def _duration(value: object) -> object:
     """Accept 8h, 90m, 30s, 2d and 8:00, which is hours, besides what pydantic does: seconds and ISO 8601's "PT8H"."""
-    clock = re.fullmatch(r"\s*(\d+):(\d\d)(?::(\d\d))?\s*", value) if isinstance(value, str) else None
-    if clock is not None:
+    if not isinstance(value, str):
+        return value
+    if clock := re.fullmatch(r"\s*(\d+):(\d\d)(?::(\d\d))?\s*", value):
         return timedelta(hours=int(clock[1]), minutes=int(clock[2]), seconds=int(clock[3] or 0))
-    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value)
     return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
 
 
@@ -82,6 +83,10 @@ def _some_time(value: timedelta) -> timedelta:
     if value <= timedelta():
         raise ValueError(f"a time of {value} is none; give one above 0, such as 8h, or leave it out")
     return value
+
+
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
 def _written_out(place: str) -> str:
@@ -94,9 +99,6 @@ def _written_out(place: str) -> str:
 
 
 Place = Annotated[str, AfterValidator(_written_out)]
-
-# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
-Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
 def _formerly(**words: bool) -> BeforeValidator:
@@ -112,10 +114,8 @@ def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it mak
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class StdlibCorpus(Settings):
+class StdlibCorpus(Settings, title="Python standard library"):
     """The source files of the running Python's standard library: real text that every machine has, no download."""
-
-    model_config = ConfigDict(title="Python standard library")
 
     kind: Literal["stdlib"] = Kind("stdlib")
     max_bytes: PositiveCount | None = None
@@ -126,10 +126,8 @@ class StdlibCorpus(Settings):
         return "stdlib"
 
 
-class FileCorpus(Settings):
+class FileCorpus(Settings, title="Files"):
     """Files of text, JSON lines or parquet; plain or compressed; on this machine or in a bucket."""
-
-    model_config = ConfigDict(title="Files")
 
     kind: Literal["files"] = Kind("files")
     paths: tuple[Place, ...] = Field(min_length=1)
@@ -149,10 +147,8 @@ class FileCorpus(Settings):
         return slug(first.split(".")[0]) or "files"
 
 
-class HubCorpus(Settings):
+class HubCorpus(Settings, title="Hugging Face dataset"):
     """A dataset repository of the Hugging Face Hub, by name."""
-
-    model_config = ConfigDict(title="Hugging Face dataset")
 
     kind: Literal["hub"] = Kind("hub")
     name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
@@ -173,10 +169,8 @@ class HubCorpus(Settings):
         return slug(self.name)
 
 
-class OpenWebTextCorpus(Settings):
+class OpenWebTextCorpus(Settings, title="OpenWebText"):
     """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
-
-    model_config = ConfigDict(title="OpenWebText")
 
     kind: Literal["openwebtext"] = Kind("openwebtext")
     revision: str = "main"
@@ -193,10 +187,8 @@ class OpenWebTextCorpus(Settings):
 Corpus = Annotated[StdlibCorpus | FileCorpus | HubCorpus | OpenWebTextCorpus, Field(discriminator="kind")]
 
 
-class TrainedTokenizer(Settings):
+class TrainedTokenizer(Settings, title="Train on the corpus"):
     """A byte-level BPE tokenizer trained on the corpus itself."""
-
-    model_config = ConfigDict(title="Train on the corpus")
 
     kind: Literal["train"] = Kind("train")
     vocab_size: Count = Field(4096, ge=257)
@@ -205,10 +197,8 @@ class TrainedTokenizer(Settings):
     """The bytes from the start of the corpus on which the tokenizer is trained."""
 
 
-class TokenizerFile(Settings):
+class TokenizerFile(Settings, title="tokenizer.json"):
     """A `tokenizer.json` on this machine or in a bucket."""
-
-    model_config = ConfigDict(title="tokenizer.json")
 
     kind: Literal["file"] = Kind("file")
     path: Place
@@ -217,20 +207,16 @@ class TokenizerFile(Settings):
     """The token that closes a document, where no tokenizer_config.json names it."""
 
 
-class LitgptTokenizer(Settings):
+class LitgptTokenizer(Settings, title="LitGPT checkpoint"):
     """The tokenizer of a LitGPT checkpoint directory."""
-
-    model_config = ConfigDict(title="LitGPT checkpoint")
 
     kind: Literal["litgpt"] = Kind("litgpt")
     path: Place
     """The checkpoint directory, as `litgpt download` leaves it."""
 
 
-class HubTokenizer(Settings):
+class HubTokenizer(Settings, title="Hugging Face tokenizer"):
     """A tokenizer of the Hugging Face Hub, by name."""
-
-    model_config = ConfigDict(title="Hugging Face tokenizer")
 
     kind: Literal["hub"] = Kind("hub")
     name: str = Field("openai-community/gpt2", pattern=r"^[\w.-]+(/[\w.-]+)?$")
@@ -242,10 +228,8 @@ class HubTokenizer(Settings):
 Tokenizer = Annotated[TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer, Field(discriminator="kind")]
 
 
-class Filters(Settings):
+class Filters(Settings, title="Filters"):
     """Filters of documents. The dataset's manifest counts what each filter dropped."""
-
-    model_config = ConfigDict(title="Filters")
 
     min_characters: PositiveCount | None = None
     """Shorter documents are left out; empty ones always are."""
@@ -270,10 +254,8 @@ class Filters(Settings):
 MAX_DOCUMENT_BYTES = 1 << 30
 
 
-class DataConfig(Settings):
+class DataConfig(Settings, title="Data"):
     """The dataset: its text, its tokenizer, and its split."""
-
-    model_config = ConfigDict(title="Data")
 
     corpus: Corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
     """The source of the text."""
@@ -298,10 +280,8 @@ class DataConfig(Settings):
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-class ModelConfig(Settings):
+class ModelConfig(Settings, title="Model"):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
-
-    model_config = ConfigDict(title="Model")
 
     name: str | None = "pythia-14m"
     """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: `config` alone."""
@@ -327,10 +307,8 @@ class ModelConfig(Settings):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class WandbConfig(Settings):
+class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True):
     """The Weights & Biases project for the training. The key is never written here: a secret goes by its name."""
-
-    model_config = ConfigDict(title="Weights & Biases", hide_input_in_errors=True)
 
     project: str = Field(min_length=1)
     """The project there."""
@@ -350,10 +328,8 @@ class WandbConfig(Settings):
         return secret
 
 
-class RestartRule(Settings):
+class RestartRule(Settings, title="New attempts"):
     """The new attempts that one class of failures may have. A number alone is `attempts`."""
-
-    model_config = ConfigDict(title="New attempts")
 
     attempts: Count | None = Field(None, ge=0)
     """New attempts; empty is `max_restarts`."""
@@ -363,10 +339,8 @@ class RestartRule(Settings):
     """A new checkpoint clears the count, and an attempt that committed one is not counted."""
 
 
-class RestartSettings(Settings):
+class RestartSettings(Settings, title="Restarts"):
     """The new attempts after one that ended badly. Each class has a count of its own; a user error always stops."""
-
-    model_config = ConfigDict(title="Restarts")
 
     node_fault: RestartRule = RestartRule(forgive=True)
     """A machine, or a process on it, died."""
@@ -409,10 +383,8 @@ class RestartSettings(Settings):
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
-class TrainConfig(Settings):
+class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of what is written where a name belongs
     """The settings of a training."""
-
-    model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
     # Keys had these until 0.1.0. Runs of such keys are found until the release after it (launcher.runs.run).
     IN_OLD_KEYS: ClassVar[frozenset[str]] = frozenset(
@@ -543,11 +515,7 @@ class TrainConfig(Settings):
         return max(1, tokens // per_step)
 
     def accumulation(self, world_size: int) -> int:
-        """Forward passes of each process per optimizer step.
-
-        Raises:
-            ValueError: the global batch does not split over `world_size` processes in micro-batches.
-        """
+        """Forward passes of each process per optimizer step."""
         share = world_size * self.micro_batch
         if self.global_batch % share:
             raise ValueError(

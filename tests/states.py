@@ -21,10 +21,10 @@ from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.loss import LossGPT
-from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.shards import Shards, training_state
+from litgpt_demo.training.reading import training_state
+from litgpt_demo.training.saving import Shards
+from litgpt_demo.training.setup import Training, open_fabric, set_up
 
 Pair: TypeAlias = tuple[GPT, Optimizer]
 

@@ -62,7 +62,7 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> N
 MAY_UNPICKLE = {
     "litgpt_demo/node/evidence.py": "the dump of torch's flight recorder, of which no name is followed",
     "litgpt_demo/training/reading.py": "the reader that knows what a checkpoint holds",
-    "litgpt_demo/training/shards.py": "the size of an index that it writes",
+    "litgpt_demo/training/saving.py": "the size of an index that it writes",
 }
 _UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "FileSystemReader", "lazy_load"}
 _INTERPRETERS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}

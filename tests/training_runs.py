@@ -119,13 +119,15 @@ import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
 sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, utilisation
+from litgpt_demo.training import checkpoints, reporting
 from litgpt_demo.training.loop import main  # with torch, once for all ranks
 
-utilisation._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
+reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 
 def train(run, rank, world, dies_saving):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    local = world // int(os.environ["GROUP_WORLD_SIZE"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local), GROUP_RANK=str(rank // local))
+    os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local))
     commit = checkpoints.commit
 
     def mortal(place, manifest):
@@ -148,7 +150,7 @@ print(json.dumps(codes))
 """
 
 
-def train_elsewhere(*runs: tuple[Path, int, int]) -> list[list[int]]:
+def train_elsewhere(*runs: tuple[Path | str, int, int], nodes: int = 1) -> list[list[int]]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
     Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
@@ -159,7 +161,7 @@ def train_elsewhere(*runs: tuple[Path, int, int]) -> list[list[int]]:
     with reserved_ports() as port:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(nodes),
         }  # fmt: skip
         command = [sys.executable, "-c", _ELSEWHERE, asked]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -172,7 +174,7 @@ def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: p
     for name in ("LITGPT_DATASET", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     # Most of a small training's time would be the measurement of its processor.
-    monkeypatch.setattr("litgpt_demo.training.utilisation._LONG_ENOUGH", 0.001)
+    monkeypatch.setattr("litgpt_demo.training.reporting._LONG_ENOUGH", 0.001)
 
     def make(name: str, *, dataset: Path = tiny_dataset, **changes: Any) -> Path:
         return write_run(tmp_path / name, dataset, **changes)

@@ -44,6 +44,10 @@ def models() -> Mapping[str, dict[str, Any]]:
     return known | {name: {"name": name, **fields} for name, fields in OURS.items()}
 
 
+_MAY_BE_ZERO = frozenset({"n_expert", "n_expert_per_token", "n_shared_expert", "first_k_dense_replace"})
+"""Counts that may be 0; every other whole number of LitGPT's Config is a size."""
+
+
 def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The LitGPT Config fields of the model called `name` with `changes` applied; `name=None` starts from nothing.
 
@@ -66,7 +70,17 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
             "model.name is empty and model.config does not describe a model; "
             "name one, or give at least n_layer, n_embd and n_head"
         )
-    _require_sizes(changes)
+    # Refuse what LitGPT's Config takes as it is and a model cannot be made of: text for a number, a size below 1.
+    hints = get_type_hints(config_class)
+    for field, value in changes.items():
+        try:
+            TypeAdapter(hints[field]).validate_python(value, strict=True)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].lower()
+            raise ValueError(f"model.config.{field}={value!r} does not fit: {expected}") from error
+        least = 0 if field in _MAY_BE_ZERO else 1
+        if int in (hints[field], *get_args(hints[field])) and value is not None and value < least:
+            raise ValueError(f"model.config.{field}={value} is no size; give at least {least}")
     fields = {**(models()[name] if name is not None else {}), **changes}
     try:
         config_class(**fields)
@@ -76,30 +90,6 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
             f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}"
         ) from error
     return fields
-
-
-_MAY_BE_ZERO = frozenset({"n_expert", "n_expert_per_token", "n_shared_expert", "first_k_dense_replace"})
-"""Counts that may be 0; every other whole number of LitGPT's Config is a size."""
-
-
-def _require_sizes(changes: Mapping[str, Any]) -> None:
-    """Refuse what LitGPT's Config takes as it is and a model cannot be made of: text for a number, a size below 1."""
-    for field, value in changes.items():
-        hint = _hints()[field]
-        try:
-            TypeAdapter(hint).validate_python(value, strict=True)
-        except ValidationError as error:
-            expected = error.errors()[0]["msg"].lower()
-            raise ValueError(f"model.config.{field}={value!r} does not fit: {expected}") from error
-        least = 0 if field in _MAY_BE_ZERO else 1
-        if int in (hint, *get_args(hint)) and value is not None and value < least:
-            raise ValueError(f"model.config.{field}={value} is no size; give at least {least}")
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    """Each field of LitGPT's Config with its type."""
-    return get_type_hints(_litgpt_config().Config)
 
 
 def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | None:
@@ -113,11 +103,7 @@ def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | Non
 def fields_of(
     name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None
 ) -> dict[str, Any]:
-    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in.
-
-    Raises:
-        ValueError: as `settings`, or the vocabulary is the tokenizer's and `vocab_size` is not given.
-    """
+    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in."""
     fields = settings(name, changes)
     if padded_vocabulary(name, changes) is None:
         if vocab_size is None:

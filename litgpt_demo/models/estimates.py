@@ -10,7 +10,7 @@ checkpointing computes twice. Memory is what autograd keeps of each layer in tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,6 @@ def _norm(config: Any, size: int) -> Weights:
     return Weights(0 if "OLMo" in config.name else 2 * size, 0)
 
 
-_NOTHING = Weights(0, 0)
-
-
 def _attention(config: Any) -> Weights:
     if config.latent_attention:
         width, heads = config.n_embd, config.n_head
@@ -65,21 +62,10 @@ def _attention(config: Any) -> Weights:
     return found
 
 
-def _mlp(config: Any, size: int | None = None, *, kind: str | None = None) -> Weights:
-    size = size or config.intermediate_size
-    ways_in = 1 if (kind or config.mlp_class_name) == "GptNeoxMLP" else 2
+def _mlp(config: Any, size: int, *, kind: str) -> Weights:
     found = _linear(size, config.n_embd, bias=config.bias)
-    for _ in range(ways_in):
+    for _ in range(1 if kind == "GptNeoxMLP" else 2):
         found += _linear(config.n_embd, size, bias=config.bias)
-    return found
-
-
-def _experts(config: Any) -> Weights:
-    expert = _mlp(config, config.moe_intermediate_size, kind="LLaMAMLP")
-    found = _linear(config.n_embd, config.n_expert)
-    found += Weights(config.n_expert * expert.held, config.n_expert_per_token * expert.used)
-    if config.n_shared_expert:
-        found += _mlp(config, config.moe_intermediate_size * config.n_shared_expert, kind="LLaMAMLP")
     return found
 
 
@@ -89,18 +75,21 @@ def _has_experts(config: Any, layer: int) -> bool:
 
 def block(config: Any, layer: int) -> Weights:
     """One of the model's blocks."""
+    found = _attention(config)
+    if _has_experts(config, layer):
+        size = config.moe_intermediate_size or config.intermediate_size
+        expert = _mlp(config, size, kind="LLaMAMLP")
+        found += _linear(config.n_embd, config.n_expert)
+        found += Weights(config.n_expert * expert.held, config.n_expert_per_token * expert.used)
+        if config.n_shared_expert:
+            found += _mlp(config, config.moe_intermediate_size * config.n_shared_expert, kind="LLaMAMLP")
+    else:
+        kind = "LLaMAMLP" if config.mlp_class_name == "LLaMAMoE" else config.mlp_class_name
+        found += _mlp(config, config.intermediate_size, kind=kind)
     has_second = config.norm_2 and not config.shared_attention_norm
-    norms = config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm
-    found = _attention(config) + (
-        _experts(config) if _has_experts(config, layer) else _mlp(config, kind=_dense(config))
-    )
-    for _ in range(norms):
+    for _ in range(config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm):
         found += _norm(config, config.n_embd)
     return found
-
-
-def _dense(config: Any) -> str:
-    return "LLaMAMLP" if config.mlp_class_name == "LLaMAMoE" else str(config.mlp_class_name)
 
 
 def table(config: Any) -> int:
@@ -129,14 +118,11 @@ def attention_flops(config: Any, length: int) -> int:
         width = config.n_head * (config.qk_head_dim + config.v_head_dim)
     else:
         width = 2 * config.n_head * config.head_size
-    return sum(6 * width * context for context in _contexts(config, length))
-
-
-def _contexts(config: Any, length: int) -> Iterator[int]:
-    """Return how many tokens each layer looks back on."""
+    context = 0  # tokens that the layers look back on
     for layer in range(config.n_layer):
         windowed = config.sliding_window_size is not None and config.sliding_window_indices[layer]
-        yield min(length, config.sliding_window_size) if windowed else length
+        context += min(length, config.sliding_window_size) if windowed else length
+    return int(6 * width * context)
 
 
 def flops_per_token(config: Any, length: int) -> int:
@@ -168,20 +154,12 @@ class Memory:
     gradients: int
     kept: bool
     """Return True if gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
-    copies: int
-    """Weights in the type that they are multiplied in, where that is not their own."""
     activations: int
     """Bytes that the forward pass keeps for the backward pass."""
-    recomputed: int
-    """All of one block, in its backward pass."""
-    stream: int
-    """The gradient on its way from block to block, twice."""
     room: int
     """Bytes for the logits of a few rows, on a CPU alone: memory that is kept from step to step."""
-    loss: int
-    """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
-    head: int
-    """The output projection's gradient alone, which the backward pass begins with."""
+    moments: Mapping[str, int]
+    """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
 
     @property
     def state(self) -> int:
@@ -199,16 +177,6 @@ class Memory:
         return self.weights + self.optimizer
 
     @property
-    def moments(self) -> dict[str, int]:
-        """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
-        begins = self.stream + self.recomputed
-        return {
-            "loss": self.copies + self.activations + self.loss,
-            "first block of the backward pass": self.activations + begins + (0 if self.kept else self.head),
-            "last block of the backward pass": begins + (0 if self.kept else self.gradients),
-        }
-
-    @property
     def total(self) -> int:
         return self.state + self.gathered + max(self.moments.values())
 
@@ -221,46 +189,51 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     """
     kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if train.precision == "32-true" else 2
-    cast = kept != multiplied
-    tokens, count = train.micro_batch * length, parameters(config)
+    cast = multiplied if kept != multiplied else 0
+    layers, tokens, count = range(config.n_layer), train.micro_batch * length, parameters(config)
     sharded = train.strategy == "fsdp" and world_size > 1
     share = -(-count // world_size) if sharded else count
-    sizes = [block(config, layer).held for layer in range(config.n_layer)]
-    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
-    recomputes = train.activation_checkpointing != "none"
-    room = 4 * _logits(config, tokens, device) if device == "cpu" else 0
-    loss = _loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0)
+    sizes = [block(config, layer).held for layer in layers]
+    gathered = 0
+    if sharded:
+        # Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables.
+        here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
+        gathered = multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
+    # Per token, what waits for the backward pass: of each block, and what enters the last norm.
+    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in layers]
+    entry = int(kept * config.n_embd)
+    stored = sum(whole) + entry
+    if train.activation_checkpointing != "none":
+        stored = int(config.n_layer + 1) * entry
+    if train.activation_checkpointing == "selective":
+        stored += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in layers)
+    # training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+    narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
+    capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
+    hidden = int(tokens * config.n_embd)
+    logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
+    room = 4 * logits if device == "cpu" else 0
+    loss = hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+    # Weights in the type that they are multiplied in, where that is not their own.
+    copies = 0 if sharded else cast * sum(sizes)
+    # The gradient on its way from block to block, twice, and all of one block where it is recomputed.
+    recomputed = 0 if train.activation_checkpointing == "none" else tokens * max(whole)
+    begins = 2 * tokens * config.n_embd * kept + recomputed
+    accumulates = world_size > 1 or train.accumulation(world_size) > 1
     return Memory(
         weights=kept * share,
         optimizer=2 * kept * share,
-        gathered=_gathered(config, sizes, train, multiplied) if sharded else 0,
+        gathered=gathered,
         gradients=kept * share,
-        kept=world_size > 1 or train.accumulation(world_size) > 1,
-        copies=multiplied * sum(sizes) if cast and not sharded else 0,
-        activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept),
-        recomputed=tokens * max(whole) if recomputes else 0,
-        stream=2 * tokens * config.n_embd * kept,
+        kept=accumulates,
+        activations=tokens * stored,
         room=room,
-        loss=loss - room,
-        head=kept * table(config),
+        moments={
+            "loss": copies + tokens * stored + loss - room,
+            "first block of the backward pass": tokens * stored + begins + (0 if accumulates else kept * table(config)),
+            "last block of the backward pass": begins + (0 if accumulates else kept * share),
+        },
     )
-
-
-def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int) -> int:
-    """Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables."""
-    here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
-    return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
-
-
-def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int) -> int:
-    """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
-    entry = int(kept * config.n_embd)
-    if train.activation_checkpointing == "none":
-        return sum(whole) + entry
-    found = int(config.n_layer + 1) * entry
-    if train.activation_checkpointing == "selective":
-        found += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer))
-    return found
 
 
 def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
@@ -270,38 +243,29 @@ def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept:
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
     norm = multiplied * width + (4 * width if rms else 0)
     # The residual stream between the two halves is kept apart where the second half has to wait for the first.
-    streams = kept * width * (1 if config.parallel_residual else 2)
-    norms = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
-    after = config.post_attention_norm + config.post_mlp_norm
-    found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
-    found += _attention_bytes(config, length, multiplied)
-    return int(found + _mlp_bytes(config, layer, multiplied))
-
-
-def _attention_bytes(config: Any, length: int, multiplied: int) -> int:
+    found = kept * width * (1 if config.parallel_residual else 2)
+    found += (config.norm_1 + (config.norm_2 and not config.shared_attention_norm)) * norm
+    found += (config.post_attention_norm + config.post_mlp_norm) * (multiplied * width + (8 * width if rms else 0))
     if config.latent_attention:
-        width = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-        return int(multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head)
-    queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
-    # repeated, and so keep all of it.
-    values = 3 * queries if keys == queries else queries
-    found = multiplied * (3 * queries + values) + 4 * config.n_head
-    if config.attention_logit_softcapping is not None:
-        # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
-        found += config.n_head * length * (2 * multiplied + 4)
-    if config.norm_qk:
-        found += 4 * (queries + keys) * (2 if config.norm_class_name == "RMSNorm" else 1)
-    return int(found)
-
-
-def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
+        products = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
+        found += multiplied * (products + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head
+    else:
+        queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
+        # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
+        # repeated, and so keep all of it.
+        values = 3 * queries if keys == queries else queries
+        found += multiplied * (3 * queries + values) + 4 * config.n_head
+        if config.attention_logit_softcapping is not None:
+            # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
+            found += config.n_head * length * (2 * multiplied + 4)
+        if config.norm_qk:
+            found += 4 * (queries + keys) * (2 if rms else 1)
     if _has_experts(config, layer):
         shared = (config.n_shared_expert or 0) * (config.moe_intermediate_size or 0)
-        size = config.moe_intermediate_size or config.intermediate_size
-        each = 2 * config.n_embd + 4 * size
-        return multiplied * int(config.n_expert_per_token * each + 4 * shared)
-    return multiplied * int((2 if config.mlp_class_name == "GptNeoxMLP" else 4) * config.intermediate_size)
+        each = 2 * width + 4 * (config.moe_intermediate_size or config.intermediate_size)
+        return int(found + multiplied * int(config.n_expert_per_token * each + 4 * shared))
+    ways = 2 if config.mlp_class_name == "GptNeoxMLP" else 4
+    return int(found + multiplied * int(ways * config.intermediate_size))
 
 
 def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> int:
@@ -319,20 +283,3 @@ def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> 
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
     products = attention + config.n_embd + times * (ways_in * size + config.n_embd)
     return int(multiplied * products + 4 * config.n_head)
-
-
-def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
-    """training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
-
-    `cast` is the size of copies of what is multiplied, where there are any.
-    """
-    narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
-    capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
-    hidden = int(tokens * config.n_embd)
-    logits = _logits(config, tokens, device) * (4 + max(narrow, capped))
-    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits
-
-
-def _logits(config: Any, tokens: int, device: str) -> int:
-    """The number of them at a time."""
-    return int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)

@@ -7,7 +7,7 @@ import math
 import torch
 from litgpt.config import Config
 from litgpt.model import GPT, GroupedTopkRouter
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from litgpt_demo.config import ModelConfig
@@ -16,11 +16,7 @@ from litgpt_demo.models import catalogue
 
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
-    """LitGPT's Config of this model for a tokenizer of `vocab_size` ids.
-
-    Raises:
-        UserError: the tokenizer has more ids than the model has embeddings.
-    """
+    """LitGPT's Config of this model for a tokenizer of `vocab_size` ids."""
     rows = catalogue.padded_vocabulary(model.name, model.config)
     if rows is not None and (problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)):
         raise UserError("; ".join(problem))
@@ -42,20 +38,15 @@ def initialise(model: GPT, *, seed: int) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | GroupedTopkRouter):
                 std = residual if name.endswith(".proj") else usual
-                values = torch.empty(module.weight.shape, dtype=torch.float32)
-                _assign(module.weight, values.normal_(0.0, std, generator=generator))
+                weight, values = module.weight, torch.empty(module.weight.shape, dtype=torch.float32)
+                values.normal_(0.0, std, generator=generator)
+                if isinstance(weight, DTensor):  # every rank draws the same, and takes its part without communication
+                    values = distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None)
+                weight.copy_(values)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
             if isinstance(module, GroupedTopkRouter):
                 module.e_score_correction_bias.zero_()
-
-
-def _assign(weight: Tensor, values: Tensor) -> None:
-    """Every rank draws the same values, so a sharded weight takes its part of them without any communication."""
-    if isinstance(weight, DTensor):
-        weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None))
-    else:
-        weight.copy_(values)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

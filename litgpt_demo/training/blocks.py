@@ -21,30 +21,28 @@ from litgpt_demo.training.loss import LossGPT
 
 
 def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
-    """Apply what the settings ask for, in the order in which each sees what it has to.
-
-    Raises:
-        UserError: float8 is asked for where it is not to be had, or compiled code where it could not be run.
-    """
+    """Apply what the settings ask for, in the order in which each sees what it has to."""
     if train.compile != "none":
         require_executable_cache(os.environ)
     if train.float8:
-        _to_float8(model, device)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+            raise UserError(
+                f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}; "
+                "leave it off"
+            )
+        multiply_in_float8(model)
     if train.activation_checkpointing != "none":
-        _checkpoint(model, selective=train.activation_checkpointing == "selective")
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        selective = train.activation_checkpointing == "selective"
+        wrap = partial(checkpoint_wrapper, context_fn=contexts) if selective else checkpoint_wrapper
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda one: isinstance(one, Block))
     if train.compile == "blocks":
         # The forward alone: hooks, FSDP's among them, stay outside. One compilation serves all blocks that are alike.
         for block in model.transformer.h:
             block.forward = torch.compile(block.forward)
     elif train.compile == "model":
         model.body = torch.compile(model.body)  # type: ignore[method-assign]
-
-
-def _checkpoint(model: nn.Module, *, selective: bool) -> None:
-    """Recompute each block in the backward pass; selectively, all but its matrix products and its attention."""
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    wrap = partial(checkpoint_wrapper, context_fn=contexts) if selective else checkpoint_wrapper
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: isinstance(module, Block))
 
 
 _aten = torch.ops.aten
@@ -65,18 +63,10 @@ def _policy(_context: object, operator: object, *_args: object, **_kwargs: objec
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _to_float8(model: LossGPT, device: torch.device) -> None:
-    """The blocks' products in float8, each tensor scaled by its largest value; the output projection stays as it is."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-        has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise UserError(
-            f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}; leave it off"
-        )
-    multiply_in_float8(model)
-
-
 def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
-    """Change the blocks' layers; weights keep their names and precision.
+    """The blocks' products in float8, each tensor scaled by its largest value; the output projection stays as it is.
+
+    Weights keep their names and precision.
 
     Args:
         emulate: round as float8 does and multiply in a wider type, which runs anywhere, slowly.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -49,39 +48,10 @@ class CheckpointManifest(Settings):
         return sum(record.size for record in self.files)
 
 
-def manifest_of(
-    spec: TrainingSpec,
-    *,
-    step: int,
-    validation_loss: float | None,
-    seconds: float = 0.0,
-    files: Iterable[FileRecord],
-) -> CheckpointManifest:
-    """The manifest of the checkpoint that a training of `spec` makes of these files after `step` steps."""
-    return CheckpointManifest(
-        format=FORMAT,
-        run=spec.run,
-        step=step,
-        tokens=step * spec.train.global_batch * spec.model.sequence_length,
-        dataset_key=spec.dataset_key,
-        config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
-        validation_loss=validation_loss,
-        seconds=seconds,
-        world_size=spec.world_size,
-        versions=versions(),
-        files=tuple(files),
-    )
-
-
 def reached_end(manifest: CheckpointManifest, spec: TrainingSpec) -> bool:
     """Return True if a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
     limit = spec.train.max_time
     return manifest.step >= spec.steps or (limit is not None and manifest.seconds >= limit.total_seconds())
-
-
-def versions() -> dict[str, str]:
-    """The software that wrote it."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "lightning", "litgpt", "numpy")}
 
 
 def folder_of(step: int) -> str:
@@ -100,7 +70,8 @@ def committed(
     A damaged manifest is no manifest; `damaged` hears of its folder, below the run's, and of what is wrong.
     """
     found = []
-    for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in _manifests(run)}):
+    manifests = [path for path in run.within(_ALL).list() if path.endswith(f"/{MANIFEST}")]
+    for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in manifests}):
         try:
             manifest = read_manifest(run.within(folder), CheckpointManifest)
             if manifest is not None and folder_of(manifest.step) != folder:
@@ -122,7 +93,13 @@ def newest_step(run: Storage, *, most: int | None = None) -> int:
     Args:
         most: the steps of the training; no checkpoint is further than its end.
     """
-    there = _sizes(run)
+    there = {}  # of one listing: no file is read
+    if run.local_path() is None:
+        there = {stored.path: stored.size for stored in run.inventory(_ALL)}
+    else:
+        for path in run.list(_ALL):
+            with suppress(FileNotFoundError):  # removed since it was listed
+                there[path] = Path(run.address(path)).stat().st_size
     steps = [
         manifest.step
         for manifest in committed(run)
@@ -133,36 +110,13 @@ def newest_step(run: Storage, *, most: int | None = None) -> int:
     return newest if most is None else min(newest, most)
 
 
-def _sizes(run: Storage) -> dict[str, int]:
-    """The sizes of all files of checkpoints, by their path below the run: one listing, and no file is read."""
-    if run.local_path() is None:
-        return {stored.path: stored.size for stored in run.inventory(_ALL)}
-    sizes = {}
-    for path in run.list(_ALL):
-        with suppress(FileNotFoundError):  # removed since it was listed
-            sizes[path] = Path(run.address(path)).stat().st_size
-    return sizes
-
-
-def _manifests(run: Storage) -> list[str]:
-    return [path for path in run.within(_ALL).list() if path.endswith(f"/{MANIFEST}")]
-
-
 def open_checkpoint(run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path]) -> Path:
-    """A local folder with the checkpoint's files, every byte verified.
-
-    Raises:
-        DataError: names each file that is not what the manifest says.
-    """
+    """A local folder with the checkpoint's files, every byte verified, as `bring` does."""
     return bring(run.within(folder_of(manifest.step)), manifest.files, scratch)
 
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
-    """A training goes on from its own checkpoints.
-
-    Raises:
-        DataError: this one is of another model or another dataset.
-    """
+    """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
     where = run.address(folder_of(manifest.step))
     if manifest.dataset_key != spec.dataset_key:
         raise DataError(
@@ -191,11 +145,6 @@ def set_aside(run: Storage, folder: str, why: str) -> str:
 # --- making one -------------------------------------------------------------------------------------------------------
 
 
-def clear(run: Storage, step: int) -> None:
-    """Make room for a checkpoint: remove what a save that was cut short has left there, its manifest first."""
-    run.remove(folder_of(step))
-
-
 def publish(files: Iterable[Path], run: Storage, step: int) -> list[FileRecord]:
     """Move finished files to their place in the run; the checkpoint still has no manifest afterwards."""
     place = folder_of(step)
@@ -210,44 +159,33 @@ def commit(run: Storage, manifest: CheckpointManifest) -> None:
 
 
 def verify(run: Storage, step: int, paths: Iterable[str]) -> None:
-    """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself.
-
-    Raises:
-        DataError: names each file that is not what the manifest says.
-    """
+    """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself."""
     place = run.within(folder_of(step))
     manifest = read_manifest(place, CheckpointManifest)
     said = {record.path: record for record in manifest.files} if manifest else {}
-    wrong = [problem for path in paths if (problem := _difference(place, path, said.get(path)))]
+    wrong = []
+    for path in paths:
+        if (record := said.get(path)) is None:
+            wrong.append(f"its manifest does not list {path}")
+            continue
+        try:
+            found = FileRecord.of(place.stat(path))
+        except FileNotFoundError:
+            wrong.append(f"{path} is missing")
+            continue
+        if found != record:
+            expected = f"{record.size} and {record.crc32c}"
+            wrong.append(f"{path} has {found.size} bytes and crc32c {found.crc32c}, not {expected}")
     if wrong:
         raise DataError(f"{place.address()} is not what was written: {'; '.join(wrong)}; look at that disk or mount")
-
-
-def _difference(place: Storage, path: str, said: FileRecord | None) -> str | None:
-    if said is None:
-        return f"its manifest does not list {path}"
-    try:
-        found = FileRecord.of(place.stat(path))
-    except FileNotFoundError:
-        return f"{path} is missing"
-    return (
-        None
-        if found == said
-        else f"{path} has {found.size} bytes and crc32c {found.crc32c}, not {said.size} and {said.crc32c}"
-    )
 
 
 def retained(checkpoints: Iterable[CheckpointManifest], *, last: int, best: int, every: int | None = None) -> set[int]:
     """Steps to keep: the newest `last`, the `best` by validation loss, and the multiples of `every`."""
     newest = sorted(checkpoints, key=lambda found: -found.step)
-    scored = sorted((found for found in newest if found.validation_loss is not None), key=_score)
+    scored = sorted((found.validation_loss, -found.step) for found in newest if found.validation_loss is not None)
     for_ever = {found.step for found in newest if every is not None and found.step % every == 0}
-    return {found.step for found in newest[:last]} | {found.step for found in scored[:best]} | for_ever
-
-
-def _score(manifest: CheckpointManifest) -> tuple[float, int]:
-    assert manifest.validation_loss is not None
-    return manifest.validation_loss, -manifest.step
+    return {found.step for found in newest[:last]} | {-step for _, step in scored[:best]} | for_ever
 
 
 def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> None:

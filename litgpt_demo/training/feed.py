@@ -30,12 +30,7 @@ class Data:
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
-    """Open the two splits, memory-mapped.
-
-    Raises:
-        DataError: it is not the dataset of the spec.
-        UserError: a split is shorter than one sample.
-    """
+    """Open the two splits, memory-mapped."""
     manifest = open_dataset(str(folder))
     if manifest.key != spec.dataset_key:
         raise DataError(

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from litgpt_demo.config import TrainingSpec, WandbConfig
 from litgpt_demo.errors import UserError
@@ -27,16 +27,6 @@ COLUMNS = (
 _PLOTTED = ("step", "evaluation", "checkpoint")
 _LONGEST_LINE = 1 << 20
 """Characters of a line; a longer one is left out of a file that a key is taken from."""
-
-
-class Logger(Protocol):
-    """Something that takes metrics rows."""
-
-    def write(self, row: Row) -> None:
-        """Take a row, without waiting for disk or network."""
-
-    def close(self) -> None:
-        """Wait until all rows are where they should be."""
 
 
 class Table:
@@ -89,34 +79,27 @@ class Wandb:
         self._key = None if settings.secret is None else environ[settings.secret]
         forget(self._files, self._key)
         try:
-            self._run = self._begun(settings, spec, folder)
+            import wandb
+
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                id=spec.run,
+                name=spec.run,
+                resume="allow",
+                dir=str(folder),
+                config=spec.model_dump(mode="json"),
+                mode="offline" if self._key is None else "online",
+                # What the job prints is its own log already, and code and git are in the run's folder.
+                settings=wandb.Settings(
+                    api_key=self._key, console="off", silent=True, disable_git=True, disable_code=True
+                ),
+            )
             # Their own step cannot go back, ours does when an attempt repeats steps.
             self._run.define_metric("*", step_metric="step")
         except BaseException:
             self._end()
             raise
-
-    def _begun(self, settings: WandbConfig, spec: TrainingSpec, folder: Path) -> Any:
-        import wandb
-
-        return wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            id=spec.run,
-            name=spec.run,
-            resume="allow",
-            dir=str(folder),
-            config=spec.model_dump(mode="json"),
-            mode="offline" if self._key is None else "online",
-            # What the job prints is its own log already, and code and git are in the run's folder.
-            settings=wandb.Settings(
-                api_key=self._key,
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-            ),
-        )
 
     def write(self, row: Row) -> None:
         if values := scalars(row):
@@ -138,6 +121,10 @@ class Wandb:
             forget(self._files, self._key)
 
 
+Logger: TypeAlias = Table | TensorBoard | Wandb
+"""It takes rows without waiting for disk or network; `close` waits until all are where they should be."""
+
+
 def forget(folder: Path, key: str | None) -> None:
     """Take a key out of the text files below a folder, which nobody may be writing to. A binary file is left as it is.
 
@@ -146,29 +133,26 @@ def forget(folder: Path, key: str | None) -> None:
     if key is None:
         return
     sent = b64encode(f"api:{key}".encode()).decode()  # `Authorization: Basic`, as their program logs in
-    for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
-        if path.suffix != ".wandb":  # their records, with checksums: metrics and config, no answers
-            _rewrite(path, key, sent)
-
-
-def _rewrite(path: Path, *secrets: str) -> None:
-    aside, changed = path.with_name(f".{path.name}.partial"), False
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
-    try:
-        with path.open(**options) as before, aside.open("w", **options) as after:
-            while line := before.readline(_LONGEST_LINE):
-                kept = without(line, *secrets)
-                if len(line) == _LONGEST_LINE and not line.endswith("\n"):  # a key may lie across its end
-                    kept = f"{HIDDEN}\n"
-                    while (rest := before.readline(_LONGEST_LINE)) and not rest.endswith("\n"):
-                        pass
-                after.write(kept)
-                changed |= kept != line
-        if changed:
-            shutil.copymode(path, aside)
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
+        if path.suffix == ".wandb":  # their records, with checksums: metrics and config, no answers
+            continue
+        aside, changed = path.with_name(f".{path.name}.partial"), False
+        try:
+            with path.open(**options) as before, aside.open("w", **options) as after:
+                while line := before.readline(_LONGEST_LINE):
+                    kept = without(line, key, sent)
+                    if len(line) == _LONGEST_LINE and not line.endswith("\n"):  # a key may lie across its end
+                        kept = f"{HIDDEN}\n"
+                        while (rest := before.readline(_LONGEST_LINE)) and not rest.endswith("\n"):
+                            pass
+                    after.write(kept)
+                    changed |= kept != line
+            if changed:
+                shutil.copymode(path, aside)
+                aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def scalars(row: Row) -> dict[str, float]:
@@ -180,11 +164,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`.
-
-    Raises:
-        UserError: a secret is not there.
-    """
+    """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`."""
     found: dict[str, Callable[[], Logger]] = {}
     if spec.train.tensorboard:
         found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)

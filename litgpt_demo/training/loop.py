@@ -11,8 +11,9 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -20,7 +21,8 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from litgpt_demo.config import key_of
+from litgpt_demo.config import TrainConfig, key_of
+from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
@@ -30,22 +32,25 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.exchange import Exchange, StepResult
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.finite import FiniteWatch, require_finite
-from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.step import evaluate, learning_rate, train_step
+from litgpt_demo.training.setup import Training, open_fabric, set_up
+from litgpt_demo.training.step import Exchange, StepResult, evaluate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
 
 # The first pass of either kind compiles, and meets the other ranks.
 _FIRST_PASS = 900.0
+
+# A batch or two may be bad; a training that makes no update in so many steps has another trouble.
+_MOST_IN_A_ROW = 10
+
+# Numbers of samples that a message lists; all of them are a command away.
+_LISTED = 64
 
 
 class StopReason(StrEnum):
@@ -55,22 +60,6 @@ class StopReason(StrEnum):
     TIME_UP = "max_time"
 
 
-@contextmanager
-def heeding_sigterm() -> Iterator[Callable[[], bool]]:
-    """Keep SIGTERM, by which a machine that is taken away says so, from ending the process; yield whether it came."""
-    came = False
-
-    def heed(_number: int, _frame: object) -> None:
-        nonlocal came
-        came = True
-
-    before = signal.signal(signal.SIGTERM, heed)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def fit(training: Training) -> None:
     """Train from the newest checkpoint to the end.
 
@@ -78,13 +67,16 @@ def fit(training: Training) -> None:
         Preempted: asked to leave, it has saved before its end.
         UserError: a loss is not finite.
     """
-    with heeding_sigterm() as stop_requested, closing(training.feed):
+    asked: list[int] = []
+    # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed = resume(training, tell=warn)
         report = Reporter(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
-                loop = Loop(training, report, saver, stop_requested)
+                loop = Loop(training, report, saver, stop_requested=lambda: bool(asked))
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
@@ -97,48 +89,34 @@ def fit(training: Training) -> None:
             # Who ends first has torchrun end the others, so all have to be through.
             training.ranks.together(lambda: None, lambda _: None)
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
+    finally:
+        training.feed.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
     def __init__(self, training: Training, report: Reporter, saver: Saver, stop_requested: Callable[[], bool]) -> None:
-        """
-        Args:
-            stop_requested: whether this process was asked to leave.
-        """
         self._training, self._report, self._saver = training, report, saver
         self._stop_requested = stop_requested
-        most = training.spec.train.max_time
-        self._most = math.inf if most is None else most.total_seconds()
-        self._exchange, self._waited = Exchange(training.fabric), 0.0
-        self._watch = FiniteWatch(training)
+        self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
         self.stop_reason: StopReason | None = None
         """The reason why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
-        """Train until the last step is saved, or there is a reason to leave and the step then done is.
-
-        Raises:
-            UserError: a loss or gradient is not finite.
-        """
-        spec, train = self._training.spec, self._training.spec.train
+        """Train until the last step is saved, or there is a reason to leave and the step then done is."""
+        training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
+        most = math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(_FIRST_PASS, train.hang_after)
-        if self._training.clock.before >= self._most:
+        if training.clock.before >= most:
             return
-        self._training.model.train()
+        training.model.train()
         for step in range(first, spec.steps):
-            self._training.heart.beat(self.done, "training", allow=allow)
-            passed, late = train_step(self._training, step), self._training.clock.seconds >= self._most
-            self._exchange.put(
-                step + 1,
-                passed.loss,
-                passed.norm,
-                leave=self._stop_requested(),
-                time_up=late,
-                waited=passed.waited,
-            )
+            training.heart.beat(self.done, "training", allow=allow)
+            passed, late = train_step(training, step), training.clock.seconds >= most
+            self._exchange.put(step + 1, passed, leave=self._stop_requested(), time_up=late)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever.
@@ -149,8 +127,12 @@ class Loop:
                 evaluates = self.stop_reason is StopReason.TIME_UP
             validation_loss = self._evaluate() if evaluates else None
             if saves or last or self.stop_reason is not None:
-                self._save(validation_loss)
+                training.heart.beat(self.done, "saving", allow=_LONG)
+                if self.stop_reason is StopReason.TIME_UP:
+                    training.clock.at_least(most)
+                report.pause(self._saver.save(self.done, validation_loss))
             if self.stop_reason is not None:
+                report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
 
     def _drain(self, *, everything: bool) -> StopReason | None:
@@ -161,32 +143,43 @@ class Loop:
         """
         reason: StopReason | None = None
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
-            if (left_out := self._watch.look(result)) is None:
-                self._report_step(result)
+            values = {"loss": result.loss}
+            if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
+                values["gradient norm"] = result.grad_norm
+            if found := next((name for name, value in values.items() if not math.isfinite(value)), None):
+                self._left_out(result, f"the {found} of step {result.done} is {values[found]}")
             else:
-                why, windows = left_out
-                self._report.row(kind="skip", step=result.done, why=why, windows=list(windows))
+                self._in_a_row = 0
+                self._report.step(result)
             if result.leave:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
                 reason = StopReason.TIME_UP
         return reason
 
-    def _report_step(self, result: StepResult) -> None:
-        spec, train = self._training.spec, self._training.spec.train
-        self._waited += result.waited
-        self._report.first_step(result.ended)
-        if result.done % train.log_every == 0 or result.done == spec.steps:
-            rate = learning_rate(train, step=result.done - 1, steps=spec.steps)
-            self._report.step(
-                result.done,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                rate=rate,
-                reading=self._waited,
-                ended=result.ended,
-            )
-            self._waited = 0.0
+    def _left_out(self, result: StepResult, why: str) -> None:
+        """A step made no update: the end, with its samples, if it is to stop there or this is the last of too many."""
+        training, spec = self._training, self._training.spec
+        self._in_a_row += 1
+
+        def suspects(finite: list[bool]) -> list[int]:
+            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
+            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
+            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
+            return [int(number) for share in shares or [numbers] for number in share]
+
+        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
+        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
+        told = (
+            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
+            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
+            f"{_advice(spec.train)}"
+        )
+        if spec.train.on_not_finite == "stop":
+            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
+        if self._in_a_row == _MOST_IN_A_ROW:
+            raise UserError(f"{told}. It is step {_MOST_IN_A_ROW} in a row without an update, so it is not the data")
+        self._report.row(kind="skip", step=result.done, why=why, windows=windows)
 
     def _evaluate(self) -> float:
         began, train = monotonic(), self._training.spec.train
@@ -194,7 +187,9 @@ class Loop:
         def beat() -> None:
             self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
 
-        loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
+        loss = evaluate(self._training, beat=beat)
+        if not math.isfinite(loss):  # it is of weights, not of a batch: there is no update to leave out
+            raise UserError(f"the validation loss of step {self.done} is {loss}. {_advice(train)}")
         self._report.pause(seconds := monotonic() - began)
         self._report.row(
             kind="evaluation",
@@ -205,13 +200,12 @@ class Loop:
         )
         return loss
 
-    def _save(self, validation_loss: float | None) -> None:
-        self._training.heart.beat(self.done, "saving", allow=_LONG)
-        if self.stop_reason is StopReason.TIME_UP:
-            self._training.clock.at_least(self._most)
-        self._report.pause(self._saver.save(self.done, validation_loss))
-        if self.stop_reason is not None:
-            self._report.row(kind="leave", step=self.done, why=self.stop_reason)
+
+def _advice(train: TrainConfig) -> str:
+    return (
+        f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
+        "train.precision=32-true usually fix it"
+    )
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
@@ -241,10 +235,7 @@ def _report_save(report: Reporter, saved: Saved) -> None:
             path=checkpoints.folder_of(saved.step),
             **report.elapsed("taken", saved.taken),
         )
-        try:
-            report.publish()
-        except TrainLitgptError as error:
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+        report.publish()
 
 
 @record
@@ -267,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             staged = os.environ.get("LITGPT_DATASET")
             heart.beat(0, "loading data and model", allow=_LONG)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
-            fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
+            fit(replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it

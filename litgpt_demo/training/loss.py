@@ -94,27 +94,70 @@ def projected_cross_entropy(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    gradients = torch.is_grad_enabled()
-    loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.reshape(-1, hidden.size(-1)),
-        weight,
-        bias,
-        targets.reshape(-1),
-        softcap,
-        dtype,
-        gradients,
-        workspace or Workspace(),
-    )
+    rows, gradients = hidden.reshape(-1, hidden.size(-1)), torch.is_grad_enabled()
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, targets.reshape(-1), softcap, dtype, gradients, workspace or Workspace()
+        )
     return loss
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *others: Any) -> Tensor:
-        """Takes what `_loss_and_gradients` takes."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.gradients = _loss_and_gradients(hidden, *others)
-        return loss
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        dtype: torch.dtype,
+        gradients: bool,
+        workspace: Workspace,
+    ) -> Tensor:
+        """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
+        inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
+        precise = torch.promote_types(dtype, torch.float32)
+        rows = chunk_rows(count, len(weight), device=hidden.device.type)
+        made = partial(workspace.of, device=hidden.device)
+        scores_of_chunk = made("scores", rows, len(weight), dtype=precise)
+        slopes_of_chunk = scores_of_chunk if dtype == precise else made("slopes", rows, len(weight), dtype=dtype)
+        total = hidden.new_zeros((), dtype=precise)
+        by_hidden = torch.empty_like(hidden, dtype=precise) if gradients else None
+        by_weight = torch.empty_like(weight, dtype=precise) if gradients else None
+        by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
+        apart = gradients and dtype != precise and hidden.device.type != "cuda"  # see _multiply
+        product = made("product", *weight.shape, dtype=dtype) if apart else None
+        for first in range(0, count, rows):
+            part = slice(first, min(first + rows, count))
+            scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
+            _multiply(inputs[part], matrix.T, out=scores, workspace=slopes)
+            if bias is not None:
+                scores += bias
+            slope = None
+            if softcap is not None:  # LitGPT's do_softcapping in place, and its derivative
+                scores.div_(softcap).tanh_()
+                slope = 1 - scores * scores
+                scores.mul_(softcap)
+            # The summed cross-entropy; then `scores` become its gradient by themselves: probabilities, less 1 at the
+            # target. Of the logarithms rather than of the probabilities, which are 0 where a target is all but
+            # impossible.
+            torch.log_softmax(scores, dim=-1, out=scores)
+            places = targets[part].unsqueeze(1)
+            total += -scores.gather(1, places).sum()
+            scores.exp_().scatter_add_(1, places, scores.new_full((), -1.0).expand(places.shape))
+            if by_hidden is None or by_weight is None:
+                continue
+            if slope is not None:
+                scores *= slope
+            slopes.copy_(scores)
+            _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
+            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
+            if by_bias is not None:
+                by_bias.add_(scores.sum(0), alpha=1 / count)
+        found = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
+        ctx.gradients = [None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in found]
+        return total / count
 
     @staticmethod
     @once_differentiable
@@ -126,75 +169,6 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 if gradient is not None:
                     gradient.mul_(scale)
         return (*gradients, None, None, None, None, None)
-
-
-def _loss_and_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    softcap: float | None,
-    dtype: torch.dtype,
-    gradients: bool,
-    workspace: Workspace,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
-    inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
-    precise = torch.promote_types(dtype, torch.float32)
-    rows = chunk_rows(count, len(weight), device=hidden.device.type)
-    made = partial(workspace.of, device=hidden.device)
-    scores_of_chunk = made("scores", rows, len(weight), dtype=precise)
-    slopes_of_chunk = (
-        scores_of_chunk if inputs.dtype == precise else made("slopes", rows, len(weight), dtype=inputs.dtype)
-    )
-    total = hidden.new_zeros((), dtype=precise)
-    by_hidden = torch.empty_like(hidden, dtype=precise) if gradients else None
-    by_weight = torch.empty_like(weight, dtype=precise) if gradients else None
-    by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
-    apart = gradients and inputs.dtype != precise and hidden.device.type != "cuda"  # see _multiply
-    product = made("product", *weight.shape, dtype=inputs.dtype) if apart else None
-    for first in range(0, count, rows):
-        part = slice(first, min(first + rows, count))
-        scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
-        _multiply(inputs[part], matrix.T, out=scores, workspace=slopes)
-        if bias is not None:
-            scores += bias
-        slope = None if softcap is None else _softcap_(scores, softcap)
-        total += _cross_entropy_(scores, targets[part])
-        if by_hidden is None or by_weight is None:
-            continue
-        if slope is not None:
-            scores *= slope
-        slopes.copy_(scores)
-        _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
-        _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
-        if by_bias is not None:
-            by_bias.add_(scores.sum(0), alpha=1 / count)
-    return total / count, list(map(_in_precision_of, (by_hidden, by_weight, by_bias), (hidden, weight, bias)))
-
-
-def _in_precision_of(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
-    return None if gradient is None or of is None else gradient.to(of.dtype)
-
-
-def _softcap_(scores: Tensor, cap: float) -> Tensor:
-    """LitGPT's do_softcapping in place; returns its derivative."""
-    scores.div_(cap).tanh_()
-    slope = 1 - scores * scores
-    scores.mul_(cap)
-    return slope
-
-
-def _cross_entropy_(scores: Tensor, targets: Tensor) -> Tensor:
-    """The rows' summed cross-entropy; `scores` become its gradient by themselves: probabilities, less 1 at the target.
-
-    Of the logarithms rather than of the probabilities, which are 0 where a target is all but impossible.
-    """
-    torch.log_softmax(scores, dim=-1, out=scores)
-    places = targets.unsqueeze(1)
-    loss = -scores.gather(1, places).sum()
-    scores.exp_().scatter_add_(1, places, scores.new_full((), -1.0).expand(places.shape))
-    return loss
 
 
 def _multiply(

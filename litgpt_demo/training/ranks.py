@@ -17,13 +17,6 @@ R = TypeVar("R")
 PATIENCE = timedelta(hours=2)
 
 
-@dataclass(frozen=True)
-class _Failed:
-    """The error of an action in place of a result."""
-
-    error: Exception
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The ranks of a training, this process being one of them."""
@@ -54,14 +47,14 @@ class Ranks:
             dist.gather_object(mine, results if self.number == 0 else None, dst=0, group=self.group)
         dealt: list[Any] = [None] * self.world
         if self.number == 0:
-            failed = next((one for one in results if isinstance(one, _Failed)), None)
-            made: Any = failed or _outcome(lambda: whole(results))
-            dealt = [made] * self.world if isinstance(made, _Failed) else list(made)
+            failed = next((one for one in results if isinstance(one, Exception)), None)
+            made: Any = _outcome(lambda: whole(results)) if failed is None else failed
+            dealt = [made] * self.world if isinstance(made, Exception) else list(made)
         received = dealt[:1]
         if self.world > 1:
             dist.scatter_object_list(received, dealt if self.number == 0 else None, src=0, group=self.group)
-        if isinstance(received[0], _Failed):
-            raise received[0].error
+        if isinstance(received[0], Exception):
+            raise received[0]
         return received[0]  # type: ignore[no-any-return]
 
     def together(self, action: Callable[[], T], whole: Callable[[list[T]], R]) -> R:
@@ -73,8 +66,8 @@ class Ranks:
         return self.together(lambda: None, lambda _: action())
 
 
-def _outcome(action: Callable[[], T]) -> T | _Failed:
+def _outcome(action: Callable[[], T]) -> T | Exception:
     try:
         return action()
     except Exception as error:  # whatever it is, the peers wait for an answer, and `deal` raises it on all of them
-        return _Failed(error)
+        return error

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -26,37 +26,27 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from litgpt_demo.errors import DataError, TrainLitgptError, words_of
 from litgpt_demo.training.checkpoints import INDEX
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
+State: TypeAlias = dict[str, Any]
 
 # What torch 2.13 puts into an index, as the index names it; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
-_STORED = MappingProxyType(
-    {
-        "torch": {"Size"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        },
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},
-    }
-)
+_STORED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
 
 _REMEDY = (
     "Nothing of it was executed. A training with another version of torch wrote it, or somebody else did: look who may "
@@ -64,54 +54,70 @@ _REMEDY = (
 )
 
 
+def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
+    """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
+
+    Args:
+        precision: the state of the loss scaling, empty where losses are not scaled.
+    """
+    weights, state = get_state_dict(model, optimizer)
+    # The next step sets its learning rate before this one's is written down.
+    state["param_groups"] = deepcopy(state["param_groups"])
+    return {"model": weights, "optimizer": state} | ({"precision": dict(precision)} if precision else {})
+
+
 def load_shards(
-    model: nn.Module, optimizer: Optimizer, folder: Path, *, precision: dict[str, Any], address: str = ""
+    model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
 ) -> dict[str, Any]:
     """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
 
     Args:
-        precision: the state of the loss scaling as it is now, empty where losses are not scaled.
+        precision: as of `training_state`, as it is now.
         address: what errors call the folder, where it is a copy.
 
     Returns:
         The state of the loss scaling that was saved.
-
-    Raises:
-        DataError: the files hold something that no checkpoint does.
     """
-    weights, state = get_state_dict(model, optimizer)
-    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
-    _read(saved, folder, address)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return dict(saved.get("precision", {}))
+    state = training_state(model, optimizer, precision)
+    _read(state, folder, address)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return dict(state.get("precision", {}))
+
+
+def files_of_shards(
+    model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
+) -> set[str]:
+    """Return the files that `load_shards` would read on this rank, by name; of `folder` the index alone is read."""
+    reader, _, plan = _planned(training_state(model, optimizer, precision), folder, address)
+    return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
 def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
-    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them.
-
-    Raises:
-        DataError: the files hold something that no checkpoint does.
-    """
+    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
     _read({"model": into}, folder, address)
 
 
 def read_index(folder: Path, *, address: str = "") -> Metadata:
-    """Return the names, shapes and places of all that a checkpoint's files hold.
-
-    Raises:
-        DataError: the file holds something that no index does.
-    """
-    path = folder / INDEX
+    """Return the names, shapes and places of all that a checkpoint's files hold."""
     where = f"{address or folder}/{INDEX}"
     try:
-        with path.open("rb") as file:
+        with (folder / INDEX).open("rb") as file:
             metadata = _IndexUnpickler(file, where).load()
-        _require_index(metadata)
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"it holds a {type(metadata).__name__}")
+        for name, stored in metadata.state_dict_metadata.items():
+            if not (isinstance(name, str) and isinstance(stored, TensorStorageMetadata | BytesStorageMetadata)):
+                raise ValueError(f"the entry {name!r} is a {type(stored).__name__}")
+        for index, place in metadata.storage_data.items():
+            name = place.relative_path
+            if not isinstance(index, MetadataIndex) or name in {"", ".."} or Path(name).name != name:
+                raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
+            if getattr(place, "transform_descriptors", None):
+                raise ValueError(f"{index!r} is stored in a form that training does not write")
     except (TrainLitgptError, OSError):
         raise
     except Exception as error:  # damaged pickles raise whatever the step that they broke raises
         raise DataError(f"{where} is not the index of a checkpoint ({words_of(error)}). {_REMEDY}") from error
-    assert isinstance(metadata, Metadata)
     return metadata
 
 
@@ -126,59 +132,27 @@ class _IndexUnpickler(pickle.Unpickler):
         """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
+        refused = DataError(
+            f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
+            f"shapes and places alone. {_REMEDY}"
+        )
         if (module, name) == ("builtins", "getattr"):
-            return type(name, (), {"__new__": lambda _, kind, member: self._member(kind, member)})
+            # A member of the one enumeration in an index: Python 3.11.0 to 3.11.3, Debian 12's own among them, stores
+            # it as `getattr(enumeration, name)` (3.11.2's enum.py, line 1233).
+            def member(_: type, kind: object, name: str) -> Any:
+                if not isinstance(kind, type) or kind.__name__ != _MEM_FORMAT_ENCODING.__name__:
+                    raise refused
+                return _MEM_FORMAT_ENCODING[name]
+
+            return type(name, (), {"__new__": member})
         if name not in _STORED.get(module, ()):
-            raise DataError(
-                f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
-                f"shapes and places alone. {_REMEDY}"
-            )
+            raise refused
         kind = super().find_class(module, name)
 
         def make(_: type, *values: Any) -> Any:
             return kind(*values) if values else object.__new__(kind)
 
         return type(name, (), {"__new__": make})
-
-    def _member(self, kind: object, name: str) -> Any:
-        """Return a member of the one enumeration in an index: Python 3.11.0 to 3.11.3, Debian 12's own among them,
-        stores it as `getattr(enumeration, name)` (3.11.2's enum.py, line 1233)."""
-        if not isinstance(kind, type) or kind.__name__ != _MEM_FORMAT_ENCODING.__name__:
-            raise DataError(
-                f"{self._where} names builtins.getattr for its reader to call, and an index of a checkpoint holds "
-                f"shapes and places alone. {_REMEDY}"
-            )
-        return _MEM_FORMAT_ENCODING[name]
-
-
-def _require_index(metadata: object) -> None:
-    """Refuse what has the classes of an index, but not its form.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"it holds a {type(metadata).__name__}")
-    for name, stored in metadata.state_dict_metadata.items():
-        if not (isinstance(name, str) and isinstance(stored, TensorStorageMetadata | BytesStorageMetadata)):
-            raise ValueError(f"the entry {name!r} is a {type(stored).__name__}")
-    for index, place in metadata.storage_data.items():
-        name = place.relative_path
-        if not isinstance(index, MetadataIndex) or name in {"", ".."} or Path(name).name != name:
-            raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
-        if getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{index!r} is stored in a form that training does not write")
-
-
-class _Reader(FileSystemReader):
-    """Torch's reader, with our reading of the index."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        super().__init__(folder)
-        self._folder, self._address = folder, address
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(self._folder, address=self._address)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -192,27 +166,26 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, own)
 
 
-def _read(state: dict[str, Any], folder: Path, address: str) -> None:
-    """Fill `state` from the files in `folder`, each rank for itself.
+def _planned(state: State, folder: Path, address: str) -> tuple[FileSystemReader, _Planner, LoadPlan]:
+    """What each rank reads to fill `state`.
 
     Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
     """
-    reader, planner = _Reader(folder, address), _Planner()
-    metadata = reader.read_metadata()
+    reader, planner, metadata = FileSystemReader(folder), _Planner(), read_index(folder, address=address)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    return reader, planner, planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+
+
+def _read(state: State, folder: Path, address: str) -> None:
+    reader, planner, plan = _planned(state, folder, address)
     with refusing(address or str(folder)):
         reader.read_data(plan, planner).wait()
 
 
 @contextmanager
 def refusing(address: str) -> Iterator[None]:
-    """Explain torch's refusal of a pickle in our words: its own advises to execute it.
-
-    Raises:
-        DataError: something in `address` is more than weights and plain values.
-    """
+    """Explain torch's refusal of a pickle in our words: its own advises to execute it."""
     try:
         yield
     except pickle.UnpicklingError as error:

@@ -1,23 +1,36 @@
-"""The reports of rank 0 about the training."""
+"""The reports of rank 0 about the training, with the utilisation of its device. None waits for the device."""
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import sys
 from contextlib import suppress
-from time import monotonic
+from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any
 
+import torch
+
+from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import TrainLitgptError, words_of
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
+from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.collectives import measured_row
 from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.utilisation import Peak, device_name, held_bytes
+from litgpt_demo.training.step import StepResult, learning_rate
 
 TABLE = "metrics.csv"
+
+
+_SIDES = (256, 384, 512, 768, 1024)
+"""Sizes of the matrices. Which is fastest depends on caches and threads; a short product may escape other load."""
+_LONG_ENOUGH = 0.3  # seconds of products
 
 
 class Reporter:
@@ -25,7 +38,7 @@ class Reporter:
 
     def __init__(self, training: Training, *, resumed_from: int) -> None:
         self._training, spec = training, training.spec
-        self._begun, self._file = monotonic(), None
+        self._begun, self._file, self._waited = monotonic(), None, 0.0
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
@@ -40,7 +53,12 @@ class Reporter:
         if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        self._open_loggers(resumed_from)
+        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
+        for name, opened in asked_for(spec, self._folder, resumed_from=resumed_from).items():
+            try:
+                self._loggers.append(opened())
+            except Exception as error:  # a service that does not answer, a key that it does not know
+                warn(f"{name} is told no metrics: {words_of(error)}")
         config, train = training.model.module.config, spec.train
         length, world_size = spec.model.sequence_length, training.fabric.world_size
         device = training.fabric.device
@@ -63,19 +81,8 @@ class Reporter:
         )
         if network := measured_row(os.environ):
             self.row(**{**network, "step": resumed_from})
-        try:
-            self.publish()  # an attempt that saves nothing has told when it began
-        except TrainLitgptError as error:
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+        self.publish()  # an attempt that saves nothing has told when it began
         self._last_time = monotonic()
-
-    def _open_loggers(self, resumed_from: int) -> None:
-        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
-        for name, opened in asked_for(self._training.spec, self._folder, resumed_from=resumed_from).items():
-            try:
-                self._loggers.append(opened())
-            except Exception as error:  # a service that does not answer, a key that it does not know
-                warn(f"{name} is told no metrics: {words_of(error)}")
 
     def row(self, **values: Any) -> None:
         if self._file is None:
@@ -93,47 +100,34 @@ class Reporter:
         """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
         return {} if self._times is None else {name: self._times.elapsed(moment)}
 
-    def first_step(self, ended: float) -> None:
-        """Take the end of the first step of this process, which compiles; later calls change nothing."""
-        if self._first is None:
+    def step(self, result: StepResult) -> None:
+        """A step is finished; throughput is over those since the last row of one, of the whole job."""
+        spec, train, ended = self._training.spec, self._training.spec.train, result.ended
+        self._waited += result.own.waited
+        if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
-
-    def step(
-        self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
-    ) -> None:
-        """`done` steps are finished; throughput is over the steps since the last such row, of the whole job.
-
-        Args:
-            ended: when the last of them was, on the monotonic clock; now, if it is not said.
-        """
-        ended = monotonic() if ended is None else ended
-        tokens_per_step = self._training.spec.train.global_batch * self._training.spec.model.sequence_length
-        steps, seconds = done - self._last_step, max(1e-6, ended - self._last_time)
-        self._last_step, self._last_time = done, ended
-        first, self._first = self._first or {}, {}
-        pace = steps * tokens_per_step / seconds
+        if self._file is None or (result.done % train.log_every and result.done != spec.steps):
+            return
+        tokens_per_step = train.global_batch * spec.model.sequence_length
+        steps, seconds = result.done - self._last_step, max(1e-6, ended - self._last_time)
+        pace, device = steps * tokens_per_step / seconds, self._training.fabric.device
+        # The model's arithmetic as a share of the devices' peak, of which each has its part.
+        share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
         self.row(
             kind="step",
-            step=done,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=grad_norm,
-            tokens=done * tokens_per_step,
+            step=result.done,
+            loss=result.loss,
+            learning_rate=learning_rate(train, step=result.done - 1, steps=spec.steps),
+            grad_norm=result.grad_norm,
+            tokens=result.done * tokens_per_step,
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
-            data_seconds=round(reading, 4),
-            **first,
-            **self._use(pace),
+            data_seconds=round(self._waited, 4),
+            **self._first,
+            memory=held_bytes(device),
+            **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
-
-    def _use(self, tokens_per_second: float) -> dict[str, float | int]:
-        """Memory, and the share of the devices' peak, of which each has its part."""
-        if self._file is None:
-            return {}
-        device, world_size = self._training.fabric.device, self._training.fabric.world_size
-        used: dict[str, float | int] = {"memory": held_bytes(device)}
-        share = self._peak.share(tokens_per_second * self._flops / world_size)
-        return used if share is None else {**used, "mfu": float(f"{share:.4g}")}
+        self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
@@ -152,9 +146,14 @@ class Reporter:
         if self._file is None or run.local_path() is not None:
             return
         written = [path for name in ("tensorboard", "wandb") for path in (self._folder / name).rglob("*")]
-        for path in [self._path, self._folder / TABLE, *written]:
-            if path.is_file() and not path.is_symlink() and (closed or path.suffix != ".log"):
-                run.upload(path, path.relative_to(self._folder).as_posix())
+        try:
+            for path in [self._path, self._folder / TABLE, *written]:
+                if path.is_file() and not path.is_symlink() and (closed or path.suffix != ".log"):
+                    run.upload(path, path.relative_to(self._folder).as_posix())
+        except TrainLitgptError as error:
+            if closed:
+                raise
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
         """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
@@ -176,3 +175,69 @@ class Reporter:
 def warn(text: str) -> None:
     """Say what a person should know, in the log of this rank."""
     print(f"warning: {text}", flush=True)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the driver's name of a GPU; a CPU's model."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return _said("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _said(path: str, name: str) -> str:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+class Peak:
+    """The most FLOP/s that this process could do in the products of this training.
+
+    A GPU's is in our table. A CPU's is measured, in the threads that this process has, for its clock and its neighbours
+    decide. Other load can only make the measurement too small. A training that beats it proves it wrong: no share is
+    told until it is measured again.
+    """
+
+    def __init__(self, device: torch.device, train: TrainConfig) -> None:
+        self._dtype: torch.dtype | None = None
+        self._beaten = False
+        if device.type == "cuda":
+            known = device_named(device_name(device))
+            self.flops = None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
+            return
+        self._dtype = torch.bfloat16 if multiplied_in(train.precision) == "bfloat16" else torch.float32
+        self.flops = measured_flops(self._dtype)
+
+    def share(self, flops: float) -> float | None:
+        """Return what share of the peak `flops` a second are; None where the peak is not known or proved wrong."""
+        if self.flops is None:
+            return None
+        self._beaten = self._beaten or flops > self.flops
+        return None if self._beaten else flops / self.flops
+
+    def measure_again(self) -> None:
+        """Measure a CPU again if its peak was beaten. It takes a moment: call it where the training stands still."""
+        if self._beaten and self._dtype is not None and self.flops is not None:
+            self.flops = max(self.flops, measured_flops(self._dtype))
+        self._beaten = False
+
+
+def measured_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of many square matrix products of several sizes."""
+    pairs = [(torch.ones(side, side, dtype=dtype), torch.empty(side, side, dtype=dtype)) for side in _SIDES]
+    best, began = 0.0, perf_counter()
+    while perf_counter() - began < _LONG_ENOUGH:
+        for one, out in pairs:
+            start = perf_counter()
+            torch.mm(one, one, out=out)
+            best = max(best, 2.0 * len(one) ** 3 / (perf_counter() - start))
+    return best
+
+
+def held_bytes(device: torch.device) -> int:
+    """The most that was held at once so far: tensors on a GPU, as its allocator counts them; this process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    # getrusage begins with the peak of the process that started this one.
+    if peak := _said("/proc/self/status", "VmHWM:"):
+        return int(peak.split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -3,36 +3,61 @@
 A save blocks the training only while it collects references. A thread copies what they refer to, which the next
 step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
 the run, and commits it together with those of the other ranks.
+
+Built of torch.distributed.checkpoint's planner and writer. Its own `async_save` copies all that a rank has, under DDP
+the whole state on every rank; here a rank copies what it writes, into memory that every save uses again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from io import BytesIO
+from pathlib import Path
 from threading import Event
 from time import monotonic
-from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.training.committing import Committed, Save
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.reading import State, training_state
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.shards import Shards, training_state
+
+Written: TypeAlias = list[WriteResult]
+
+# Bytes: each tensor is a zip archive of its own within the file (seen with torch 2.13: 1.4 to 1.6 KiB).
+_AROUND_A_TENSOR = 2048
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Saved:
     """The result of a save."""
 
     step: int
     place: str
     """Address of the run's checkpoints."""
-    stall: float
-    """Seconds that training stood still for it."""
     taken: float
     """When the state was taken that it holds, on the monotonic clock."""
+    stall: float = 0.0
+    """Seconds that training stood still for it."""
     seconds: float = 0.0
     """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
@@ -59,17 +84,6 @@ class Saved:
         return None
 
 
-@dataclass(kw_only=True)
-class _PendingSave:
-    """A save that has begun."""
-
-    step: int
-    copied: Event
-    commit: Future[Committed]
-    stall: float
-    taken: float
-
-
 class Saver:
     """Saves the state of a training, one save at a time. Every rank has one and calls it alike, as in
 
@@ -89,7 +103,8 @@ class Saver:
         self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: _PendingSave | None = None
+        self._pending: tuple[Saved, Event, Future[None]] | None = None
+        """The save that has begun, its event that the state may change again, and the thread's work for it."""
         self._last: Saved | None = None
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
@@ -104,29 +119,78 @@ class Saver:
         """
         began = monotonic()
         self._finalize()
-        training, copied, seconds = self._training, Event(), self._training.clock.seconds
+        training, device, seconds = self._training, self._training.fabric.device, self._training.clock.seconds
         precision = training.fabric.strategy.precision.state_dict()
-        save = Save(
-            training=training,
-            ranks=self._ranks,
-            shards=self._shards,
-            step=step,
-            validation_loss=validation_loss,
-            seconds=seconds,
-            state=training_state(training.model.module, training.optimizer.optimizer, precision),
-            moment=self._shards.now(),
-            copied=copied,
-        )
-        commit, stall = self._thread.submit(save.run), monotonic() - began
-        self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall, taken=began)
-        return stall
+        state = training_state(training.model.module, training.optimizer.optimizer, precision)
+        # Up to here the device has to have come before the state may be read.
+        moment = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        saved, copied = Saved(step=step, place=training.run.address("checkpoints"), taken=began), Event()
+        work = self._thread.submit(self._commit, saved, copied, state, moment, validation_loss, seconds)
+        saved.stall = monotonic() - began
+        self._pending = saved, copied, work
+        return saved.stall
+
+    def _commit(
+        self, saved: Saved, copied: Event, state: State, moment: Any, validation_loss: float | None, seconds: float
+    ) -> None:
+        """Make the checkpoint, in the thread, on all ranks; an error of one is raised on all, and nothing is left."""
+        began, training, shards, ranks, step = monotonic(), self._training, self._shards, self._ranks, saved.step
+        run, spec, folder = training.run, training.spec, training.scratch / f"step-{step}"
+        place = checkpoints.folder_of(step)
+
+        def write() -> Written:
+            try:
+                shards.copy(state, moment)
+            finally:
+                copied.set()
+            return shards.write(folder)
+
+        def index(written: list[Written]) -> None:
+            run.remove(place)  # before anything is published: a save that was cut short may have left files
+            shards.write_index(folder, written)
+
+        def commit(records: list[list[FileRecord]]) -> CheckpointManifest:
+            manifest = CheckpointManifest(
+                format=checkpoints.FORMAT,
+                run=spec.run,
+                step=step,
+                tokens=step * spec.train.global_batch * spec.model.sequence_length,
+                dataset_key=spec.dataset_key,
+                config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
+                validation_loss=validation_loss,
+                seconds=seconds,
+                world_size=spec.world_size,
+                versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},
+                files=tuple(record for each in records for record in each),
+            )
+            checkpoints.commit(run, manifest)
+            return manifest
+
+        try:
+            shards.agree(state)
+            ranks.together(write, index)
+            mine = sorted(folder.iterdir())
+            names = [path.name for path in mine]
+            manifest = ranks.together(lambda: checkpoints.publish(mine, run, step), commit)
+            ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)
+        except Exception:
+            if ranks.number == 0:  # nobody works on it any more
+                with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, no belief
+                    run.remove(place)
+            raise
+        finally:
+            copied.set()
+            shutil.rmtree(folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
+        if ranks.number == 0:
+            train = spec.train
+            try:
+                checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
+            except TrainLitgptError as error:  # the checkpoint is there all the same
+                saved.unremoved = error
+        saved.seconds, saved.size = monotonic() - began, manifest.size
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one.
-
-        Raises:
-            TrainLitgptError: the last save failed.
-        """
+        """Wait for the save in flight, if there is one, and raise what the last one failed of."""
         self._finalize()
         if self._last is not None and self._last.failed is not None:
             raise self._last.failed
@@ -135,35 +199,28 @@ class Saver:
         """The optimizer is about to change what is being copied."""
         if self._pending is None:
             return
-        began = monotonic()
-        self._pending.copied.wait()
-        self._pending.stall += monotonic() - began
-        if self._pending.commit.done():
+        began, (saved, copied, work) = monotonic(), self._pending
+        copied.wait()
+        saved.stall += monotonic() - began
+        if work.done():
             self._finalize()
 
     def _finalize(self) -> None:
         """Wait for the save in flight and tell what became of it."""
-        if (pending := self._pending) is None:
+        if self._pending is None:
             return
-        self._pending, done, failed = None, None, None
+        (self._last, _, work), self._pending = self._pending, None
         try:
-            done = pending.commit.result()
+            work.result()
         except TrainLitgptError as error:
-            failed = error
-        place = self._training.run.address("checkpoints")
-        saved = Saved(step=pending.step, place=place, stall=pending.stall, taken=pending.taken)
-        if done is not None:
-            saved = replace(saved, seconds=done.seconds, size=done.size, unremoved=done.unremoved)
-        self._last = replace(saved, failed=failed)
+            self._last.failed = error
         if self._ranks.number == 0:
             self._tell(self._last)
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Leave nothing in flight; after a training that ended well, the last save has to have succeeded."""
         try:
             if error is None:
@@ -174,3 +231,92 @@ class Saver:
         finally:
             self._hook.remove()
             self._thread.shutdown()
+
+
+class Shards:
+    """The share of one rank: which it is, a copy of it in host memory, and its file."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
+        self._written: int | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def agree(self, state: State) -> None:
+        """The first time, all ranks agree on whose share is what; it stays so, because the state keeps its form."""
+        if self._plan is not None:
+            return
+        # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks.
+        sharded = any(isinstance(weight, DTensor) for weight in state["model"].values())
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=sharded)
+        planner.set_up_planner(state, is_coordinator=True)
+
+        def whole(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return _Writer("").prepare_global_plan(plans)
+
+        self._plan = self._ranks.deal(planner.create_local_plan, whole)
+
+    def copy(self, state: State, moment: Any) -> None:
+        """Take a copy of this rank's share of `state`, once the device has come to `moment`, a CUDA event.
+
+        On a stream of its own, so that the device goes on training while it is read.
+        """
+        assert self._plan is not None
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(state, is_coordinator=True)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(moment)
+            for item in self._plan.items:
+                source, copy = planner.resolve_data(item), self._copies.get(item.index)
+                if isinstance(source, Tensor):
+                    if not isinstance(copy, Tensor):
+                        pinned, like = source.is_cuda, torch.contiguous_format
+                        copy = torch.empty_like(source, device="cpu", pin_memory=pinned, memory_format=like)
+                    source = copy.copy_(source.detach(), non_blocking=True)
+                self._copies[item.index] = source
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def write(self, folder: Path) -> Written:
+        """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
+        assert self._plan is not None
+        if (needed := self._written) is None:  # at most; later, as the file before
+            tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
+            needed = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        with explaining(str(folder), needed=needed):
+            folder.mkdir(parents=True)
+            written: Written = _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
+        self._written = sum(file.stat().st_size for file in folder.iterdir())
+        return written
+
+    def write_index(self, folder: Path, written: list[Written]) -> None:
+        """Rank 0's: the file that says where everything is in the ranks' files."""
+        assert self._metadata is not None
+        with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
+            _Writer(folder).finish(self._metadata, written)
+
+
+class _Copies(DefaultSavePlanner):
+    """Stands for the state where a writer asks for its values."""
+
+    def __init__(self, copies: Mapping[MetadataIndex, Tensor | BytesIO]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        return self._copies[write_item.index]
+
+
+class _Writer(FileSystemWriter):
+    """One file per rank, whose bytes depend on the state alone: no random id of the save, no path."""
+
+    def __init__(self, folder: Path | str) -> None:
+        # What is written lies in host memory already: nothing to be copied ahead.
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from litgpt.config import Config
+from litgpt.config import Config, configs
 from litgpt.model import GPT
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,6 +35,8 @@ def built(config: Any) -> GPT:
 
 
 def test_the_parameters_of_every_model_in_the_catalogue_are_known_to_the_last() -> None:
+    assert len(configs) > 100
+    assert {config["name"] for config in configs} <= catalogue.models().keys()
     seen = set()
     for name in catalogue.models():
         config = completed(name, {"n_layer": min(LAYERS, completed(name).n_layer)})

@@ -74,28 +74,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert grouped[1] == {name for name in names.values() if "norm" in name or "ln_f" in name or ".bias" in name}
 
 
-def test_every_model_of_litgpt_can_be_named() -> None:
-    from litgpt.config import configs
-
-    names = [config["name"] for config in configs]
-    assert len(names) > 100
-    for name in names:
-        assert catalogue.settings(name, {})["name"] == name
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("pythia-160", {}, "'pythia-160' is not a LitGPT model; did you mean .*pythia-160m"),
-        ("pythia-14m", {"n_heads": 4}, "did you mean n_head"),
-        ("pythia-14m", {"n_head": 3}, "on pythia-14m is no LitGPT Config"),
-    ],
-)
-def test_what_is_no_model_is_refused_with_what_would_be_one(name: str, changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        catalogue.settings(name, changes)
-
-
 def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone() -> None:
     changed = catalogue.settings("pythia-14m", {"n_layer": 2})
     assert changed == catalogue.settings("pythia-14m", {}) | {"n_layer": 2}

@@ -206,26 +206,29 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
     assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
 
 
-def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining) -> None:
-    three = new_training("three", keep_last=9)
-    with Saver(three, tell=silent) as saver:
+def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining, root: str) -> None:
+    def new() -> Training:
+        return new_training("three", root=open_storage(root), keep_last=9)
+
+    run = new().run
+    with Saver(new(), tell=silent) as saver:
         for number in (1, 2, 3):
             saver.save(number, None)
-    folders = {number: Path(three.run.address(folder_of(number))) for number in (1, 2, 3)}
-    manifest, shard = folders[3] / "manifest.json", folders[2] / "__0_0.distcp"
-    manifest.write_text(manifest.read_text().replace('"tokens": 768', '"tokens": 769'))
-    shard.write_bytes(shard.read_bytes()[:-1])
+    manifest, shard = f"{folder_of(3)}/manifest.json", f"{folder_of(2)}/__0_0.distcp"
+    run.write(manifest, run.read(manifest).replace(b'"tokens": 768', b'"tokens": 769'))
+    run.write(shard, run.read(shard)[:-1])
     told: list[str] = []
-    assert resume(new_training("three"), tell=told.append) == 1
+    assert resume(new(), tell=told.append) == 1
     assert [line.partition(" ")[0] for line in told] == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
-    assert f"{manifest} is not as it was written: it says that its crc32c is " in told[0]
-    assert f"{shard} has " in told[1]
-    assert steps_kept(three) == [1]
-    assert (Path(three.run.root) / "set-aside/step-00000002.1/__0_0.distcp").exists()
-    assert resume(new_training("three"), tell=pytest.fail) == 1
-    (folders[1] / ".metadata").unlink()
-    assert resume(new_training("three"), tell=told.append) == 0  # training begins anew
+    assert f"{run.address(manifest)} is not as it was written: it says that its crc32c is " in told[0]
+    assert "__0_0.distcp has " in told[1]
+    assert [found.step for found in committed(run)] == [1]
+    assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
+    assert resume(new(), tell=pytest.fail) == 1
+    run.write(f"{folder_of(1)}/__0_0.distcp", b"something else")
+    assert resume(last := new(), tell=told.append) == 0  # training begins anew
     assert len(told) == 3
+    assert not whole(last)[1].state  # and has counted no step
 
 
 @dataclass(frozen=True, kw_only=True)

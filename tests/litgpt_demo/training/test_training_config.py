@@ -104,6 +104,9 @@ def test_a_slug_is_fit_for_paths_and_job_names(text: str) -> None:
         ({"name": None}, "at least n_layer, n_embd and n_head"),
         ({"name": None, "config": {"n_layer": 2, "n_embd": 33, "n_head": 2}}, "multiple of n_head"),
         ({"config": {"n_layer": -1}}, "n_layer=-1 is no size; give at least 1"),
+        ({"name": "pythia-160"}, "'pythia-160' is not a LitGPT model; did you mean .*pythia-160m"),
+        ({"config": {"n_heads": 4}}, "did you mean n_head"),
+        ({"config": {"n_head": 3}}, "on pythia-14m is no LitGPT Config"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_what_would_do(written: dict[str, Any], words: str) -> None:
