@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
+from typing import Any
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
@@ -29,17 +27,7 @@ _KEPT = re.compile(
 )
 
 _AWS = re.compile(r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|REGION|DEFAULT_REGION)")
-"""The names from which google-auth 2 takes what it exchanges for credentials of Google where an account is AWS's."""
-
-
-class _AwsSource(BaseModel):
-    environment_id: Annotated[str, Field(pattern="^aws")]
-
-
-class _AwsAccount(BaseModel):
-    """The part of a credentials file that says that AWS vouches for the account (workload identity federation)."""
-
-    credential_source: _AwsSource
+"""From these google-auth 2 takes what it exchanges for Google's credentials where AWS vouches for the account."""
 
 
 def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
@@ -49,15 +37,12 @@ def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
     go along, and whatever lies in the files of the home directory. Keys of AWS are among them only where the storage's
     credentials are had for these.
     """
-    kept = (_KEPT, _AWS) if _is_of_aws(environ.get("GOOGLE_APPLICATION_CREDENTIALS")) else (_KEPT,)
+    kept = [_KEPT]
+    if credentials := environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        with suppress(OSError, DataError):  # who opens the storage tells what is wrong with it
+            content = Path(credentials).read_bytes()
+            account = parse_json(content, dict[str, Any], where=credentials, fix="see your credentials")
+            source = account.get("credential_source")
+            if isinstance(source, dict) and str(source.get("environment_id")).startswith("aws"):
+                kept.append(_AWS)
     return {name: value for name, value in environ.items() if any(one.fullmatch(name) for one in kept)}
-
-
-def _is_of_aws(credentials: str | None) -> bool:
-    """Return True if a credentials file names an account that AWS vouches for."""
-    if not credentials:
-        return False
-    with suppress(OSError, DataError):  # who opens the storage tells what is wrong with it
-        parse_json(Path(credentials).read_bytes(), _AwsAccount, where=credentials, fix="see your credentials")
-        return True
-    return False

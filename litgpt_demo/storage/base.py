@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """A file in a storage: its path, size and checksum."""
+    """A file in a storage."""
 
     path: str
     """Relative to the storage's root, with `/`."""
@@ -43,15 +43,13 @@ Inventory: TypeAlias = list[ObjectInfo]
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a file that grows, up to which it has been read."""
+    """A place in a file that grows, up to which it has been read: the bytes before it, and their checksum."""
 
     size: int = 0
-    """Bytes before it."""
     crc32c: str = EMPTY
-    """Their checksum."""
 
     def after(self, data: bytes) -> Position:
-        """Return the place behind `data`, which begins here."""
+        """The place behind `data`, which begins here."""
         return Position(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
 
 
@@ -83,7 +81,7 @@ class Storage(ABC):
 
     @abstractmethod
     def local_path(self, path: str = "") -> Path | None:
-        """Return the path on this machine that `address(path)` is; None for a bucket."""
+        """The path on this machine that `address(path)` is; None for a bucket."""
 
     @abstractmethod
     def browse_url(self, path: str) -> str | None:
@@ -201,7 +199,7 @@ class Storage(ABC):
 
 
 def is_remote(address: str) -> bool:
-    """Return whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
+    """Whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
     return "://" in address
 
 
@@ -223,20 +221,17 @@ def clean_path(path: str) -> str:
 
 
 def clean_file(path: str) -> str:
-    """`clean(path)`, which is not the root."""
+    """`clean_path(path)`, which is not the root."""
     if not (file := clean_path(path)):
         raise UserError(f"path {path!r} is the storage's root itself; name a file below it")
     return file
 
 
 def removable(path: str) -> str:
-    """`path`, if it is spelt as our own code spells the files and folders that it makes.
+    """`path`, if it is spelt as our own code spells the files and folders that it makes, else UserError.
 
     A name that is empty, or ends with a slash, was made of something that is no file of ours; what it would remove is
     the folder above it.
-
-    Raises:
-        UserError: it is spelt otherwise.
     """
     if clean_path(path) != path or not path:
         raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
@@ -249,11 +244,9 @@ def is_partial(name: str) -> bool:
 
 
 def require_size(size: int, most: int, address: str) -> None:
-    """Raise TooLarge if a file has more bytes than are to be read."""
     if size > most:
         raise TooLarge(f"{address} has {size:,} bytes, and at most {most:,} are read; see what wrote it, or remove it")
 
 
 def absent(address: str) -> FileNotFoundError:
-    """The error of a file that is not there."""
     return FileNotFoundError(errno.ENOENT, "no such file", address)

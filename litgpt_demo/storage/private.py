@@ -80,19 +80,15 @@ def make_private(folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.stat()
+    try:  # the user's primary group, in which by most systems' default there is nobody else
+        own_group = pwd.getpwuid(os.geteuid()).pw_gid
+    except KeyError:  # a container's user that no file names
+        own_group = os.getegid()
     if above.st_mode & stat.S_IWOTH:
         shared = not above.st_mode & stat.S_ISVTX
     else:
-        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != _own_group()
+        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != own_group
     folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
-
-
-def _own_group() -> int:
-    """Return the user's primary group, in which by most systems' default there is nobody else."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_gid
-    except KeyError:  # a container's user that no file names
-        return os.getegid()
 
 
 def close_folder(folder: Path) -> None:
