@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def page(template: str, **values: object) -> str:
-    """Return the page that a template of launcher/reports/templates makes of `values`; markup in them is escaped."""
+    """The page that a template of launcher/reports/templates makes of `values`; markup in them is escaped."""
     return _environment().get_template(template).render(values)
 
 
