@@ -155,14 +155,6 @@ class _Tokenize:
         yield tokenizer.encode(texts[index], eos=True)
 
 
-def verified(_: list[str], __: str, address: str) -> None:
-    from litgpt_demo.data.verification import verify_dataset
-
-    with taken():
-        problems = verify_dataset(address).problems
-    assert not problems, problems
-
-
 def uploaded(files: list[str], _: str, root: str) -> None:
     """The bucket's own rate: what a dataset's files take to be sent."""
     import google.cloud.storage  # noqa: F401 (before the clock runs)
@@ -173,7 +165,7 @@ def uploaded(files: list[str], _: str, root: str) -> None:
             storage.upload(Path(file), f"raw/{Path(file).name}")
 
 
-SIDES = {"gigatoken": gigatoken_alone, "ours": ours, "litgpt": litgpts, "verify": verified, "upload": uploaded}
+SIDES = {"gigatoken": gigatoken_alone, "ours": ours, "litgpt": litgpts, "upload": uploaded}
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -221,7 +213,6 @@ class Bench:
         local = self.fresh("local")
         self.see("ours", "ours", self.files, local)
         [dataset] = Path(local, "datasets").iterdir()
-        self.see("verify", "verify", [], str(dataset))
         self.see("ours, a quarter", "ours", quarter, self.fresh("quarter"))
         before = sum(emulator.cpu_times()[:2])
         self.see("bucket", "ours", self.files, bucket)

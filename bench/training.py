@@ -37,6 +37,8 @@ from litgpt_demo.storage import open_storage
 CPU_BAR, GPU_BAR, START_BAR = 2.0, 1.2, 0.3
 WARM_UP, STEPS = 5, 30  # steps that are not counted, and that are
 IDS = 50_254  # of the Pythia models' tokenizer; LitGPT pads their vocabulary to 50,304 rows
+PRECISIONS = ("bf16-mixed", "32-true")
+SMALL: dict[str, Any] = {"model": "pythia-14m", "length": 512}
 GPU_MODELS = {"pythia-410m": (64, 48, 32, 24, 16, 8), "pythia-1b": (48, 32, 24, 16, 8, 4)}
 GPU_SIDES: dict[str, dict[str, Any]] = {
     "ours": {"compile": "blocks"}, "litgpt": {}, "ours in float8": {"compile": "blocks", "float8": True},
@@ -127,12 +129,6 @@ class Trainings:
         (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
         return str(folder)
 
-    def small(self, precision: str, **train: Any) -> str:
-        return self.run(
-            **{"model": "pythia-14m", "length": 512, "micro_batch": 4, "global_batch": 4, "precision": precision}
-            | train
-        )
-
     def theirs(self, run: str) -> Seen | None:
         out = tempfile.mkdtemp(prefix="litgpt-", dir=self.folder)
         return watched([sys.executable, "-m", "bench.litgpt_pretrain", run, out])
@@ -160,11 +156,24 @@ def random_dataset(folder: Path, *, tokens: int) -> Path:
     return folder
 
 
-# --- on a CPU ---------------------------------------------------------------------------------------------------------
+# --- what is measured -------------------------------------------------------------------------------------------------
 
 
-def cpu_rounds(trainings: Trainings, rounds: int) -> Results:
+def measured(trainings: Trainings, rounds: int, *, gpu: bool) -> tuple[Results, dict[str, int]]:
+    """Every side of every case, with the largest micro-batch that fits it; returns those too."""
+    cases: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+        f"{side}, {precision}": (SMALL | {"precision": precision}, (4,))
+        for precision in PRECISIONS
+        for side in ("ours", "litgpt")
+    }
+    if gpu:
+        cases = {
+            f"{side}, {model}": ({"model": model, "length": 2048, "precision": "bf16-mixed", **settings}, sizes)
+            for model, sizes in GPU_MODELS.items()
+            for side, settings in GPU_SIDES.items()
+        }
     seen: Results = {}
+    batches: dict[str, int] = {}
 
     def see(name: str, result: Seen | None) -> None:
         if result is None:
@@ -173,72 +182,51 @@ def cpu_rounds(trainings: Trainings, rounds: int) -> Results:
         print(f"{name}: {result.step * 1e3:.0f} ms a step, first after {result.first:.1f} s", flush=True)
 
     for _ in range(rounds):
-        for precision in ("bf16-mixed", "32-true"):
-            see(f"ours, {precision}", watched(ours(trainings.small(precision))))
-            see(f"litgpt, {precision}", trainings.theirs(trainings.small(precision)))
-        if rounds == 1:  # what follows has no bar
-            break
-        see("1 node, one thread", watched(ours(trainings.small("32-true")), OMP_NUM_THREADS="1"))
-        mine, other = (ours(trainings.small("32-true")) for _ in range(2))
+        for name, (settings, sizes) in cases.items():
+            result = None
+            for size in [batches[name]] if name in batches else sizes:
+                run = trainings.run(micro_batch=size, global_batch=size, **settings)
+                if result := trainings.theirs(run) if name.startswith("litgpt") else watched(ours(run)):
+                    batches[name] = size
+                    break
+            if result is not None or "float8" not in name:  # which not every GPU has
+                see(name, result)
+        if gpu or rounds == 1:  # what follows has no bar
+            continue
+        one, mine, other = (
+            ours(trainings.run(micro_batch=4, global_batch=4, precision="32-true", **SMALL)) for _ in range(3)
+        )
+        see("1 node, one thread", watched(one, OMP_NUM_THREADS="1"))
         see("1 node, one thread, beside another", on_one_thread(mine, other))
-        both, port = trainings.small("32-true", nodes=2, global_batch=8), free_port()
+        both = trainings.run(micro_batch=4, global_batch=8, precision="32-true", nodes=2, **SMALL)
+        port = free_port()
         first, second = (torchrun_of(rank, ours(both)[1:], Path(both, "logs"), port=port) for rank in range(2))
         see("2 nodes, one thread each", on_one_thread(first, second))
-    return seen
+    return seen, batches
 
 
-def cpu_bars(seen: Results) -> Iterator[Bar]:
+def bars_of(seen: Results, batches: Mapping[str, int], *, gpu: bool) -> Iterator[Bar]:
     def ratio(above: str, below: str, what: str) -> float:
         return median_ratio(*([getattr(one, what) for one in seen[side]] for side in (above, below)))
 
-    for precision in ("bf16-mixed", "32-true"):
-        us, them = f"ours, {precision}", f"litgpt, {precision}"
-        name, faster = f"tokens/s / litgpt pretrain, {precision}", ratio(them, us, "step")
-        yield at_least(name, faster, CPU_BAR) if precision == "bf16-mixed" else Bar(name, faster)
-        yield Bar(f"the same by processor time, {precision}", ratio(them, us, "cpu"))
-        yield at_most(f"start to first step / litgpt pretrain, {precision}", ratio(us, them, "first"), START_BAR)
-        yield Bar(f"peak memory / litgpt pretrain, {precision}", ratio(us, them, "memory"))
+    for case in GPU_MODELS if gpu else PRECISIONS:
+        us, them, eighth = (f"{side}, {case}" for side in GPU_SIDES)
+        name, faster = f"tokens/s / litgpt pretrain, {case}", ratio(them, us, "step") * batches[us] / batches[them]
+        yield Bar(name, faster) if case == "32-true" else at_least(name, faster, GPU_BAR if gpu else CPU_BAR)
+        if gpu:
+            yield Bar(f"tokens/s, {case}", median(batches[us] * 2048 / one.step for one in seen[us]))
+            if utilised := [one.mfu for one in seen[us] if one.mfu is not None]:
+                yield Bar(f"MFU, {case}", median(utilised))
+            if eighth in seen:
+                yield Bar(f"float8 / bf16, {case}", ratio(us, eighth, "step") * batches[eighth] / batches[us])
+        else:
+            yield Bar(f"the same by processor time, {case}", ratio(them, us, "cpu"))
+            yield at_most(f"start to first step / litgpt pretrain, {case}", ratio(us, them, "first"), START_BAR)
+            yield Bar(f"peak memory / litgpt pretrain, {case}", ratio(us, them, "memory"))
     if (both := "2 nodes, one thread each") in seen:
         yield Bar("tokens/s of 2 nodes / 1 node", 2 * ratio("1 node, one thread", both, "step"))
         apart = ratio("1 node, one thread, beside another", both, "step")
         yield Bar("share of communication on 2 nodes", 1 - apart)
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
-def gpu_rounds(trainings: Trainings, rounds: int) -> tuple[Results, dict[str, int]]:
-    """Every model by each side, with the largest micro-batch that fits it; returns those too."""
-    seen: Results = {}
-    batches: dict[str, int] = {}
-    for _ in range(rounds):
-        for model, sizes in GPU_MODELS.items():
-            for side, settings in GPU_SIDES.items():
-                name = f"{side}, {model}"
-                for size in [batches[name]] if name in batches else sizes:
-                    train = {"micro_batch": size, "global_batch": size, "precision": "bf16-mixed", **settings}
-                    run = trainings.run(model=model, length=2048, **train)
-                    result = trainings.theirs(run) if side == "litgpt" else watched(ours(run))
-                    if result is not None:
-                        batches[name] = size
-                        seen.setdefault(name, []).append(result)
-                        print(f"{name}: {size * 2048 / result.step:,.0f} tokens/s, micro-batch {size}", flush=True)
-                        break
-    return seen, batches
-
-
-def gpu_bars(seen: Results, batches: Mapping[str, int]) -> Iterator[Bar]:
-    def rate(name: str) -> float:
-        return median(batches[name] * 2048 / one.step for one in seen[name])
-
-    for model in GPU_MODELS:
-        us, them, eighth = (f"{side}, {model}" for side in ("ours", "litgpt", "ours in float8"))
-        yield at_least(f"tokens/s / litgpt pretrain, {model}", rate(us) / rate(them), GPU_BAR)
-        yield Bar(f"tokens/s, {model}", rate(us))
-        if utilised := [one.mfu for one in seen[us] if one.mfu is not None]:
-            yield Bar(f"MFU, {model}", median(utilised))
-        if eighth in seen:
-            yield Bar(f"float8 / bf16, {model}", rate(eighth) / rate(us))
 
 
 def main() -> int:
@@ -249,8 +237,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-training-") as folder:
         # Its compiler's cache, empty at first: a first start is cold, the later ones find what the first one made.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        trainings = Trainings(Path(folder))
-        seen, batches = gpu_rounds(trainings, args.rounds) if gpu else (cpu_rounds(trainings, args.rounds), {})
+        seen, batches = measured(Trainings(Path(folder)), args.rounds, gpu=gpu)
     words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     processor = next((line.split(": ")[1] for line in words.splitlines() if line.startswith("model name")), "unknown")
     result = {
@@ -262,8 +249,8 @@ def main() -> int:
         "micro_batches": batches,
         "seen": {name: [asdict(one) for one in several] for name, several in seen.items()},
     }
-    bars = gpu_bars(seen, batches) if gpu else cpu_bars(seen)
-    return conclude("training", list(bars), result, device=torch.cuda.get_device_name() if gpu else "")
+    bars = list(bars_of(seen, batches, gpu=gpu))
+    return conclude("training", bars, result, device=torch.cuda.get_device_name() if gpu else "")
 
 
 if __name__ == "__main__":

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import median
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import JsonValue
 
-from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import BIDI, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
-from launcher.reports.charts import Chart, Line
+from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
-from launcher.reports.page import page, printable
 from launcher.runs.diagnosis import Verdict
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
@@ -281,23 +285,57 @@ def html(report: RunReport) -> str:
         f"{count_text(report.parameters)} parameters" if report.parameters else "",
         f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
     ]
-    return page(
-        "report.html",
-        title=report.name,
-        outcome=outcome(report),
-        lead=", ".join(filter(None, known)) + ".",
-        tiles=first,
-        curves=_curves(report.rows),
-        final=report.final,
-        figures=further,
-        ledger=report.ledger if report.ledger and report.ledger.wall else None,
-        dataset=dataset_facts(dataset) if dataset else None,
-        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-        usage=_usage(report),
-        places=places(report),
-        software=software,
-        # As YAML: what a run can be started with again.
-        config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            title=report.name,
+            outcome=outcome(report),
+            lead=", ".join(filter(None, known)) + ".",
+            tiles=first,
+            curves=_curves(report.rows),
+            final=report.final,
+            figures=further,
+            ledger=report.ledger if report.ledger and report.ledger.wall else None,
+            dataset=dataset_facts(dataset) if dataset else None,
+            lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
+            usage=_usage(report),
+            places=places(report),
+            software=software,
+            # As YAML: what a run can be started with again.
+            config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    """The templates, which escape the markup in all values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("launcher", "reports/templates"),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        keep_trailing_newline=True,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals["svg"] = svg
+    return environment
+
+
+def printable(text: str) -> str:
+    """`text` without what no page and no database takes: control characters, half characters, reversed text.
+
+    Postgres refuses NUL.
+    """
+    kept = text.replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(
+        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign
+        for sign in re.sub(f"[{BIDI}]", "\ufffd", kept)
     )
 
 
