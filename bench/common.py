@@ -1,4 +1,4 @@
-"""What the benchmarks share: their arguments, two nodes on this machine, and their bars and figures at the end."""
+"""What the benchmarks share: their arguments, and their bars and figures at the end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import argparse
 import json
 import os
 import platform
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 
 
 class Bar(NamedTuple):
@@ -42,21 +39,6 @@ def peak_memory(process: int | str = "self") -> int:
     status = Path(f"/proc/{process}/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def torchrun_of(
-    rank: int, program: Sequence[str], logs: Path, *, port: int, nodes: int = 2, processes: int = 1
-) -> list[str]:
-    """The command of one of several nodes on this machine."""
-    meet = Rendezvous(nodes=nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bench")
-    return torchrun_command(meet, processes=processes, program=program, log_dir=f"{logs}-{rank}")
 
 
 def arguments(about: str | None, *, rounds: int) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,13 @@ from urllib.request import urlopen
 
 import psutil
 
-from bench.common import arguments, at_most, conclude, free_port, torchrun_of
+from bench.common import arguments, at_most, conclude
 from launcher.config import RunConfig, ScriptConfig, load
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, training_job, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.training.checkpoints import committed
 
 CONFIG = Path("deployments/configs/local.yaml")
@@ -41,17 +43,29 @@ REATTACH = 10.0
 TICK = "import time\nfor number in range(6000):\n    print('tick', number, flush=True)\n    time.sleep(0.1)\n"
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def bare(root: Path, seed: int, steps: int) -> float:
     """Seconds that torchrun alone takes for the training, node by node as a user would start it by hand."""
     run = plan_run(load(RunConfig, CONFIG, settings_of(root / "bare", seed, steps)))
     write_config(run, training_spec(run, prepare(run.dataset, run.root)))
     job = training_job(run, attempt=1, image=None)
     submission = LocalPlatform().render(job)
-    port, logs, environment = submission.body["port"], root / f"logs-{seed}", submission.body["nodes"][0]["env"]
+    port, logs, environment = free_port(), root / f"logs-{seed}", submission.body["nodes"][0]["env"]
     began = time.monotonic()
     nodes = [
         subprocess.Popen(
-            torchrun_of(rank, job.program, logs, port=port, nodes=job.nodes, processes=job.processes),
+            torchrun_command(
+                Rendezvous(nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bare"),
+                processes=job.processes,
+                program=job.program,
+                log_dir=f"{logs}-{rank}",
+            ),
             env=os.environ | environment,
             stdout=subprocess.DEVNULL,
         )

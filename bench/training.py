@@ -1,13 +1,11 @@
-"""The speed of training: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
+"""The speed of training, next to `litgpt pretrain` on the same model, batches and precision.
 
     make bench-training            with QUICK=1 one round, within 4 minutes
 
 Every measurement is a process of its own whose lines are timed as they come, one per optimizer step; the sides take
-turns. LitGPT's is `litgpt.pretrain.setup` itself (bench/litgpt_pretrain.py). Two nodes are two torchrun agents on this
-machine, one thread each; what they spend on each other is what their step takes longer than those of two trainings that
-run at the same time and know nothing of each other.
+turns. LitGPT's is `litgpt.pretrain.setup` itself (bench/litgpt_pretrain.py).
 
-With a GPU the models of GPU_MODELS are measured instead, each side with the largest micro-batch that fits it.
+With a GPU the models of GPU_CASES are measured instead, each side with the largest micro-batch that fits it.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.common import Bar, arguments, at_least, at_most, conclude, free_port, median_ratio, peak_memory, torchrun_of
+from bench.common import Bar, arguments, at_least, at_most, conclude, median_ratio, peak_memory
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord, write_manifest
@@ -37,10 +36,17 @@ from litgpt_demo.storage import open_storage
 CPU_BAR, GPU_BAR, START_BAR = 2.0, 1.2, 0.3
 WARM_UP, STEPS = 5, 30  # steps that are not counted, and that are
 IDS = 50_254  # of the Pythia models' tokenizer; LitGPT pads their vocabulary to 50,304 rows
-PRECISIONS = ("bf16-mixed", "32-true")
-SMALL: dict[str, Any] = {"model": "pythia-14m", "length": 512}
-GPU_MODELS = {"pythia-410m": (64, 48, 32, 24, 16, 8), "pythia-1b": (48, 32, 24, 16, 8, 4)}
-GPU_SIDES: dict[str, dict[str, Any]] = {
+# Name, settings, micro-batches to try.
+Case = tuple[str, dict[str, Any], tuple[int, ...]]
+CPU_CASES: list[Case] = [
+    (precision, {"model": "pythia-14m", "length": 512, "precision": precision}, (4,))
+    for precision in ("bf16-mixed", "32-true")
+]
+GPU_CASES: list[Case] = [
+    (model, {"model": model, "length": 2048, "precision": "bf16-mixed"}, sizes)
+    for model, sizes in (("pythia-410m", (64, 48, 32, 24, 16, 8)), ("pythia-1b", (48, 32, 24, 16, 8, 4)))
+]
+SIDES: dict[str, dict[str, Any]] = {  # and what each is set to on a GPU
     "ours": {"compile": "blocks"}, "litgpt": {}, "ours in float8": {"compile": "blocks", "float8": True},
 }  # fmt: skip
 
@@ -67,11 +73,11 @@ class Seen:
 Results = dict[str, list[Seen]]
 
 
-def watched(command: Sequence[str], **environment: str) -> Seen | None:
+def watched(*command: str) -> Seen | None:
     """Run a training, its lines timed; None if it failed, as one does that fits no memory."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, text=True,
+        [sys.executable, "-m", *command], env=os.environ | {"PYTHONUNBUFFERED": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert process.stdout is not None
@@ -95,24 +101,14 @@ def watched(command: Sequence[str], **environment: str) -> Seen | None:
     return Seen(first=times[0] - began, steps=steps, cpu=cpu, memory=memory, mfu=mfu)
 
 
-def on_one_thread(command: Sequence[str], other: Sequence[str]) -> Seen | None:
-    """Watch a training on one thread, while another runs on another."""
-    threads = {"OMP_NUM_THREADS": "1"}
-    beside = subprocess.Popen(other, env=os.environ | threads, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        return watched(command, **threads)
-    finally:
-        beside.wait(60)
-
-
 class Trainings:
     """A folder with a dataset, in which runs are made."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.dataset = folder, random_dataset(folder / "dataset", tokens=10_000_000)
 
-    def run(self, *, model: str, length: int, nodes: int = 1, **train: Any) -> str:
-        """A new run's folder, as the launcher leaves it."""
+    def run(self, side: str, *, model: str, length: int, **train: Any) -> Seen | None:
+        """Train by the `side`, in a new run's folder as the launcher leaves it."""
         steps = WARM_UP + STEPS + 3  # the last ones are followed by an evaluation and a checkpoint
         spec = TrainingSpec(
             run="bench",
@@ -123,19 +119,13 @@ class Trainings:
                 {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | train
             ),
             steps=steps,
-            world_size=nodes,
+            world_size=1,
         )
         folder = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
         (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
-        return str(folder)
-
-    def theirs(self, run: str) -> Seen | None:
-        out = tempfile.mkdtemp(prefix="litgpt-", dir=self.folder)
-        return watched([sys.executable, "-m", "bench.litgpt_pretrain", run, out])
-
-
-def ours(run: str) -> list[str]:
-    return [sys.executable, "-m", "litgpt_demo", "train", "--run", run]
+        if side == "litgpt":
+            return watched("bench.litgpt_pretrain", str(folder), str(folder / "litgpt"))
+        return watched("litgpt_demo", "train", "--run", str(folder))
 
 
 def random_dataset(folder: Path, *, tokens: int) -> Path:
@@ -161,47 +151,22 @@ def random_dataset(folder: Path, *, tokens: int) -> Path:
 
 def measured(trainings: Trainings, rounds: int, *, gpu: bool) -> tuple[Results, dict[str, int]]:
     """Every side of every case, with the largest micro-batch that fits it; returns those too."""
-    cases: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-        f"{side}, {precision}": (SMALL | {"precision": precision}, (4,))
-        for precision in PRECISIONS
-        for side in ("ours", "litgpt")
-    }
-    if gpu:
-        cases = {
-            f"{side}, {model}": ({"model": model, "length": 2048, "precision": "bf16-mixed", **settings}, sizes)
-            for model, sizes in GPU_MODELS.items()
-            for side, settings in GPU_SIDES.items()
-        }
     seen: Results = {}
     batches: dict[str, int] = {}
-
-    def see(name: str, result: Seen | None) -> None:
-        if result is None:
-            raise SystemExit(f"{name} failed; its last lines are above")
-        seen.setdefault(name, []).append(result)
-        print(f"{name}: {result.step * 1e3:.0f} ms a step, first after {result.first:.1f} s", flush=True)
-
     for _ in range(rounds):
-        for name, (settings, sizes) in cases.items():
-            result = None
+        for (case, settings, sizes), side in product(
+            GPU_CASES if gpu else CPU_CASES, SIDES if gpu else ("ours", "litgpt")
+        ):
+            name, result = f"{side}, {case}", None
             for size in [batches[name]] if name in batches else sizes:
-                run = trainings.run(micro_batch=size, global_batch=size, **settings)
-                if result := trainings.theirs(run) if name.startswith("litgpt") else watched(ours(run)):
+                train = {"micro_batch": size, "global_batch": size, **settings, **(SIDES[side] if gpu else {})}
+                if result := trainings.run(side, **train):
                     batches[name] = size
+                    seen.setdefault(name, []).append(result)
+                    print(f"{name}: {result.step * 1e3:.0f} ms a step, first after {result.first:.1f} s", flush=True)
                     break
-            if result is not None or "float8" not in name:  # which not every GPU has
-                see(name, result)
-        if gpu or rounds == 1:  # what follows has no bar
-            continue
-        one, mine, other = (
-            ours(trainings.run(micro_batch=4, global_batch=4, precision="32-true", **SMALL)) for _ in range(3)
-        )
-        see("1 node, one thread", watched(one, OMP_NUM_THREADS="1"))
-        see("1 node, one thread, beside another", on_one_thread(mine, other))
-        both = trainings.run(micro_batch=4, global_batch=8, precision="32-true", nodes=2, **SMALL)
-        port = free_port()
-        first, second = (torchrun_of(rank, ours(both)[1:], Path(both, "logs"), port=port) for rank in range(2))
-        see("2 nodes, one thread each", on_one_thread(first, second))
+            if result is None and "float8" not in name:  # which not every GPU has
+                raise SystemExit(f"{name} failed; its last lines are above")
     return seen, batches
 
 
@@ -209,8 +174,8 @@ def bars_of(seen: Results, batches: Mapping[str, int], *, gpu: bool) -> Iterator
     def ratio(above: str, below: str, what: str) -> float:
         return median_ratio(*([getattr(one, what) for one in seen[side]] for side in (above, below)))
 
-    for case in GPU_MODELS if gpu else PRECISIONS:
-        us, them, eighth = (f"{side}, {case}" for side in GPU_SIDES)
+    for case, *_ in GPU_CASES if gpu else CPU_CASES:
+        us, them, eighth = (f"{side}, {case}" for side in SIDES)
         name, faster = f"tokens/s / litgpt pretrain, {case}", ratio(them, us, "step") * batches[us] / batches[them]
         yield Bar(name, faster) if case == "32-true" else at_least(name, faster, GPU_BAR if gpu else CPU_BAR)
         if gpu:
@@ -223,10 +188,6 @@ def bars_of(seen: Results, batches: Mapping[str, int], *, gpu: bool) -> Iterator
             yield Bar(f"the same by processor time, {case}", ratio(them, us, "cpu"))
             yield at_most(f"start to first step / litgpt pretrain, {case}", ratio(us, them, "first"), START_BAR)
             yield Bar(f"peak memory / litgpt pretrain, {case}", ratio(us, them, "memory"))
-    if (both := "2 nodes, one thread each") in seen:
-        yield Bar("tokens/s of 2 nodes / 1 node", 2 * ratio("1 node, one thread", both, "step"))
-        apart = ratio("1 node, one thread, beside another", both, "step")
-        yield Bar("share of communication on 2 nodes", 1 - apart)
 
 
 def main() -> int:

@@ -27,8 +27,7 @@ from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
 from launcher.runs.diagnosis import Verdict
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.usage import usage
+from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -27,13 +29,15 @@ from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_
 from litgpt_demo.runs import (
     ATTEMPTS,
     FINAL,
+    HUGGINGFACE,
+    LITGPT,
     MOST_NODE_REPORT,
     NODE_REPORT,
     RecordedPrice,
     read_document,
     read_spec,
 )
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import Storage, bucket_path, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
@@ -172,10 +176,10 @@ def export(
     with _workplace(run) as scratch:
         done = _final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
-            return _unspoilt(run, done, scratch)
+            return _unspoilt(run, done)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
-            return _unspoilt(run, done, scratch)
+            return _unspoilt(run, done)
         from litgpt_demo.export.card import write_card
         from litgpt_demo.export.models import make
 
@@ -183,7 +187,7 @@ def export(
         await_end()
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
         if (done := _final(run)) is not None and done.step == chosen.step:
-            return _unspoilt(run, done, scratch)
+            return _unspoilt(run, done)
         made = made.model_copy(update={"cost": cost_of(run)})
         folder, final = scratch / FINAL, run.within(FINAL)
         write_card(run, spec, chosen, made, folder)
@@ -195,7 +199,7 @@ def export(
         return manifest
 
 
-def _unspoilt(run: Storage, done: FinalManifest, scratch: Path) -> FinalManifest:
+def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
     """Return the model that is found done, every byte of it read again where that costs no download."""
     final = run.within(FINAL)
     folder = final.local_path()
@@ -274,6 +278,43 @@ def summary_lines(final: FinalManifest) -> Iterator[str]:
     if final.huggingface is not None:
         yield f"{final.huggingface.architecture}: opens, logits differ by {final.huggingface.logits_difference:.1e}"
     yield from (f"warning: {finding}" for finding in final.findings)
+
+
+def usage(run: str, *, huggingface: bool) -> str:
+    """Return Python that lets the models of the run at this address write, from whatever folder it is run in.
+
+    No library opens a model in a bucket: there it begins with how to bring it here.
+    """
+    remote = bucket_path(run) is not None
+    # Into a folder that is there, so that the copy has the same name whatever was copied before.
+    lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
+    folder = "" if remote else f"{run}/"
+    lines += ["from litgpt import LLM", f'print(LLM.load({f"{folder}{LITGPT}"!r}).generate("Once upon a time"))']
+    if huggingface:
+        where = repr(f"{folder}{HUGGINGFACE}")
+        lines += [
+            "",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"tokenizer = AutoTokenizer.from_pretrained({where})",
+            f"model = AutoModelForCausalLM.from_pretrained({where})",
+            'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+            "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
+        ]
+    return "\n".join(lines)
+
+
+def use_of(folder: str, name: str) -> tuple[str, ...]:
+    """Return shell commands that let the LitGPT model in `folder` write, which first copy it here from a bucket.
+
+    Args:
+        name: the run's, which the copy is called after.
+    """
+    copy: tuple[str, ...] = ()
+    if bucket_path(folder) is not None:
+        copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name
+    # JSON's strings are Python's, and their quotes need no escape within the shell's.
+    program = f'from litgpt import LLM; print(LLM.load({json.dumps(folder)}).generate("Once upon a time"))'
+    return (*copy, shlex.join(["python", "-c", program]))
 
 
 def main(argv: Sequence[str]) -> int:

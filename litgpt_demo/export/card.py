@@ -16,8 +16,7 @@ from typing import Any
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
-from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.usage import usage
+from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import read_document, read_metrics
 from litgpt_demo.storage import Storage

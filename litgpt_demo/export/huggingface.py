@@ -86,7 +86,7 @@ def _traits(config: Config) -> Fields:
     """All that one architecture computes and another does not."""
     adjustments = set(config.rope_adjustments or ())
     llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
-    rope = "scaled" if adjustments or config.rope_condense_ratio != 1 else "plain"
+    rope = "scaled" if adjustments or config.rope_condense_ratio != 1 else "unscaled"
     if adjustments and (config.rope_condense_ratio != 1 or adjustments not in ({"factor"}, llama3)):
         rope = "scaled in two ways"  # which transformers has not
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
@@ -135,7 +135,7 @@ _PLAIN: Fields = {
     "qk_norm": "",
     "lm_head_bias": False,
     "windows": "none",
-    "rope": {"plain", "scaled"},
+    "rope": {"unscaled", "scaled"},
     "two_ropes": False,
     "rope_interleave": False,
     "softcaps": (False, False),
@@ -188,40 +188,25 @@ def _gelu(config: Config) -> str:
     return "gelu" if config.gelu_approximate == "none" else "gelu_pytorch_tanh"
 
 
+def _layer_norm_fields(config: Config, **more: Any) -> Fields:
+    return {"hidden_act": _gelu(config), "layer_norm_eps": config.norm_eps, **more, **_rope(config)}
+
+
 def _neox_fields(config: Config) -> Fields:
-    return {
-        "hidden_act": _gelu(config),
-        "layer_norm_eps": config.norm_eps,
-        "rotary_pct": config.rotary_percentage,
-        "rotary_emb_base": config.rope_base,
-        "use_parallel_residual": config.parallel_residual,
-        "attention_bias": True,
-        **_rope(config),
-    }
+    return _layer_norm_fields(
+        config,
+        rotary_pct=config.rotary_percentage,
+        rotary_emb_base=config.rope_base,
+        use_parallel_residual=config.parallel_residual,
+        attention_bias=True,
+    )
 
 
-def _phi_fields(config: Config) -> Fields:
-    return {
-        "hidden_act": _gelu(config),
-        "layer_norm_eps": config.norm_eps,
-        "num_key_value_heads": config.n_query_groups,
-        "partial_rotary_factor": config.rotary_percentage,
-        "qk_layernorm": False,
-        **_rope(config),
-    }
-
-
-def _stablelm_fields(config: Config) -> Fields:
-    return {
-        "hidden_act": "silu",
-        "layer_norm_eps": config.norm_eps,
-        "num_key_value_heads": config.n_query_groups,
-        "partial_rotary_factor": config.rotary_percentage,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
-        **_rope(config),
-    }
+def _partly_rotated_fields(config: Config, **more: Any) -> Fields:
+    groups, rotated = config.n_query_groups, config.rotary_percentage
+    return _layer_norm_fields(
+        config, num_key_value_heads=groups, partial_rotary_factor=rotated, qk_layernorm=False, **more
+    )
 
 
 def _falcon_fields(config: Config) -> Fields:
@@ -307,7 +292,7 @@ _FAMILIES = (  # in the order in which they are tried
     _Family(
         "PhiForCausalLM", "phi",
         _OLD | {"bias": True, "parallel_residual": True, "shared_attention_norm": True, "lm_head_bias": True},
-        _phi_fields, maps.copy_weights_phi, "phi-2",
+        _partly_rotated_fields, maps.copy_weights_phi, "phi-2",
     ),
     _Family(
         "FalconForCausalLM", "falcon",
@@ -322,7 +307,7 @@ _FAMILIES = (  # in the order in which they are tried
     _Family(
         "Phi3ForCausalLM", "phi3",
         _LLAMA | {
-            "windows": {"none", "all"}, "rope": "plain", "phi3": True, "square": True, "whole_rotary": {True, False},
+            "windows": {"none", "all"}, "rope": "unscaled", "phi3": True, "square": True, "whole_rotary": {True, False},
         },
         _phi3_fields, maps.copy_weights_phi, "Phi-3",
     ),
@@ -344,7 +329,11 @@ _FAMILIES = (  # in the order in which they are tried
         _qwen3_moe_fields, maps.copy_weights_qwen_3,
     ),
     _Family("MixtralForCausalLM", "mixtral", _EXPERTS, _mixtral_fields, maps.copy_weights_llama),
-    _Family("StableLmForCausalLM", "stablelm", _LAYER_NORM, _stablelm_fields, maps.copy_weights_llama),
+    _Family(
+        "StableLmForCausalLM", "stablelm", _LAYER_NORM,
+        partial(_partly_rotated_fields, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False),
+        maps.copy_weights_llama,
+    ),
     _Family(
         "OlmoForCausalLM", "olmo",
         _LAYER_NORM | {"olmo": True, "whole_rotary": True, "norm_eps": 1e-5},  # transformers' class has no other

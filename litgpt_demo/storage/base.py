@@ -58,7 +58,9 @@ class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
     Every verb refuses (UserError) a path that leaves the root, and says what to do where the disk or the bucket refuses
-    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError).
+    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError). A file that has to be
+    there and is not is a FileNotFoundError that names its full address; bytes that stay wrong on their way, or change
+    while they are read, are a DataError, and whatever they were to replace is as it was.
     """
 
     root: str
@@ -104,13 +106,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, path: str, *, most: int = MOST_READ) -> bytes:
-        """The whole content, of at most `most` bytes.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            TooLarge: it has more bytes; none of them is read.
-            DataError: the bytes that arrive stay wrong.
-        """
+        """The whole content; where it has more than `most` bytes, none of them is read (TooLarge)."""
 
     @abstractmethod
     def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
@@ -119,10 +115,6 @@ class Storage(ABC):
         No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
         file from one that grew; of local files only a shorter one is known to be another. Where more than `most` bytes
         are there, those are the first of them, and the checksum is compared when the last ones are read.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            DataError: the bytes that arrive stay wrong.
         """
 
     @abstractmethod
@@ -139,32 +131,18 @@ class Storage(ABC):
 
     @abstractmethod
     def stat(self, path: str) -> ObjectInfo:
-        """Size and checksum; a local file is read for it.
-
-        Raises:
-            FileNotFoundError: names the full address.
-        """
+        """Size and checksum; a local file is read for it."""
 
     @abstractmethod
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         """Put the content of a local file at `path`, replacing what is there.
 
-        Args:
-            move: remove `source` once its content is stored; on one file system this is a rename and copies nothing.
-
-        Raises:
-            FileNotFoundError: there is no `source`.
-            DataError: `source` changes while it is read, or its bytes stay wrong on their way.
+        With `move`, `source` goes once its content is stored; on one file system this is a rename and copies nothing.
         """
 
     @abstractmethod
     def download(self, path: str, target: Path) -> ObjectInfo:
-        """Put the file at `path` into the local file `target`, which is replaced only by the whole, verified content.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            DataError: the bytes that arrive stay wrong; `target` is as it was.
-        """
+        """Put the file at `path` into the local file `target`, which only the whole, verified content replaces."""
 
     @abstractmethod
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
@@ -172,18 +150,13 @@ class Storage(ABC):
 
         No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system
         that can share blocks between files does. Nothing is done where `path` holds those bytes already.
-
-        Raises:
-            FileNotFoundError: names the full address of a part that is not there.
-            DataError: the whole stays other than its parts.
         """
 
     @abstractmethod
     def move(self, folder: str, target: str) -> None:
         """Put everything below `folder` below `target`, where nothing is yet: in one step, or file by file in a bucket.
 
-        Raises:
-            FileNotFoundError: there is no local folder of that name.
+        A local folder has to be there; a bucket has none.
         """
 
     @abstractmethod
