@@ -58,11 +58,6 @@ class AttemptTimes:
     reports: Sequence[Mapping[str, Any]] = ()
     """The nodes' reports (launcher.runs.evidence.node_reports)."""
 
-    @property
-    def nodes(self) -> int:
-        nodes = self.record.platform.get("nodes")
-        return nodes if isinstance(nodes, int) else 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
@@ -177,14 +172,16 @@ def _book_attempt(
     end, reports = attempt.end, attempt.reports
     scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
     reported = max((float(report["ended"]) for report in reports if report["ended"] is not None), default=None)
+    asked = attempt.record.platform.get("nodes")
+    nodes = asked if isinstance(asked, int) else 1
     beginning = Part.START if attempt.record.attempt == 1 else Part.RESTART
     book.until(scheduled, Part.QUEUE)
-    book.nodes = attempt.nodes if scheduled is not None else 0
+    book.nodes = nodes if scheduled is not None else 0
     book.until(pulled, Part.PULL)
     for life, following in pairwise([*lives, later]):
         assert life is not None
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = attempt.nodes
+        book.nodes = nodes
         book.until(life.first, beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
         own = [report for report in reports if report.get("started") == life.started]
@@ -200,7 +197,7 @@ def _book_attempt(
     if not lives and begun:  # no row of metrics tells of it, and a node's report does
         first = min(begun, key=lambda report: float(report["started"]))
         book.until(first["started"], beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = attempt.nodes
+        book.nodes = nodes
         before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
         # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
         never_began = first["exit_code"] != 0 and not first["ranks"]

@@ -344,11 +344,13 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
     if len(downsample(loss)) < 2:
         return {}
-    losses = _with_average(loss, "blue", label="training")
+    # Every value faintly, and where they go.
+    losses = [Line(points=loss, color="blue", faint=True), Line(points=smoothed(loss), color="blue", label="training")]
     if validation:
         losses.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
     restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
-    title, paces = "Loss, nats per token", _with_average(pace, "green")
+    paces = [Line(points=pace, color="green", faint=True), Line(points=smoothed(pace), color="green")]
+    title = "Loss, nats per token"
     title += "; dotted where an attempt resumed" if restarts else ""
     rates = [Line(points=rate, color="violet")]
     wide = Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts)
@@ -358,11 +360,6 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
         "rate": Chart(name="rate", title="Learning rate", lines=rates, y_text=_short),
         "pace": Chart(name="pace", title="Throughput, tokens per second", lines=paces, y_text=_short, from_zero=True),
     }
-
-
-def _with_average(points: Mapping[int, float], color: str, *, label: str = "") -> list[Line]:
-    """Every value faintly, and where they go."""
-    return [Line(points=points, color=color, faint=True), Line(points=smoothed(points), color=color, label=label)]
 
 
 def _short(value: float) -> str:

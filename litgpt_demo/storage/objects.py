@@ -131,7 +131,7 @@ class Objects:
                     size=wanted.size,
                     checksum=None,  # ours is the one: theirs deletes the object on a difference
                     # A request that timed out may be carried out later: then it must not land on a newer object.
-                    if_generation_match=_generation(there),
+                    if_generation_match=0 if there is None else int(there.generation),
                     retry=self._retry(wanted.size),
                 )
             except ValueError as error:  # the client's, of a source that ends early and of an answer cut short
@@ -161,7 +161,7 @@ class Objects:
         whole = self._handle.blob(wanted.path)
         whole.content_type = "application/octet-stream"
         # As with uploads: carried out late, it must not land on a newer object.
-        whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
+        whole.compose(sources, if_generation_match=0 if there is None else int(there.generation), retry=self._retry())
         if metadata(whole) != wanted:
             self.delete(whole)
         require_same(wanted, metadata(whole))
@@ -202,11 +202,6 @@ def require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
             f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
             f"where {expected.size} with {expected.crc32c} were expected"
         )
-
-
-def _generation(there: Any | None) -> int:
-    """The generation that a request which replaces this has to match; 0 is the bucket's word for no object."""
-    return 0 if there is None else int(there.generation)
 
 
 def _connection() -> tuple[int, str | None]:
