@@ -58,19 +58,20 @@ def bare(root: Path, seed: int, steps: int) -> float:
     submission = LocalPlatform().render(job)
     port, logs, environment = free_port(), root / f"logs-{seed}", submission.body["nodes"][0]["env"]
     began = time.monotonic()
-    nodes = [
-        subprocess.Popen(
-            torchrun_command(
-                Rendezvous(nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bare"),
-                processes=job.processes,
-                program=job.program,
-                log_dir=f"{logs}-{rank}",
-            ),
-            env=os.environ | environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(job.nodes)
-    ]
+    with (root / "bare.log").open("a") as log:
+        nodes = [
+            subprocess.Popen(
+                torchrun_command(
+                    Rendezvous(nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bare"),
+                    processes=job.processes,
+                    program=job.program,
+                    log_dir=f"{logs}-{rank}",
+                ),
+                env=os.environ | environment,
+                stdout=log,  # an agent locks what it prints to, and somebody may hold a lock on /dev/null for good
+            )
+            for rank in range(job.nodes)
+        ]
     codes = [node.wait() for node in nodes]
     if any(codes) or committed(run.storage)[0].step != steps:
         raise SystemExit(f"the bare training of seed {seed} failed; its logs are under {root}")
