@@ -68,7 +68,7 @@ bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdic
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
 
-bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's, and on two nodes
+bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's
 	$(BIN)/python -m bench.training $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read

@@ -5,8 +5,7 @@
 One process trains pythia-31m on made-up ids; its weights and AdamW's state are 366 MB. Each round takes, in turn: some
 steps alone; the whole state by torch.save, as `litgpt pretrain` saves; our checkpoint with the training waiting for all
 of it; our checkpoint as training saves it, with the steps until it is committed; reading it, verified, into the model;
-and `cp` of its files. The disk is flushed between them. Figures, spread and machine go to
-bench/results/checkpoint-<machine>.json; the exit code is 1 if a bar is missed.
+and `cp` of its files. The disk is flushed between them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from bench.figures import Bar, arguments, conclude
+from bench.common import arguments, at_most, conclude, median_ratio
 from bench.training import random_dataset
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
@@ -31,7 +31,7 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, open_fabric, set_up
+from litgpt_demo.training.setup import open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs
@@ -40,35 +40,20 @@ MODEL = ModelConfig(name="pythia-31m", sequence_length=512)
 TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision="bf16-mixed", keep_last=1, keep_best=0)
 
 
-# --- a training -------------------------------------------------------------------------------------------------------
-
-
-def training_in(folder: Path) -> Training:
-    dataset = random_dataset(folder / "dataset", tokens=2**19)
-    spec = TrainingSpec(
-        run="run",
-        dataset=str(dataset),
-        dataset_key="random",
-        model=MODEL,
-        train=TRAIN,
-        steps=100_000,
-        world_size=1,
-    )
-    scratch = folder / "run" / ".scratch" / "rank-0"
-    scratch.mkdir(parents=True)
-    run = open_storage(str(folder / "run"))
-    return set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch)
-
-
-# --- the sides --------------------------------------------------------------------------------------------------------
-
-
 class Bench:
     """A training, and what was seen of it: seconds by name, one per round."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.training = folder, training_in(folder)
-        self.seen: dict[str, list[float]] = {}
+        dataset = random_dataset(folder / "dataset", tokens=2**19)
+        spec = TrainingSpec(
+            run="run", dataset=str(dataset), dataset_key="random", model=MODEL, train=TRAIN, steps=100_000, world_size=1
+        )
+        scratch = folder / "run" / ".scratch" / "rank-0"
+        scratch.mkdir(parents=True)
+        run = open_storage(str(folder / "run"))
+        self.folder = folder
+        self.training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch)
+        self.seen: dict[str, list[float]] = defaultdict(list)
         self.told: list[Saved] = []
         self.saver = Saver(self.training, tell=self.told.append)
         self.alone = Saver(self.training, tell=lambda saved: None)
@@ -78,7 +63,7 @@ class Bench:
         os.sync()
         began = time.perf_counter()
         action()
-        self.seen.setdefault(name, []).append(time.perf_counter() - began)
+        self.seen[name].append(time.perf_counter() - began)
 
     def step(self) -> None:
         train_step(self.training, self.steps)
@@ -101,7 +86,7 @@ class Bench:
         self.saver.save(self.steps, None)
         while len(self.told) == told:
             self.step()
-        self.seen.setdefault("steps beside", []).append(float(self.steps - before))
+        self.seen["steps beside"].append(float(self.steps - before))
 
     def copy(self) -> None:
         [folder] = (self.folder / "run" / "checkpoints").iterdir()
@@ -121,28 +106,6 @@ class Bench:
         shutil.rmtree(self.folder / "copy")
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
-
-
-def bars(bench: Bench) -> Iterator[Bar]:
-    stalls = [saved.stall for saved in bench.told]
-    for name, against in [("torch.save of the whole state", "torch.save"), ("our own save, waited for", "waiting")]:
-        ratio = median(stall / seconds for stall, seconds in zip(stalls, bench.seen[against], strict=True))
-        yield Bar(f"stall of a step / {name}", ratio, f"at most {STALL}", ratio <= STALL)
-
-
-def rates(bench: Bench, size: int) -> dict[str, float]:
-    """GB/s."""
-    return {name: size / median(bench.seen[name]) / 1e9 for name in ("torch.save", "waiting", "load", "cp")}
-
-
-def lost(bench: Bench) -> float:
-    """Seconds that a save costs the training in all: what the steps next to it took more than those alone."""
-    alone = median(bench.seen["step"])
-    pairs = zip(bench.seen["beside"], bench.seen["steps beside"], strict=True)
-    return median(seconds - steps * alone for seconds, steps in pairs)
-
-
 def main() -> int:
     args = arguments(__doc__, rounds=7).parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
@@ -153,18 +116,26 @@ def main() -> int:
         for _ in range(args.rounds):
             bench.round()
         size = checkpoints.committed(bench.training.run)[0].size
-    print(", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates(bench, size).items()))
-    stall = median(saved.stall for saved in bench.told)
-    print(f"stall {stall * 1e3:.1f} ms (the first {first * 1e3:.1f}), training lost {lost(bench):.2f} s in all")
-    seen = {
+    seen, stalls = bench.seen, [saved.stall for saved in bench.told]
+    rates = {name: size / median(seen[name]) / 1e9 for name in ("torch.save", "waiting", "load", "cp")}
+    # What the steps next to a save took more than those alone.
+    alone, pairs = median(seen["step"]), zip(seen["beside"], seen["steps beside"], strict=True)
+    lost = median(seconds - steps * alone for seconds, steps in pairs)
+    print(", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()))
+    print(f"stall {median(stalls) * 1e3:.1f} ms (the first {first * 1e3:.1f}), training lost {lost:.2f} s in all")
+    bars = [
+        at_most("stall of a step / torch.save of the whole state", median_ratio(stalls, seen["torch.save"]), STALL),
+        at_most("stall of a step / our own save, waited for", median_ratio(stalls, seen["waiting"]), STALL),
+    ]
+    figures = {
         "megabytes": size / 1e6,
-        "seen": bench.seen,
-        "stalls": [saved.stall for saved in bench.told],
+        "seen": seen,
+        "stalls": stalls,
         "first_stall": first,
-        "seconds_lost_to_a_save": lost(bench),
-        "gigabytes_per_second": rates(bench, size),
+        "seconds_lost_to_a_save": lost,
+        "gigabytes_per_second": rates,
     }
-    return conclude("checkpoint", bars(bench), seen)
+    return conclude("checkpoint", bars, figures)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     make bench-dataset            with QUICK=1 one round, within 4 minutes
 
 The text is gathered from the machine (documentation, sources; each file once) and written as parquet. Every
-measurement is a process of its own that imports and then takes the time; the sides take turns. Figures, spread and
-machine go to bench/results/dataset-<machine>.json; the exit code is 1 if a bar is missed.
+measurement is a process of its own that imports and then takes the time; the sides take turns.
 
 LitGPT's way is `litgpt.data.OpenWebText.prepare_data` (0.5.13): its tokenizer on one document per call, through
 `litdata.optimize` with as many workers as that code takes, here on a quarter of the text that is in memory already.
@@ -20,28 +19,79 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
-from bench.figures import Bar, arguments, conclude
-from bench.texts import gather
+from bench.common import arguments, at_least, at_most, conclude, median_ratio, peak_memory
 from litgpt_demo.storage import is_remote, open_storage
 
 # DESIGN section 6.
 ALONE, LITGPT, BUCKET = 1.0, 40.0, 0.8
 GROWTH = 1.1  # time per byte of the whole text over that of a quarter
-MEMORY = 1.5e9  # bytes above the interpreter
+MEMORY = 1.5  # GB above the interpreter
 
 VOCABULARY = 50_257
 FILES = 8
 
+ROOTS = [Path(sys.prefix), Path(sys.base_prefix), Path("/usr"), Path("/opt")]
+KINDS = {
+    "", ".c", ".cc", ".cpp", ".css", ".cuh", ".go", ".h", ".hpp", ".html", ".java", ".js", ".md", ".pl", ".pm", ".pod",
+    ".py", ".pyi", ".rs", ".rst", ".sh", ".tcl", ".tex", ".ts", ".txt", ".xml", ".yaml",
+}  # fmt: skip
+SMALLEST, LARGEST = 500, 400_000  # bytes of a document
+ROWS = 1000  # of a row group, as the Hub's own conversion writes them
+
+
+def gather(folder: Path, *, size: int) -> list[int]:
+    """Write `size` bytes of text as FILES parquet files; returns how much each came to.
+
+    The order is by a hash of the path, so that each file holds a sample of everything.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = (Path(folder, name) for root in ROOTS for folder, _, names in os.walk(root) for name in names)
+    documents: dict[str, int] = {}
+    gathered = 0
+    for path in sorted(
+        (path for path in found if path.suffix in KINDS), key=lambda path: blake2b(os.fsencode(path)).digest()
+    ):
+        try:
+            if path.is_symlink() or not SMALLEST <= path.stat().st_size <= LARGEST:
+                continue
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "\0" not in text and text not in documents:
+            documents[text] = len(text.encode())
+            gathered += documents[text]
+        if gathered >= size:
+            break
+    texts, each = list(documents), -(-len(documents) // FILES)
+    parts = [texts[number * each : (number + 1) * each] for number in range(FILES)]
+    for number, part in enumerate(parts):
+        table = pa.table({"text": part})
+        pq.write_table(table, folder / f"{number:02d}.parquet", row_group_size=ROWS, compression="zstd")
+    return [sum(documents[text] for text in part) for part in parts]
+
 
 # --- the sides, each in a process of its own --------------------------------------------------------------------------
+
+
+@contextmanager
+def taken() -> Iterator[None]:
+    """Print the seconds that the block takes, and the memory that the process came to use for it, as JSON."""
+    before, began = peak_memory(), time.perf_counter()
+    yield
+    seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "bytes": peak_memory() - before}))
 
 
 def gigatoken_alone(files: list[str], tokenizer: str, _: str) -> None:
@@ -105,14 +155,6 @@ class _Tokenize:
         yield tokenizer.encode(texts[index], eos=True)
 
 
-def verified(_: list[str], __: str, address: str) -> None:
-    from litgpt_demo.data.verification import verify_dataset
-
-    with taken():
-        problems = verify_dataset(address).problems
-    assert not problems, problems
-
-
 def uploaded(files: list[str], _: str, root: str) -> None:
     """The bucket's own rate: what a dataset's files take to be sent."""
     import google.cloud.storage  # noqa: F401 (before the clock runs)
@@ -123,32 +165,7 @@ def uploaded(files: list[str], _: str, root: str) -> None:
             storage.upload(Path(file), f"raw/{Path(file).name}")
 
 
-SIDES: dict[str, Callable[[list[str], str, str], None]] = {
-    "gigatoken": gigatoken_alone, "ours": ours, "litgpt": litgpts, "verify": verified, "upload": uploaded,
-}  # fmt: skip
-
-
-@contextmanager
-def taken() -> Iterator[None]:
-    """Print the seconds that the block takes, and the memory that the process came to use for it, as JSON."""
-    before, began = _peak(), time.perf_counter()
-    yield
-    seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "bytes": _peak() - before}))
-
-
-def _peak() -> int:
-    """Bytes; not getrusage's, which begins with the peak of the process that started this one."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
-
-
-def measured(side: str, files: Sequence[Path], tokenizer: Path, target: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.dataset", "--side", side, "--tokenizer", str(tokenizer), "--target", target]
-    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+SIDES = {"gigatoken": gigatoken_alone, "ours": ours, "litgpt": litgpts, "upload": uploaded}
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -158,38 +175,31 @@ class Bench:
     """The place of the measurement, and what it has seen."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder = folder
-        self.texts = folder / "texts"
-        self.texts.mkdir()
-        self.size = gather(self.texts, size=size, files=FILES)
-        self.files = sorted(self.texts.iterdir())
-        self.tokenizer = self._tokenizer()
-        self.seen: dict[str, list[dict[str, float]]] = {}
-
-    def _tokenizer(self) -> Path:
         import pyarrow.parquet as pq
 
         from litgpt_demo.config import TrainedTokenizer
         from litgpt_demo.data.tokens import train_tokenizer
 
-        texts = pq.read_table(self.files[0]).column("text").to_pylist()
+        self.folder, self.seen = folder, defaultdict[str, list[dict[str, float]]](list)
+        for name in ("texts", "tokenizer"):
+            (folder / name).mkdir()
+        self.sizes = gather(folder / "texts", size=size)
+        self.files = sorted((folder / "texts").iterdir())
         settings = TrainedTokenizer(kind="train", vocab_size=VOCABULARY, sample_bytes=20_000_000)
-        folder = self.folder / "tokenizer"
-        folder.mkdir()
+        texts = pq.read_table(self.files[0]).column("text").to_pylist()
         for name, content in train_tokenizer(settings, texts).files.items():
-            (folder / name).write_bytes(content)
-        return folder / "tokenizer.json"
+            (folder / "tokenizer" / name).write_bytes(content)
 
     def see(self, name: str, side: str, files: Sequence[Path], target: str) -> None:
-        self.seen.setdefault(name, []).append(measured(side, files, self.tokenizer, target))
-
-    def seconds(self, name: str) -> float:
-        return median(one["seconds"] for one in self.seen[name])
+        tokenizer = str(self.folder / "tokenizer" / "tokenizer.json")
+        command = [sys.executable, "-m", "bench.dataset", "--side", side, "--tokenizer", tokenizer, "--target", target]
+        done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{side} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        self.seen[name].append(json.loads(done.stdout.strip().splitlines()[-1]))
 
     def ratio(self, above: str, below: str) -> float:
-        """Median over the rounds of the one's seconds over the other's."""
-        pairs = zip(self.seen[above], self.seen[below], strict=True)
-        return median(one["seconds"] / other["seconds"] for one, other in pairs)
+        return median_ratio(*([one["seconds"] for one in self.seen[name]] for name in (above, below)))
 
     def fresh(self, name: str) -> str:
         folder = self.folder / name
@@ -197,47 +207,37 @@ class Bench:
         folder.mkdir()
         return str(folder)
 
-
-def rounds_of(bench: Bench, rounds: int, bucket: str, emulator: psutil.Process) -> None:
-    quarter = bench.files[: FILES // 4]
-    for number in range(rounds):
-        bench.see("gigatoken alone", "gigatoken", bench.files, "")
-        local = bench.fresh("local")
-        bench.see("ours", "ours", bench.files, local)
+    def round(self, bucket: str, emulator: psutil.Process) -> None:
+        quarter = self.files[: FILES // 4]
+        self.see("gigatoken alone", "gigatoken", self.files, "")
+        local = self.fresh("local")
+        self.see("ours", "ours", self.files, local)
         [dataset] = Path(local, "datasets").iterdir()
-        bench.see("verify", "verify", [], str(dataset))
-        bench.see("ours, a quarter", "ours", quarter, bench.fresh("quarter"))
+        self.see("ours, a quarter", "ours", quarter, self.fresh("quarter"))
         before = sum(emulator.cpu_times()[:2])
-        bench.see("bucket", "ours", bench.files, f"{bucket}/{number}")
-        bench.seen["bucket"][-1]["emulator_cpu_seconds"] = sum(emulator.cpu_times()[:2]) - before
-        bench.see("upload", "upload", sorted(dataset.glob("*.bin")), f"{bucket}/{number}")
-        open_storage(f"{bucket}/{number}").remove("datasets")  # the emulator keeps everything in memory
-        bench.see("litgpt, a quarter", "litgpt", quarter, bench.fresh("litgpt"))
+        self.see("bucket", "ours", self.files, bucket)
+        self.seen["bucket"][-1]["emulator_cpu_seconds"] = sum(emulator.cpu_times()[:2]) - before
+        self.see("upload", "upload", sorted(dataset.glob("*.bin")), bucket)
+        open_storage(bucket).remove("datasets")  # the emulator keeps everything in memory
+        self.see("litgpt, a quarter", "litgpt", quarter, self.fresh("litgpt"))
 
 
-def bars(bench: Bench) -> Iterator[Bar]:
-    alone = bench.ratio("gigatoken alone", "ours")
-    yield Bar("preparation / gigatoken alone", alone, f"{ALONE}", alone >= ALONE)
-    litgpt = bench.ratio("litgpt, a quarter", "ours, a quarter")
-    yield Bar("preparation / LitGPT's own", litgpt, f"{LITGPT}", litgpt >= LITGPT)
-    bucket, raw = bench.ratio("ours", "bucket"), bench.ratio("ours", "upload")
-    asked = min(BUCKET, raw)
-    # The emulator works on the cores that prepare the dataset; a bucket's own work would be elsewhere.
-    share = median(one["emulator_cpu_seconds"] / (os.cpu_count() or 1) / one["seconds"] for one in bench.seen["bucket"])
-    told = f"{asked:.2f} (the emulator alone: {raw:.2f}; it took {share:.0%} of the cores)"
-    yield Bar("into a bucket / into a folder", bucket, told, bucket >= asked)
-    growth = bench.ratio("ours", "ours, a quarter") / (bench.size / quarter_size(bench))
-    yield Bar("time per byte, whole / quarter", growth, f"at most {GROWTH}", growth <= GROWTH)
-    memory = max(one["bytes"] for one in bench.seen["ours"])
-    yield Bar("peak memory above the interpreter, GB", memory / 1e9, f"at most {MEMORY / 1e9}", memory <= MEMORY)
-
-
-def quarter_size(bench: Bench) -> int:
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    columns = (pq.read_table(file).column("text") for file in bench.files[: FILES // 4])
-    return sum(pc.sum(pc.binary_length(column)).as_py() for column in columns)
+@contextmanager
+def bucket_emulator() -> Iterator[tuple[str, psutil.Process]]:
+    """The tests' bucket emulator in a process of its own, which the sides find by their environment."""
+    serve = (
+        "import time\nfrom bucket_emulator import bucket_emulator\n"
+        "with bucket_emulator('bench') as address:\n    print(address, flush=True)\n    time.sleep(1e6)"
+    )
+    environment = os.environ | {"PYTHONPATH": "tests/fakes"}
+    emulator = subprocess.Popen([sys.executable, "-c", serve], env=environment, stdout=subprocess.PIPE, text=True)
+    assert emulator.stdout is not None
+    os.environ["STORAGE_EMULATOR_HOST"] = emulator.stdout.readline().strip()
+    try:
+        yield "gs://bench/root", psutil.Process(emulator.pid)
+    finally:
+        emulator.kill()
+        emulator.wait()
 
 
 def main() -> int:
@@ -253,37 +253,31 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="bench-dataset-") as folder, bucket_emulator() as (bucket, emulator):
         bench = Bench(Path(folder), int(args.megabytes * 1e6))
-        if bench.size < 250e6:
-            print(f"this machine has only {bench.size / 1e6:.0f} MB of text; the bars are meant for 250 and more")
-        rounds_of(bench, args.rounds, bucket, emulator)
-        found = list(bars(bench))
-        rates = {name: bench.size / bench.seconds(name) / 1e6 for name in ("gigatoken alone", "ours", "bucket")}
+        size, quarter = sum(bench.sizes), sum(bench.sizes[: FILES // 4])
+        if size < 250e6:
+            print(f"this machine has only {size / 1e6:.0f} MB of text; the bars are meant for 250 and more")
+        for number in range(args.rounds):
+            bench.round(f"{bucket}/{number}", emulator)
+    seen = bench.seen
+    rates = {
+        name: size / median(one["seconds"] for one in seen[name]) / 1e6
+        for name in ("gigatoken alone", "ours", "bucket")
+    }
     print(", ".join(f"{name} {rate:.0f} MB/s" for name, rate in rates.items()))
-    seen = {"megabytes": bench.size / 1e6, "seen": bench.seen, "megabytes_per_second": rates}
-    return conclude("dataset", found, seen)
-
-
-@contextmanager
-def bucket_emulator() -> Iterator[tuple[str, psutil.Process]]:
-    """The tests' bucket emulator in a process of its own, which the sides find by their environment."""
-    serve = "\n".join(
-        [
-            "import time",
-            "from bucket_emulator import bucket_emulator",
-            "with bucket_emulator('bench') as address:",
-            "    print(address, flush=True)",
-            "    time.sleep(1e6)",
-        ]
-    )
-    environment = os.environ | {"PYTHONPATH": "tests/fakes"}
-    emulator = subprocess.Popen([sys.executable, "-c", serve], env=environment, stdout=subprocess.PIPE, text=True)
-    assert emulator.stdout is not None
-    os.environ["STORAGE_EMULATOR_HOST"] = emulator.stdout.readline().strip()
-    try:
-        yield "gs://bench/root", psutil.Process(emulator.pid)
-    finally:
-        emulator.kill()
-        emulator.wait()
+    raw = bench.ratio("ours", "upload")
+    # The emulator works on the cores that prepare the dataset; a bucket's own work would be elsewhere.
+    share = median(one["emulator_cpu_seconds"] / (os.cpu_count() or 1) / one["seconds"] for one in seen["bucket"])
+    note = f" (the emulator alone: {raw:.2f}; it took {share:.0%} of the cores)"
+    growth = bench.ratio("ours", "ours, a quarter") / (size / quarter)
+    memory = max(one["bytes"] for one in seen["ours"]) / 1e9
+    bars = [
+        at_least("preparation / gigatoken alone", bench.ratio("gigatoken alone", "ours"), ALONE),
+        at_least("preparation / LitGPT's own", bench.ratio("litgpt, a quarter", "ours, a quarter"), LITGPT),
+        at_least("into a bucket / into a folder", bench.ratio("ours", "bucket"), min(BUCKET, raw), note),
+        at_most("time per byte, whole / quarter", growth, GROWTH),
+        at_most("peak memory above the interpreter, GB", memory, MEMORY),
+    ]
+    return conclude("dataset", bars, {"megabytes": size / 1e6, "seen": seen, "megabytes_per_second": rates})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`litgpt pretrain` with the settings of one of our runs, on the same batches in the same order.
 
-    python -m bench.litgpt_pretrain RUN OUT [RUN OUT …] [--same-weights] [--constant-rate]
+    python -m bench.litgpt_pretrain RUN OUT
 
 Its own `litgpt.pretrain.setup` runs, untouched: only the data module is ours. Losses and times are what it writes into
 OUT/logs/csv/version_0/metrics.csv.
@@ -8,11 +8,9 @@ OUT/logs/csv/version_0/metrics.csv.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from pathlib import Path
-from typing import Any
 
 import litgpt.pretrain
 import torch
@@ -58,14 +56,22 @@ class OurData(DataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self.samples, batch_size=self.batch_size)
 
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return self.train_dataloader()
+    val_dataloader = train_dataloader
 
 
-def pretrain(run: Path, out: Path, *, same_weights: bool, constant_rate: bool) -> None:
+def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
+    """Train as the run's folder says; `comparable` losses come from our initial weights and a constant rate.
+
+    Its schedule and ours differ by a step in both their parts.
+    """
     spec = read_spec(open_storage(str(run)))
     data, train = open_data(spec, Path(spec.dataset)), spec.train
     config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    if comparable:
+        model = GPT(config)
+        initialise(model, seed=train.seed)
+        (out / "initial").mkdir(parents=True)
+        torch.save(model.state_dict(), out / "initial" / "lit_model.pth")
     matrices = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "betas": list(train.betas)}
     sys.argv[1:] = [config.name]  # it parses the command line once more when it saves its settings
     litgpt.pretrain.setup(
@@ -73,7 +79,7 @@ def pretrain(run: Path, out: Path, *, same_weights: bool, constant_rate: bool) -
         model_config=config,
         out_dir=out,
         precision=train.precision,
-        initial_checkpoint_dir=_weights(spec, config, out / "initial") if same_weights else None,
+        initial_checkpoint_dir=(out / "initial").absolute() if comparable else None,
         data=OurData(OurSamples(spec, data)),
         train=TrainArgs(
             global_batch_size=train.global_batch,
@@ -81,9 +87,8 @@ def pretrain(run: Path, out: Path, *, same_weights: bool, constant_rate: bool) -
             max_tokens=spec.steps * train.global_batch * spec.model.sequence_length,
             max_seq_length=spec.model.sequence_length,
             max_norm=train.clip_norm,
-            # Its schedule and ours differ by a step in both their parts; only a constant rate is the same.
-            min_lr=train.learning_rate if constant_rate else train.learning_rate / 10,
-            lr_warmup_steps=0 if constant_rate else train.warmup_steps,
+            min_lr=train.learning_rate if comparable else train.learning_rate / 10,
+            lr_warmup_steps=0 if comparable else train.warmup_steps,
             save_interval=None,
             log_interval=1,
         ),
@@ -94,30 +99,11 @@ def pretrain(run: Path, out: Path, *, same_weights: bool, constant_rate: bool) -
     )
 
 
-def _weights(spec: TrainingSpec, config: Any, folder: Path) -> Path:
-    """Our initial weights, as a checkpoint that it starts from."""
-    model = GPT(config)
-    initialise(model, seed=spec.train.seed)
-    folder.mkdir(parents=True)
-    torch.save(model.state_dict(), folder / "lit_model.pth")
-    return folder.absolute()
-
-
 def logged(out: Path, column: str) -> list[float]:
     """Return what it logged, step by step."""
     with (out / "logs/csv/version_0/metrics.csv").open() as file:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN OUT")
-    parser.add_argument("--same-weights", action="store_true")
-    parser.add_argument("--constant-rate", action="store_true")
-    args = parser.parse_args()
-    for run, out in zip(args.folders[::2], args.folders[1::2], strict=True):
-        pretrain(run, out, same_weights=args.same_weights, constant_rate=args.constant_rate)
-
-
 if __name__ == "__main__":
-    main()
+    pretrain(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -6,8 +6,7 @@ The dataset is there beforehand, and Prefect's database, which the first command
 of a core). Each round trains three times with the same new seed: by torchrun alone on two nodes, by `train-litgpt run`
 against a server that is up, and by `train-litgpt run` with the server that it starts itself. Then both commands run
 again, and find everything done. At last the orchestrator of a script is killed (SIGKILL, with its helpers), and the
-same command is timed from its start to the first line of the job that it has taken up. Figures, spread and machine
-go to bench/results/pipeline-<machine>.json; the exit code is 1 if a bar is missed.
+same command is timed from its start to the first line of the job that it has taken up.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 
-from bench.figures import Bar, arguments, conclude
+from bench.common import arguments, at_most, conclude
 from launcher.config import RunConfig, ScriptConfig, load
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
@@ -47,53 +43,48 @@ REATTACH = 10.0
 TICK = "import time\nfor number in range(6000):\n    print('tick', number, flush=True)\n    time.sleep(0.1)\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """The place of the measurement, and the length of each training."""
-
-    root: Path
-    steps: int
-
-    def config(self, seed: int, root: str) -> RunConfig:
-        settings = [f"root={self.root / root}", f"train.seed={seed}", f"train.max_steps={self.steps}"]
-        return load(RunConfig, CONFIG, settings)
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def bare(bench: Bench, seed: int) -> float:
+def bare(root: Path, seed: int, steps: int) -> float:
     """Seconds that torchrun alone takes for the training, node by node as a user would start it by hand."""
-    config = bench.config(seed, "bare")
-    run = plan_run(config)
+    run = plan_run(load(RunConfig, CONFIG, settings_of(root / "bare", seed, steps)))
     write_config(run, training_spec(run, prepare(run.dataset, run.root)))
     job = training_job(run, attempt=1, image=None)
     submission = LocalPlatform().render(job)
-    environment = os.environ | submission.body["nodes"][0]["env"]
+    port, logs, environment = free_port(), root / f"logs-{seed}", submission.body["nodes"][0]["env"]
     began = time.monotonic()
-    nodes = [
-        subprocess.Popen(
-            torchrun_command(
-                Rendezvous(
-                    nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=submission.body["port"], run_id="bare"
+    with (root / "bare.log").open("a") as log:
+        nodes = [
+            subprocess.Popen(
+                torchrun_command(
+                    Rendezvous(nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bare"),
+                    processes=job.processes,
+                    program=job.program,
+                    log_dir=f"{logs}-{rank}",
                 ),
-                processes=job.processes,
-                program=job.program,
-                log_dir=str(bench.root / f"logs-{seed}-{rank}"),
-            ),
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(job.nodes)
-    ]
+                env=os.environ | environment,
+                stdout=log,  # an agent locks what it prints to, and somebody may hold a lock on /dev/null for good
+            )
+            for rank in range(job.nodes)
+        ]
     codes = [node.wait() for node in nodes]
-    if any(codes) or committed(run.storage)[0].step != bench.steps:
-        raise SystemExit(f"the bare training of seed {seed} failed; its logs are under {bench.root}")
+    if any(codes) or committed(run.storage)[0].step != steps:
+        raise SystemExit(f"the bare training of seed {seed} failed; its logs are under {root}")
     return time.monotonic() - began
 
 
-def pipeline(bench: Bench, seed: int, *, name: str, environment: Mapping[str, str], verb: str = "run") -> float:
+def settings_of(root: Path, seed: int, steps: int) -> list[str]:
+    return [f"root={root}", f"train.seed={seed}", f"train.max_steps={steps}"]
+
+
+def pipeline(root: Path, seed: int, steps: int, environment: Mapping[str, str], *, verb: str = "run") -> float:
     """Seconds that `train-litgpt run` takes for the same training, from the command to its end."""
-    config = bench.config(seed, name)
-    settings = [f"root={config.root}", f"train.seed={seed}", f"train.max_steps={bench.steps}"]
-    command = [sys.executable, "-m", "cli.main", verb, str(CONFIG), *settings]
+    command = [sys.executable, "-m", "cli.main", verb, str(CONFIG), *settings_of(root, seed, steps)]
     began = time.monotonic()
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     seconds = time.monotonic() - began
@@ -105,38 +96,30 @@ def pipeline(bench: Bench, seed: int, *, name: str, environment: Mapping[str, st
 @contextmanager
 def prefect_server(home: Path) -> Iterator[str]:
     """A Prefect server of its own; yields the address of its API."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
     environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}/api"
     try:
-        while not healthy(address):
-            if server.poll() is not None:
-                raise SystemExit("Prefect's server did not start")
+        while server.poll() is None:
+            with suppress(OSError), urlopen(f"{address}/health", timeout=2):
+                break
             time.sleep(0.5)
+        else:
+            raise SystemExit("Prefect's server did not start")
         yield address
     finally:
         server.terminate()
         server.wait()
 
 
-def healthy(address: str) -> bool:
-    try:
-        with urlopen(f"{address}/health", timeout=2):
-            return True
-    except (URLError, OSError):
-        return False
-
-
-def reattach(bench: Bench, number: int, environment: Mapping[str, str]) -> float:
+def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
     """Seconds from the command to the first line of a live job whose orchestrator was killed; there is one job."""
-    script = bench.root / "tick.py"
+    script = root / "tick.py"
     script.write_text(TICK)
-    settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(bench.root / "ticks"), "script": str(script)}
-    path = bench.root / f"tick-{number}.yaml"
+    settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(root / "ticks"), "script": str(script)}
+    path = root / f"tick-{number}.yaml"
     path.write_text(json.dumps(settings))  # JSON is YAML
     attempts = claim_of(ScriptConfig.model_validate(settings)).attempts
 
@@ -166,53 +149,46 @@ def reattach(bench: Bench, number: int, environment: Mapping[str, str]) -> float
     return seconds
 
 
-Seconds: TypeAlias = dict[str, list[float]]
-
-
-def measure(bench: Bench, rounds: int) -> tuple[Seconds, dict[str, Seconds]]:
-    """Seconds of every bare training, and of every first and second run of the pipeline by its kind of server."""
-    bare_seconds: Seconds = {"bare torchrun": []}
-    runs: dict[str, Seconds] = {"training": {kind: [] for kind in ADDED}, "found done": {kind: [] for kind in FOUND}}
-    taken_up: Seconds = {kind: [] for kind in ADDED}
-    with prefect_server(bench.root / "prefect-up") as address:
-        sides = {
-            "server up": {"PREFECT_API_URL": address},
-            "its own server": {"PREFECT_HOME": str(bench.root / "prefect-own"), "PREFECT_API_URL": ""},
-        }
-        for kind, environment in sides.items():
-            pipeline(bench, 0, name=kind.replace(" ", "-"), environment=environment, verb="prepare")
-        for seed in range(1, rounds + 1):
-            bare_seconds["bare torchrun"].append(bare(bench, seed))
-            for seconds in runs.values():
-                for kind, environment in sides.items():
-                    name = kind.replace(" ", "-")
-                    seconds[kind].append(pipeline(bench, seed, name=name, environment=environment))
-            for kind, environment in sides.items():
-                taken_up[kind].append(reattach(bench, seed, environment))
-    return bare_seconds, runs | {"re-attach": taken_up}
-
-
 def main() -> int:
     parser = arguments(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each training")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder:
-        alone, runs = measure(Bench(root=Path(folder), steps=args.steps), args.rounds)
+    alone: list[float] = []
+    runs: dict[str, dict[str, list[float]]] = {
+        what: {kind: [] for kind in ADDED} for what in ("training", "found done", "re-attach")
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder, prefect_server(Path(folder, "up")) as address:
+        root = Path(folder)
+        sides = {
+            "server up": {"PREFECT_API_URL": address},
+            "its own server": {"PREFECT_HOME": str(root / "own"), "PREFECT_API_URL": ""},
+        }
+        for kind, environment in sides.items():
+            pipeline(root / kind.replace(" ", "-"), 0, args.steps, environment, verb="prepare")
+        for seed in range(1, args.rounds + 1):
+            alone.append(bare(root, seed, args.steps))
+            for what in ("training", "found done"):
+                for kind, environment in sides.items():
+                    runs[what][kind].append(pipeline(root / kind.replace(" ", "-"), seed, args.steps, environment))
+            for kind, environment in sides.items():
+                runs["re-attach"][kind].append(reattach(root, seed, environment))
     added = {
-        kind: [with_us - without for with_us, without in zip(seconds, alone["bare torchrun"], strict=True)]
+        kind: [with_us - without for with_us, without in zip(seconds, alone, strict=True)]
         for kind, seconds in runs["training"].items()
     }
     bars = [
-        Bar(f"{what}, {kind}, s", middle := median(seconds[kind]), f"at most {most:.0f}", middle <= most)
-        for what, asked, seconds in (
-            ("pipeline around the training", ADDED, added),
-            ("a run found done", FOUND, runs["found done"]),
-        )
-        for kind, most in asked.items()
+        *(
+            at_most(f"pipeline around the training, {kind}, s", median(added[kind]), most)
+            for kind, most in ADDED.items()
+        ),
+        *(
+            at_most(f"a run found done, {kind}, s", median(runs["found done"][kind]), most)
+            for kind, most in FOUND.items()
+        ),
+        at_most("re-attach, s", median(runs["re-attach"]["server up"]), REATTACH),
     ]
-    middle = median(runs["re-attach"]["server up"])
-    bars.append(Bar("re-attach, s", middle, f"at most {REATTACH:.0f}", middle <= REATTACH))
-    seen = {"steps": args.steps, "load": os.getloadavg(), "seconds": alone | runs, "added_seconds": added}
+    seconds = {"bare torchrun": alone, **runs}
+    seen = {"steps": args.steps, "load": os.getloadavg(), "seconds": seconds, "added_seconds": added}
     return conclude("pipeline", bars, seen)
 
 

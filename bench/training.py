@@ -1,27 +1,24 @@
-"""The speed of training: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
+"""The speed of training, next to `litgpt pretrain` on the same model, batches and precision.
 
     make bench-training            with QUICK=1 one round, within 4 minutes
 
 Every measurement is a process of its own whose lines are timed as they come, one per optimizer step; the sides take
-turns. LitGPT's is `litgpt.pretrain.setup` itself (bench/litgpt_pretrain.py). Two nodes are two torchrun agents on this
-machine, one thread each; what they spend on each other is what their step takes longer than those of two trainings that
-run at the same time and know nothing of each other. Figures, spread and machine go to
-bench/results/training-<machine>.json; the exit code is 1 if a bar is missed.
+turns. LitGPT's is `litgpt.pretrain.setup` itself (bench/litgpt_pretrain.py).
 
-With a GPU the models of GPU_MODELS are measured instead, each side with the largest micro-batch that fits it.
+With a GPU the models of GPU_CASES are measured instead, each side with the largest micro-batch that fits it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,20 +26,29 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.figures import Bar, arguments, conclude
+from bench.common import Bar, arguments, at_least, at_most, conclude, median_ratio, peak_memory
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord, write_manifest
-from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.storage import open_storage
 
 # DESIGN section 6.
 CPU_BAR, GPU_BAR, START_BAR = 2.0, 1.2, 0.3
 WARM_UP, STEPS = 5, 30  # steps that are not counted, and that are
 IDS = 50_254  # of the Pythia models' tokenizer; LitGPT pads their vocabulary to 50,304 rows
-GPU_MODELS = {"pythia-410m": (64, 48, 32, 24, 16, 8), "pythia-1b": (48, 32, 24, 16, 8, 4)}
-
-OURS, THEIRS = '"kind":"step"', "iter time:"  # what stands in the line of a step
+# Name, settings, micro-batches to try.
+Case = tuple[str, dict[str, Any], tuple[int, ...]]
+CPU_CASES: list[Case] = [
+    (precision, {"model": "pythia-14m", "length": 512, "precision": precision}, (4,))
+    for precision in ("bf16-mixed", "32-true")
+]
+GPU_CASES: list[Case] = [
+    (model, {"model": model, "length": 2048, "precision": "bf16-mixed"}, sizes)
+    for model, sizes in (("pythia-410m", (64, 48, 32, 24, 16, 8)), ("pythia-1b", (48, 32, 24, 16, 8, 4)))
+]
+SIDES: dict[str, dict[str, Any]] = {  # and what each is set to on a GPU
+    "ours": {"compile": "blocks"}, "litgpt": {}, "ours in float8": {"compile": "blocks", "float8": True},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,33 +63,35 @@ class Seen:
     """Seconds of processor time per counted step, which other work on the machine changes less."""
     memory: int
     """Most bytes that any of its processes held."""
-    mfu: float | None = None
+    mfu: float | None
 
     @property
     def step(self) -> float:
         return median(self.steps)
 
 
-# --- one training -----------------------------------------------------------------------------------------------------
+Results = dict[str, list[Seen]]
 
 
-def watched(command: Sequence[str], mark: str, environment: Mapping[str, str]) -> Seen | None:
+def watched(*command: str) -> Seen | None:
     """Run a training, its lines timed; None if it failed, as one does that fits no memory."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        command, env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, text=True,
+        [sys.executable, "-m", *command], env=os.environ | {"PYTHONUNBUFFERED": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert process.stdout is not None
     times, used, tail, memory, mfu = [], [], [""] * 30, 0, None
     for line in process.stdout:
         tail = [*tail[1:], line]
-        if mark in line:
+        if '"kind":"step"' in line or "iter time:" in line:  # ours, litgpt's
             times.append(time.perf_counter())
-            seconds, held = _usage(process.pid)
-            used.append(seconds)
-            memory = max(memory, held)
-            mfu = _number(line, "mfu") or mfu
+            family = [psutil.Process(process.pid)]
+            family += family[0].children(recursive=True)
+            used.append(sum(sum(one.cpu_times()[:2]) for one in family))
+            memory = max(memory, *(peak_memory(one.pid) for one in family))
+            if line.startswith("@"):
+                mfu = json.loads(line[line.index("{") :]).get("mfu") or mfu
     if process.wait() or len(times) <= WARM_UP + STEPS:
         print("".join(tail)[-3000:], file=sys.stderr)
         return None
@@ -93,96 +101,31 @@ def watched(command: Sequence[str], mark: str, environment: Mapping[str, str]) -
     return Seen(first=times[0] - began, steps=steps, cpu=cpu, memory=memory, mfu=mfu)
 
 
-def _usage(pid: int) -> tuple[float, int]:
-    """Processor seconds of a process and its children, and the most bytes that one of them held."""
-    family = [psutil.Process(pid)]
-    family += family[0].children(recursive=True)
-    times = [one.cpu_times() for one in family]
-    peaks = [_peak(one.pid) for one in family]
-    return sum(one.user + one.system for one in times), max(peaks)
+class Trainings:
+    """A folder with a dataset, in which runs are made."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.dataset = folder, random_dataset(folder / "dataset", tokens=10_000_000)
 
-def _peak(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
-
-
-def _number(line: str, name: str) -> float | None:
-    if (start := line.find("{")) < 0 or line[0] != "@":
-        return None
-    value = json.loads(line[start:]).get(name)
-    return float(value) if value is not None else None
-
-
-# --- the sides --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """The place of the measurement."""
-
-    folder: Path
-    dataset: Path
-
-    def run(self, name: str, *, model: ModelConfig, nodes: int = 1, **train: Any) -> Path:
-        """A new run's folder, as the launcher leaves it."""
+    def run(self, side: str, *, model: str, length: int, **train: Any) -> Seen | None:
+        """Train by the `side`, in a new run's folder as the launcher leaves it."""
         steps = WARM_UP + STEPS + 3  # the last ones are followed by an evaluation and a checkpoint
-        asked = TrainConfig.model_validate(
-            {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | train
-        )
         spec = TrainingSpec(
-            run=name,
+            run="bench",
             dataset=str(self.dataset),
             dataset_key="random",
-            model=model,
-            train=asked,
+            model=ModelConfig(name=model, sequence_length=length),
+            train=TrainConfig.model_validate(
+                {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | train
+            ),
             steps=steps,
-            world_size=nodes,
+            world_size=1,
         )
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=self.folder))
         (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
-        return folder
-
-    def ours(self, run: Path, **environment: str) -> Seen | None:
-        return watched([sys.executable, "-m", "litgpt_demo", "train", "--run", str(run)], OURS, environment)
-
-    def theirs(self, run: Path) -> Seen | None:
-        out = tempfile.mkdtemp(prefix="litgpt-", dir=self.folder)
-        return watched([sys.executable, "-m", "bench.litgpt_pretrain", str(run), out], THEIRS, {})
-
-    def two_nodes(self, run: Path) -> Seen | None:
-        """Our training on two torchrun agents of one process each."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        program = ["-m", "litgpt_demo", "train", "--run", str(run)]
-        first, second = (
-            torchrun_command(
-                Rendezvous(nodes=2, node_rank=rank, host="127.0.0.1", port=port, run_id="bench"),
-                processes=1,
-                program=program,
-                log_dir=str(run / f"logs-{rank}"),
-            )
-            for rank in range(2)
-        )
-        environment = {"OMP_NUM_THREADS": "1"}
-        other = subprocess.Popen(second, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
-        try:
-            return watched(first, OURS, environment)
-        finally:
-            other.wait(60)
-
-    def apart(self, run: Path, other: Path) -> Seen | None:
-        """Our training on one thread, while another one runs on another."""
-        command = [sys.executable, "-m", "litgpt_demo", "train", "--run", str(other)]
-        beside = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            return self.ours(run, OMP_NUM_THREADS="1")
-        finally:
-            beside.wait()
+        if side == "litgpt":
+            return watched("bench.litgpt_pretrain", str(folder), str(folder / "litgpt"))
+        return watched("litgpt_demo", "train", "--run", str(folder))
 
 
 def random_dataset(folder: Path, *, tokens: int) -> Path:
@@ -205,102 +148,46 @@ def random_dataset(folder: Path, *, tokens: int) -> Path:
 
 # --- what is measured -------------------------------------------------------------------------------------------------
 
-Results = dict[str, list[Seen]]
 
-
-def cpu_rounds(bench: Bench, rounds: int) -> Results:
-    seen: Results = {}
-    small = {"model": ModelConfig(name="pythia-14m", sequence_length=512), "micro_batch": 4, "global_batch": 4}
-
-    def see(name: str, result: Seen | None) -> None:
-        if result is None:
-            raise SystemExit(f"{name} failed; its last lines are above")
-        seen.setdefault(name, []).append(result)
-        print(f"{name}: {result.step * 1e3:.0f} ms a step, first after {result.first:.1f} s", flush=True)
-
-    for _ in range(rounds):
-        for precision in ("bf16-mixed", "32-true"):
-            see(f"ours, {precision}", bench.ours(bench.run("ours", precision=precision, **small)))
-            see(f"litgpt, {precision}", bench.theirs(bench.run("theirs", precision=precision, **small)))
-        if rounds == 1:  # what follows has no bar
-            break
-        one = bench.run("one", precision="32-true", **small)
-        see("1 node, one thread", bench.ours(one, OMP_NUM_THREADS="1"))
-        mine, other = (bench.run("apart", precision="32-true", **small) for _ in range(2))
-        see("1 node, one thread, beside another", bench.apart(mine, other))
-        both = bench.run("two", precision="32-true", nodes=2, **(small | {"global_batch": 8}))
-        see("2 nodes, one thread each", bench.two_nodes(both))
-    return seen
-
-
-def cpu_bars(seen: Results) -> Iterator[Bar]:
-    for precision, asked in (("bf16-mixed", CPU_BAR), ("32-true", None)):
-        faster = ratio(seen, f"litgpt, {precision}", f"ours, {precision}", "step")
-        met = asked is None or faster >= asked
-        yield Bar(f"tokens/s / litgpt pretrain, {precision}", faster, str(asked or "reported"), met)
-        less = ratio(seen, f"litgpt, {precision}", f"ours, {precision}", "cpu")
-        yield Bar(f"the same by processor time, {precision}", less, "reported", True)
-        start = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "first")
-        yield Bar(
-            f"start to first step / litgpt pretrain, {precision}", start, f"at most {START_BAR}", start <= START_BAR
-        )
-        memory = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "memory")
-        yield Bar(f"peak memory / litgpt pretrain, {precision}", memory, "reported", True)
-    both, apart = "2 nodes, one thread each", "1 node, one thread, beside another"
-    if both not in seen:
-        return
-    yield Bar("tokens/s of 2 nodes / 1 node", 2 * ratio(seen, "1 node, one thread", both, "step"), "reported", True)
-    share = 1 - ratio(seen, apart, both, "step")
-    yield Bar("share of communication on 2 nodes", share, "reported", True)
-
-
-def ratio(seen: Results, above: str, below: str, what: str) -> float:
-    """Median over the rounds of the one's figure over the other's."""
-    pairs = zip(seen[above], seen[below], strict=True)
-    return median(getattr(one, what) / getattr(other, what) for one, other in pairs)
-
-
-def gpu_rounds(bench: Bench, rounds: int) -> tuple[Results, dict[str, int]]:
-    """Every model by each side, with the largest micro-batch that fits it; returns those too."""
+def measured(trainings: Trainings, rounds: int, *, gpu: bool) -> tuple[Results, dict[str, int]]:
+    """Every side of every case, with the largest micro-batch that fits it; returns those too."""
     seen: Results = {}
     batches: dict[str, int] = {}
     for _ in range(rounds):
-        for model, sizes in GPU_MODELS.items():
-            for side, settings in _gpu_sides().items():
-                name = f"{side}, {model}"
-                for size in [batches[name]] if name in batches else sizes:
-                    named = ModelConfig(name=model, sequence_length=2048)
-                    run = bench.run("gpu", model=named, micro_batch=size, global_batch=size, **settings)
-                    result = bench.theirs(run) if side == "litgpt" else bench.ours(run)
-                    if result is not None:
-                        batches[name] = size
-                        seen.setdefault(name, []).append(result)
-                        print(f"{name}: {size * 2048 / result.step:,.0f} tokens/s, micro-batch {size}", flush=True)
-                        break
+        for (case, settings, sizes), side in product(
+            GPU_CASES if gpu else CPU_CASES, SIDES if gpu else ("ours", "litgpt")
+        ):
+            name, result = f"{side}, {case}", None
+            for size in [batches[name]] if name in batches else sizes:
+                train = {"micro_batch": size, "global_batch": size, **settings, **(SIDES[side] if gpu else {})}
+                if result := trainings.run(side, **train):
+                    batches[name] = size
+                    seen.setdefault(name, []).append(result)
+                    print(f"{name}: {result.step * 1e3:.0f} ms a step, first after {result.first:.1f} s", flush=True)
+                    break
+            if result is None and "float8" not in name:  # which not every GPU has
+                raise SystemExit(f"{name} failed; its last lines are above")
     return seen, batches
 
 
-def _gpu_sides() -> dict[str, dict[str, Any]]:
-    plain = {"precision": "bf16-mixed", "compile": "blocks"}
-    return {"ours": plain, "litgpt": {"precision": "bf16-mixed"}, "ours in float8": plain | {"float8": True}}
+def bars_of(seen: Results, batches: Mapping[str, int], *, gpu: bool) -> Iterator[Bar]:
+    def ratio(above: str, below: str, what: str) -> float:
+        return median_ratio(*([getattr(one, what) for one in seen[side]] for side in (above, below)))
 
-
-def gpu_bars(seen: Results, batches: Mapping[str, int]) -> Iterator[Bar]:
-    def rate(name: str) -> float:
-        return median(batches[name] * 2048 / one.step for one in seen[name])
-
-    for model in GPU_MODELS:
-        ours, theirs, eighth = (f"{side}, {model}" for side in ("ours", "litgpt", "ours in float8"))
-        faster = rate(ours) / rate(theirs)
-        yield Bar(f"tokens/s / litgpt pretrain, {model}", faster, str(GPU_BAR), faster >= GPU_BAR)
-        yield Bar(f"tokens/s, {model}", rate(ours), "reported", True)
-        if utilised := [one.mfu for one in seen[ours] if one.mfu is not None]:
-            yield Bar(f"MFU, {model}", median(utilised), "reported", True)
-        if eighth in seen:
-            yield Bar(f"float8 / bf16, {model}", rate(eighth) / rate(ours), "reported", True)
-
-
-# --- the whole --------------------------------------------------------------------------------------------------------
+    for case, *_ in GPU_CASES if gpu else CPU_CASES:
+        us, them, eighth = (f"{side}, {case}" for side in SIDES)
+        name, faster = f"tokens/s / litgpt pretrain, {case}", ratio(them, us, "step") * batches[us] / batches[them]
+        yield Bar(name, faster) if case == "32-true" else at_least(name, faster, GPU_BAR if gpu else CPU_BAR)
+        if gpu:
+            yield Bar(f"tokens/s, {case}", median(batches[us] * 2048 / one.step for one in seen[us]))
+            if utilised := [one.mfu for one in seen[us] if one.mfu is not None]:
+                yield Bar(f"MFU, {case}", median(utilised))
+            if eighth in seen:
+                yield Bar(f"float8 / bf16, {case}", ratio(us, eighth, "step") * batches[eighth] / batches[us])
+        else:
+            yield Bar(f"the same by processor time, {case}", ratio(them, us, "cpu"))
+            yield at_most(f"start to first step / litgpt pretrain, {case}", ratio(us, them, "first"), START_BAR)
+            yield Bar(f"peak memory / litgpt pretrain, {case}", ratio(us, them, "memory"))
 
 
 def main() -> int:
@@ -311,26 +198,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-training-") as folder:
         # Its compiler's cache, empty at first: a first start is cold, the later ones find what the first one made.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        dataset = random_dataset(Path(folder, "dataset"), tokens=10_000_000)
-        bench = Bench(folder=Path(folder), dataset=dataset)
-        seen, batches = gpu_rounds(bench, args.rounds) if gpu else (cpu_rounds(bench, args.rounds), {})
+        seen, batches = measured(Trainings(Path(folder)), args.rounds, gpu=gpu)
+    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    processor = next((line.split(": ")[1] for line in words.splitlines() if line.startswith("model name")), "unknown")
     result = {
-        "processor": _processor(),
+        "processor": processor,
+        # on which bfloat16's speed depends
+        "multiplies_in": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag} " in words],
         "torch": torch.__version__,
         "load": os.getloadavg(),
         "micro_batches": batches,
         "seen": {name: [asdict(one) for one in several] for name, several in seen.items()},
     }
-    bars = gpu_bars(seen, batches) if gpu else cpu_bars(seen)
+    bars = list(bars_of(seen, batches, gpu=gpu))
     return conclude("training", bars, result, device=torch.cuda.get_device_name() if gpu else "")
-
-
-def _processor() -> str:
-    """The processor's name and what it can multiply in, on which bfloat16's speed depends."""
-    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    name = next((line.split(": ")[1] for line in words.splitlines() if line.startswith("model name")), "unknown")
-    able = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag} " in words]
-    return f"{name} ({', '.join(able)})"
 
 
 if __name__ == "__main__":

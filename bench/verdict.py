@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from bench.figures import Bar, arguments, conclude
+from bench.common import arguments, at_least, conclude
 from litgpt_demo.errors import Fault, RankFailure, fault_of_exception
 from tests.faults.case import Answer, Case, cases, judged
 
@@ -36,6 +36,8 @@ def ours(case: Case) -> Answer:
 # What torchrun prints at its end (torch 2.13, ChildFailedError.format_msg).
 _ROOT = re.compile(r"Root Cause \(first observed failure\)")
 _FIELD = re.compile(r"(time|rank|exitcode)\s+: (\S+)")
+# A rank's output: `[rank1]:[rank1]: KeyError: 'wte'`; torch's excepthook adds the second, torchrun the first.
+_EXCEPTION = re.compile(r"^\[rank(\d+)\]:(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::.*)?)$")
 
 
 def first_rank(case: Case) -> Answer:
@@ -51,29 +53,18 @@ def first_rank(case: Case) -> Answer:
     if not named:
         return Answer(fault=Fault.UNKNOWN, node=None, rank=None)
     _, node, rank, code = min(named)
-    failure = RankFailure(local_rank=0, exit_code=code, message=_message(case, rank), time=0.0)
+    words = [found[2] for _, text in case.logs if (found := _EXCEPTION.search(text)) and int(found[1]) == rank]
+    failure = RankFailure(local_rank=0, exit_code=code, message=words[-1] if words else "", time=0.0)
     return Answer(fault=failure.fault, node=node, rank=rank)
 
 
 def last_traceback(case: Case) -> Answer:
     """The rank whose traceback is the last in the logs as they came; its class as its last line says."""
-    found = [(node, text) for node, text in case.logs if _EXCEPTION.search(text)]
+    found = [(node, words) for node, text in case.logs if (words := _EXCEPTION.search(text))]
     if not found:
         return Answer(fault=Fault.UNKNOWN, node=None, rank=None)
-    node, text = found[-1]
-    words = _EXCEPTION.search(text)
-    assert words is not None
+    node, words = found[-1]
     return Answer(fault=fault_of_exception(words[2]), node=node, rank=int(words[1]))
-
-
-# A rank's output: `[rank1]:[rank1]: KeyError: 'wte'`; torch's excepthook adds the second, torchrun the first.
-_EXCEPTION = re.compile(r"^\[rank(\d+)\]:(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::.*)?)$")
-
-
-def _message(case: Case, rank: int) -> str:
-    """Return the last exception that the logs show of a rank."""
-    words = [found[2] for _, text in case.logs if (found := _EXCEPTION.search(text)) and int(found[1]) == rank]
-    return words[-1] if words else ""
 
 
 def score(judge: Judge, those: Sequence[Case]) -> tuple[float, float, list[str]]:
@@ -96,35 +87,25 @@ def main() -> int:
     arguments(__doc__, rounds=1).parse_args()
     every = list(cases())
     parts = {"all": every, "held out": [case for case in every if case.held_out]}
-    judges: Mapping[str, Judge] = {
-        "verdict": ours,
-        "the first rank that torchrun names": first_rank,
-        "the last traceback": last_traceback,
-    }
-    print(f"{len(every)} failures: {_counted(every)}")
-    seen: dict[str, Any] = {"cases": len(every), "counted": _counted(every)}
+    kinds = Counter((case.how, "held out" if case.held_out else "tuned on") for case in every)
+    counted = ", ".join(f"{count} {how} and {part}" for (how, part), count in sorted(kinds.items()))
+    print(f"{len(every)} failures: {counted}")
+    seen: dict[str, Any] = {"cases": len(every), "counted": counted}
     bars = []
-    for name, judge in judges.items():
-        for part, those in parts.items():
-            classes, culprits, wrong = score(judge, those)
-            seen.setdefault(name, {})[part] = {"class": classes, "culprit": culprits, "wrong": wrong}
-            if judge is ours:
-                told = f"{part}, {len(those)} failures"
-                bars += [
-                    Bar(f"verdict's class, {told}", classes, f"at least {ASKED}", classes >= ASKED),
-                    Bar(f"verdict's culprit, {told}", culprits, f"at least {ASKED}", culprits >= ASKED),
-                ]
-            elif part == "all":
-                print(f"{name}: class {classes:.3g}, culprit {culprits:.3g}")
-            if judge is ours and part == "all":
-                print("\n".join(f"  wrong: {line}" for line in wrong) or "  none is wrong")
+    seen["verdict"] = {}
+    for part, those in parts.items():
+        classes, culprits, wrong = score(ours, those)
+        seen["verdict"][part] = {"class": classes, "culprit": culprits, "wrong": wrong}
+        bars.append(at_least(f"verdict's class, {part}, {len(those)} failures", classes, ASKED))
+        bars.append(at_least(f"verdict's culprit, {part}, {len(those)} failures", culprits, ASKED))
+        if part == "all":
+            print("\n".join(f"  wrong: {line}" for line in wrong) or "  none is wrong")
+    for name, judge in (("the first rank that torchrun names", first_rank), ("the last traceback", last_traceback)):
+        scores = {part: score(judge, those) for part, those in parts.items()}
+        seen[name] = {part: {"class": one[0], "culprit": one[1], "wrong": one[2]} for part, one in scores.items()}
+        print(f"{name}: class {scores['all'][0]:.3g}, culprit {scores['all'][1]:.3g}")
     print("NVIDIA's resiliency extension: not scored, its attribution needs a language model's key")
     return conclude("verdict", bars, seen)
-
-
-def _counted(those: Iterable[Case]) -> str:
-    counted = Counter((case.how, "held out" if case.held_out else "tuned on") for case in those)
-    return ", ".join(f"{count} {how} and {part}" for (how, part), count in sorted(counted.items()))
 
 
 if __name__ == "__main__":

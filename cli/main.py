@@ -35,7 +35,7 @@ from launcher.runs.sweeps import trials
 from launcher.runs.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
-from litgpt_demo.export.usage import use_of
+from litgpt_demo.export import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT

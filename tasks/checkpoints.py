@@ -22,7 +22,7 @@ from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
-from litgpt_demo.storage.access import environment_of_readers
+from litgpt_demo.storage.private import environment_of_readers
 from tasks.steps import RETRIED, emit
 
 _HEAD_START = 8.0

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
 
 # matplotlib draws in these; the page's stylesheet says what they are.
 _COLORS = {
-    "ink": "#010101",
-    "muted": "#020202",
-    "line": "#030303",
-    "blue": "#040404",
-    "orange": "#050505",
-    "green": "#060606",
-    "violet": "#070707",
+    name: "#" + 3 * f"{number:02d}"
+    for number, name in enumerate(("ink", "muted", "line", "blue", "orange", "green", "violet"), 1)
 }
 
 _ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those that people count in
@@ -40,40 +35,39 @@ class Line:
     points: Mapping[int, float]
     color: str
     label: str = ""
-    """The label in the legend; empty keeps it out."""
+    """In the legend; empty keeps it out."""
     faint: bool = False
     marked: bool = False
     """Show each point: where they are few."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
-    """Curves over the steps of one training."""
-
+class _Chart:
     name: str
     """Distinguishes this chart's ids from those of the page's other charts."""
     title: str
     """Caption; also what a screen reader says of it."""
-    lines: Sequence[Line]
     y_text: Callable[[float], str]
     """The label of a tick."""
+    x_label: str = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart(_Chart):
+    """Curves over the steps of one training."""
+
+    lines: Sequence[Line]
     from_zero: bool = False
     restarts: Sequence[int] = ()
     """Steps that an attempt resumed from, shown as dotted lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class Bars(_Chart):
     """Named values side by side."""
 
-    name: str
-    title: str
-    """Both as a Chart's."""
     bars: Mapping[str, float]
     """The label under a bar, to its height."""
-    x_label: str
-    y_text: Callable[[float], str]
-    """The label of a tick."""
 
 
 def svg(chart: Chart | Bars, *, width: int, height: int) -> str:
@@ -93,75 +87,11 @@ def svg(chart: Chart | Bars, *, width: int, height: int) -> str:
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train-litgpt"})
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        if isinstance(chart, Bars):
-            _draw_bars(axes, chart)
-        else:
-            _draw(axes, chart)
+        _draw(figure.add_subplot(), chart)
         buffer = StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(buffer.getvalue(), chart)
-
-
-def load_matplotlib() -> None:
-    """Import what charts are drawn with, which takes half a second."""
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import matplotlib.ticker  # noqa: F401
-
-
-def _draw(axes: Axes, chart: Chart) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    for line in chart.lines:
-        points = downsample(line.points, _POINTS)
-        axes.plot(
-            list(points),
-            list(points.values()),
-            color=_COLORS[line.color],
-            label=line.label or "_",
-            linewidth=1.0 if line.faint else 2.0,
-            alpha=0.35 if line.faint else 1.0,
-            marker="o" if line.marked else "",
-            markersize=4,
-        )
-    for step in chart.restarts:
-        axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
-    if chart.from_zero:
-        axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
-    _style(axes, x_label="step", legend=any(line.label for line in chart.lines))
-
-
-def _draw_bars(axes: Axes, chart: Bars) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
-    axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
-    _style(axes, x_label=chart.x_label, legend=False)
-
-
-def _style(axes: Axes, *, x_label: str, legend: bool) -> None:
-    axes.set_xlabel(x_label, fontsize=11, color=_COLORS["muted"])
-    axes.tick_params(labelsize=11, labelcolor=_COLORS["muted"], color=_COLORS["line"], length=0)
-    axes.grid(axis="y", color=_COLORS["line"], linewidth=1)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_COLORS["line"])
-    if legend:
-        axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")
-
-
-def _for_page(text: str, chart: Chart | Bars) -> str:
-    """A matplotlib file as an element of a page: no prologue, no fixed size, the page's fonts and colours, own ids."""
-    _, _, text = text.partition('viewBox="')
+    # An element of a page: no prologue, no fixed size, the page's fonts and colours, ids of its own.
+    _, _, text = buffer.getvalue().partition('viewBox="')
     box, _, text = text.partition('"')
     text = f'<svg viewBox="{box}" role="img" aria-label="{escape(chart.title)}">' + text.partition(">")[2]
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
@@ -171,3 +101,49 @@ def _for_page(text: str, chart: Chart | Bars) -> str:
     for name, sentinel in _COLORS.items():
         text = text.replace(sentinel, f"var(--{name})")
     return text.strip()
+
+
+def load_matplotlib() -> None:
+    """Import what charts are drawn with, which takes half a second."""
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure
+    import matplotlib.ticker  # noqa: F401
+
+
+def _draw(axes: Axes, chart: Chart | Bars) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if isinstance(chart, Bars):
+        axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
+        axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
+    else:
+        for line in chart.lines:
+            points = downsample(line.points, _POINTS)
+            axes.plot(
+                list(points),
+                list(points.values()),
+                color=_COLORS[line.color],
+                label=line.label or "_",
+                linewidth=1.0 if line.faint else 2.0,
+                alpha=0.35 if line.faint else 1.0,
+                marker="o" if line.marked else "",
+                markersize=4,
+            )
+        for step in chart.restarts:
+            axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
+        if chart.from_zero:
+            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_ROUND))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
+    axes.set_xlabel(chart.x_label, fontsize=11, color=_COLORS["muted"])
+    axes.tick_params(labelsize=11, labelcolor=_COLORS["muted"], color=_COLORS["line"], length=0)
+    axes.grid(axis="y", color=_COLORS["line"], linewidth=1)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_COLORS["line"])
+    if isinstance(chart, Chart) and any(line.label for line in chart.lines):
+        axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")

@@ -19,8 +19,6 @@ RECENT = 10
 _DRAWN = 1e300
 """The bound of what a chart shows. NaN is below no bound."""
 
-# --- progress ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -48,16 +46,20 @@ class Progress:
 
     @property
     def outcome(self) -> list[str]:
-        """Return the facts of a training that does not run, each in a word or two."""
+        """The facts of a training that does not run, each in a word or two."""
         return [] if self.loss is None else [f"loss {loss_text(self.loss)}"]
 
     @property
     def facts(self) -> list[str]:
-        """Return the facts of one that runs: loss, throughput, MFU, time left."""
-        pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
-        used = None if self.mfu is None else f"MFU {share_text(self.mfu)}"
-        left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None
-        return [*self.outcome, *(fact for fact in (pace, used, left) if fact is not None)]
+        """The facts of one that runs: loss, throughput, MFU, time left."""
+        facts = self.outcome
+        if self.tokens_per_second is not None:
+            facts.append(rate_text(self.tokens_per_second))
+        if self.mfu is not None:
+            facts.append(f"MFU {share_text(self.mfu)}")
+        if self.eta_seconds:
+            facts.append(f"{duration_text(self.eta_seconds)} left")
+        return facts
 
 
 def summary(rows: Sequence[Row]) -> Progress:
@@ -73,7 +75,14 @@ def summary(rows: Sequence[Row]) -> Progress:
     recent, used = (
         [float(row[name]) for row in attempt if name in row][-RECENT:] for name in ("tokens_per_second", "mfu")
     )
-    memory = _as_of(rows, step, "step", "memory")
+    memory, eta = _as_of(rows, step, "step", "memory"), None
+    paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
+    if steps is not None and step >= steps:
+        eta = 0.0
+    elif steps is not None and len(paces) > 1:
+        still = [float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint")]
+        pauses = sum(still) / max(step - int(attempt[0].get("step", 0)), 1)
+        eta = (steps - step) * (median(paces[-RECENT:]) + pauses)
     return Progress(
         step=step,
         steps=steps,
@@ -84,7 +93,7 @@ def summary(rows: Sequence[Row]) -> Progress:
         tokens_per_second=median(recent) if recent else None,
         mfu=median(used) if used else None,
         memory=None if memory is None else int(memory),
-        eta_seconds=_remaining_seconds(attempt, steps - step) if steps is not None else None,
+        eta_seconds=eta,
         percent=min(100.0, 100 * step / steps) if steps else 0.0,
         start=start,
     )
@@ -96,20 +105,6 @@ def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None
         if row.get("kind") == kind and name in row and int(row["step"]) <= step:
             return float(row[name])
     return None
-
-
-def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
-    if remaining <= 0:
-        return 0.0
-    paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
-    if len(paces) < 2:
-        return None
-    pauses = sum(float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint"))
-    done = int(attempt[-1].get("step", 0)) - int(attempt[0].get("step", 0))
-    return remaining * (median(paces[-RECENT:]) + pauses / max(done, 1))
-
-
-# --- curves -----------------------------------------------------------------------------------------------------------
 
 
 def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.reports import mermaid
 from launcher.reports.charts import Bars
-from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation import Preparation
 
-_LENGTHS = "Length of documents"
+_LENGTHS, _TOKENS = "Length of documents", "tokens, this many to twice as many"
 
 
 def progress_text(progress: Preparation) -> str:
-    """Return the progress of a preparation in a line: its phase, documents, tokens, pace, and the time that is left."""
+    """The progress of a preparation in a line."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
@@ -35,29 +35,24 @@ def fraction(progress: Preparation) -> float | None:
 
 def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
     """Rows of a table artifact: the totals of a preparation of `seconds`."""
-    return [
-        {"figure": name, "value": value}
-        for name, value in [
-            *_split("Training", manifest.train),
-            *_split("Validation", manifest.validation),
-            *((f"Dropped: {reason}", f"{dropped:,} documents") for reason, dropped in manifest.dropped.items()),
-            ("Bad documents", f"{manifest.bad_documents:,}"),
-            ("Text", bytes_text(manifest.text_bytes)),
-            ("Time", duration_text(seconds)),
-            ("Speed", f"{bytes_text(manifest.text_bytes / max(seconds, 1e-3))}/s"),
+    rows: list[tuple[str, str]] = []
+    for name, split in (("Training", manifest.train), ("Validation", manifest.validation)):
+        first, *others = (file.path for file in split.files)
+        rows += [
+            (f"{name}: files", f"{first} and {len(others):,} more" if others else first),
+            (f"{name}: size", bytes_text(sum(file.size for file in split.files))),
+            (f"{name}: tokens", f"{split.tokens:,}"),
+            (f"{name}: documents", f"{split.documents:,}"),
+            (f"{name}: tokens per document", f"{split.tokens / max(split.documents, 1):,.1f}"),
         ]
+    rows += [(f"Dropped: {reason}", f"{dropped:,} documents") for reason, dropped in manifest.dropped.items()]
+    rows += [
+        ("Bad documents", f"{manifest.bad_documents:,}"),
+        ("Text", bytes_text(manifest.text_bytes)),
+        ("Time", duration_text(seconds)),
+        ("Speed", f"{bytes_text(manifest.text_bytes / max(seconds, 1e-3))}/s"),
     ]
-
-
-def _split(name: str, split: Split) -> list[tuple[str, str]]:
-    first, *others = (file.path for file in split.files)
-    return [
-        (f"{name}: files", f"{first} and {len(others):,} more" if others else first),
-        (f"{name}: size", bytes_text(sum(file.size for file in split.files))),
-        (f"{name}: tokens", f"{split.tokens:,}"),
-        (f"{name}: documents", f"{split.documents:,}"),
-        (f"{name}: tokens per document", f"{split.tokens / max(split.documents, 1):,.1f}"),
-    ]
+    return [{"figure": name, "value": value} for name, value in rows]
 
 
 def lengths(manifest: DatasetManifest) -> dict[str, float]:
@@ -78,17 +73,11 @@ def _short(length: int) -> str:
 
 def lengths_chart(manifest: DatasetManifest) -> Bars:
     """Their histogram, for a page."""
-    return Bars(
-        name="lengths",
-        title=f"{_LENGTHS}, percent of {manifest.documents:,}",
-        bars=lengths(manifest),
-        x_label="tokens, this many to twice as many",
-        y_text=lambda share: f"{share:g} %",
-    )
+    title = f"{_LENGTHS}, percent of {manifest.documents:,}"
+    bars = lengths(manifest)
+    return Bars(name="lengths", title=title, bars=bars, x_label=_TOKENS, y_text=lambda share: f"{share:g} %")
 
 
 def lengths_markdown(manifest: DatasetManifest) -> str:
     """Their histogram, for Prefect's pages."""
-    return mermaid.bars(
-        _LENGTHS, lengths(manifest), x_label="tokens, this many to twice as many", y_label="percent of documents"
-    )
+    return mermaid.bars(_LENGTHS, lengths(manifest), x_label=_TOKENS, y_label="percent of documents")

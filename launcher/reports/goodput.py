@@ -58,11 +58,6 @@ class AttemptTimes:
     reports: Sequence[Mapping[str, Any]] = ()
     """The nodes' reports (launcher.runs.evidence.node_reports)."""
 
-    @property
-    def nodes(self) -> int:
-        nodes = self.record.platform.get("nodes")
-        return nodes if isinstance(nodes, int) else 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
@@ -74,12 +69,11 @@ class Ledger:
 
     @property
     def wall(self) -> float:
-        """Return the wall time of the run."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float | None:
-        """Return the share of the wall time that was training which counts."""
+        """The share of the wall time that was training which counts."""
         return self.seconds.get(Part.TRAINING, 0.0) / self.wall if self.wall else None
 
     @property
@@ -88,36 +82,33 @@ class Ledger:
         return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
 
     def usd(self, part: Part) -> float | None:
-        """Return what a part cost at list price; None where no price is known."""
+        """The part's cost at list price; None where no price is known."""
         return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
 
     def bar(self) -> list[dict[str, str]]:
-        """Return the segments of the stacked bar, in the order of the parts."""
+        """The segments of the stacked bar, in the order of the parts."""
+        shares = [(part, f"{seconds / self.wall:.6f}", duration_text(seconds)) for part, seconds in self._spent]
         return [
-            {
-                "name": part.value.replace(" ", "-"),
-                "share": f"{seconds / self.wall:.6f}",
-                "text": f"{part}: {duration_text(seconds)}",
-            }
-            for part, seconds in self._spent
+            {"name": part.value.replace(" ", "-"), "share": share, "text": f"{part}: {time}"}
+            for part, share, time in shares
         ]
 
     @property
     def note(self) -> str:
-        """Return what the figures mean."""
+        """What the figures mean."""
         known, price = (
-            "Wall time over all attempts; training is what counts, lost work what was trained again",
+            "Wall time over all attempts; training is what counts, lost work what was trained again.",
             self.price,
         )
         if price is None:
-            return f"{known}."
+            return known
         return (
-            f"{known}. Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
+            f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
             f"list price on demand in {price.region} of {price.date}."
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the table, the sum last; parts that took no time are left out."""
+        """The table, the sum last; parts that took no time are left out."""
         parts = [(part.value, seconds, self.usd(part)) for part, seconds in self._spent]
         costs = [usd for _, _, usd in parts if usd is not None]
         return [
@@ -149,22 +140,15 @@ class _Book:
         self.now += left
         for other, seconds in (within or {}).items():
             taken = min(left, max(0.0, seconds))
-            self._add(other, taken)
+            self.seconds[other] += taken
+            self.held[other] += taken * self.nodes
             left -= taken
-        self._add(part, left)
-
-    def _add(self, part: Part, seconds: float) -> None:
-        self.seconds[part] += seconds
-        self.held[part] += seconds * self.nodes
+        self.seconds[part] += left
+        self.held[part] += left * self.nodes
 
 
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
-    """Return the ledger of a run.
-
-    Args:
-        attempts: oldest first.
-        rows: the run's metrics, as they were written.
-    """
+    """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
     if not attempts:
         return Ledger(seconds={}, held={}, price=price)
     lives, book = _lives(rows), _Book(now=attempts[0].record.created)
@@ -188,15 +172,17 @@ def _book_attempt(
     end, reports = attempt.end, attempt.reports
     scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
     reported = max((float(report["ended"]) for report in reports if report["ended"] is not None), default=None)
+    asked = attempt.record.platform.get("nodes")
+    nodes = asked if isinstance(asked, int) else 1
     beginning = Part.START if attempt.record.attempt == 1 else Part.RESTART
     book.until(scheduled, Part.QUEUE)
-    book.nodes = attempt.nodes if scheduled is not None else 0
+    book.nodes = nodes if scheduled is not None else 0
     book.until(pulled, Part.PULL)
     for life, following in pairwise([*lives, later]):
         assert life is not None
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = attempt.nodes
-        book.until(life.at(life.rows[0]), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
+        book.nodes = nodes
+        book.until(life.first, beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
         own = [report for report in reports if report.get("started") == life.started]
         fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
@@ -211,7 +197,7 @@ def _book_attempt(
     if not lives and begun:  # no row of metrics tells of it, and a node's report does
         first = min(begun, key=lambda report: float(report["started"]))
         book.until(first["started"], beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = attempt.nodes
+        book.nodes = nodes
         before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
         # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
         never_began = first["exit_code"] != 0 and not first["ranks"]
@@ -231,26 +217,20 @@ def _book_attempt(
 
 @dataclass(frozen=True, kw_only=True)
 class _Life:
-    """One life of a training, as its rows of metrics tell."""
+    """One life of a training, as its rows of metrics tell; moments are seconds since the epoch."""
 
     attempt: int
     started: float
-    """Seconds since the epoch."""
+    first: float
+    """The moment of its first row."""
+    last: float
+    """The moment of the last sign of it."""
     step: int
     """The step that it resumed from."""
     gate: float
     stage: float
     rows: Sequence[Row]
     """Each with the seconds since its node began."""
-
-    def at(self, row: Row) -> float:
-        """Return the moment of a row."""
-        return self.started + float(row["elapsed"])
-
-    @property
-    def last(self) -> float:
-        """Return the moment of the last sign of it."""
-        return self.at(self.rows[-1])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
@@ -264,7 +244,9 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
     return [
         _Life(
             attempt=int(start["attempt"]),
-            started=float(start["node_started"]),
+            started=(started := float(start["node_started"])),
+            first=started + float(own[0]["elapsed"]),
+            last=started + float(own[-1]["elapsed"]),
             step=int(start["step"]),
             gate=float(start.get("gate_seconds", 0.0)),
             stage=float(start.get("stage_seconds", 0.0)),
@@ -276,11 +258,7 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
 
 
 def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
-    """Book a life from its first step until it stopped.
-
-    Args:
-        resumed: the step that the next life resumed from; None without one.
-    """
+    """Book a life from its first step until it stopped; the next one, if there is one, `resumed` from that step."""
     rows, first, last = life.rows, float(life.rows[0]["elapsed"]), float(life.rows[-1]["elapsed"])
     kept = last
     if left := any(row["kind"] in {"end", "leave"} for row in rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -48,20 +48,26 @@ def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str
         return ""
     first, last = min(steps), max(steps)
     values = [value for points in drawn.values() for value in points.values()]
-    low, high = _padded(min(values), max(values))
-    low = min(low, 0.0) if from_zero else low
+    low, high = min(values), max(values)
+    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0  # around a flat curve too, whose range would be empty
+    low, high = min(low - air, 0.0) if from_zero else low - air, high + air
     # Four digits of the range: an exponent, which other formats would give, is not in mermaid's grammar.
     decimals = max(0, 4 - math.floor(math.log10(high - low)))
-    return _fenced(
-        {"themeCSS": _hidden_starts([(min(points) - first) / (last - first) for points in drawn.values()])},
-        f'title "{_plain(title)}"',
-        f"x-axis {_steps_axis(first, last)}",
-        f'y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}',
-        *(
-            f"line {_legend(name)}[{', '.join(f'{value:.{decimals}f}' for value in _on_grid(points, first, last))}]"
-            for name, points in drawn.items()
-        ),
-    )
+    # In thousands or millions where they are many: mermaid writes a tick out in full, over its neighbours.
+    unit, name = next((unit, name) for unit, name in _UNITS if last >= 10 * unit)
+    span = f"{first / unit:.6f} --> {last / unit:.6f}" if unit else f"{first} --> {last}"
+    statements = [f'title "{_plain(title)}"', f'x-axis "{name}" {span}']
+    statements.append(f'y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}')
+    style = ""
+    for number, (name, points) in enumerate(drawn.items()):
+        heights = ", ".join(f"{value:.{decimals}f}" for value in _on_grid(points, first, last))
+        legend = f'"{_plain(name)}" ' if name else ""
+        statements.append(f"line {legend}[{heights}]")
+        # Hidden before its own first point: mermaid draws every line over the whole axis. The margin of the other sides
+        # lets the width of the line be seen.
+        if share := (min(points) - first) / (last - first):
+            style += f".line-plot-{number} path{{clip-path:inset(-9px -9px -9px {100 * share:.2f}%)}}"
+    return _fenced({"themeCSS": style}, *statements)
 
 
 def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str) -> str:
@@ -83,20 +89,6 @@ def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
     return "\n".join(("```mermaid", directive, "xychart-beta", *(f"    {one}" for one in statements), "```"))
 
 
-def _hidden_starts(shares: Sequence[float]) -> str:
-    """CSS that hides each curve before its own first point: mermaid draws every line over the whole axis.
-
-    Args:
-        shares: of the axis, to the left of each curve's first point.
-    """
-    # The margin of the other sides lets the width of the line be seen.
-    return "".join(
-        f".line-plot-{number} path{{clip-path:inset(-9px -9px -9px {100 * share:.2f}%)}}"
-        for number, share in enumerate(shares)
-        if share
-    )
-
-
 def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
     """Values at _GRID evenly spaced steps: mermaid knows no other spacing on a numeric axis.
 
@@ -114,32 +106,11 @@ def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
         at = first + span * position / (_GRID - 1)
         while steps[left + 1] < at:
             left += 1
-        here = dense.get(position)
-        values.append(fmean(here) if here else _between(level, steps[left], steps[left + 1], at))
+        before, behind = steps[left], steps[left + 1]
+        share = (at - before) / (behind - before)
+        between = level[before] * (1 - share) + level[behind] * share
+        values.append(fmean(dense[position]) if position in dense else between)
     return [*values, level[last]]
-
-
-def _between(points: Mapping[int, float], left: int, right: int, at: float) -> float:
-    share = (at - left) / (right - left)
-    return points[left] * (1 - share) + points[right] * share
-
-
-def _steps_axis(first: int, last: int) -> str:
-    """Steps in thousands or millions where they are many: mermaid writes a tick out in full, over its neighbours."""
-    unit, name = next((unit, name) for unit, name in _UNITS if last >= 10 * unit)
-    if not unit:
-        return f'"{name}" {first} --> {last}'
-    return f'"{name}" {first / unit:.6f} --> {last / unit:.6f}'
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range with a little air; around a flat curve too, whose range would be empty."""
-    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - air, high + air
-
-
-def _legend(name: str) -> str:
-    return f'"{_plain(name)}" ' if name else ""
 
 
 def _plain(text: str) -> str:

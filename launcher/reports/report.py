@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from statistics import median
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import JsonValue
 
-from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import BIDI, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
-from launcher.reports.charts import Chart, Line
+from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
-from launcher.reports.page import page, printable
 from launcher.runs.diagnosis import Verdict
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.usage import usage
+from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
@@ -43,7 +46,6 @@ class RunReport:
     address: str
     """The address of the run's folder."""
     rows: Sequence[Row]
-    """The run's metrics."""
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
     identity: SoftwareIdentity | None = None
@@ -71,7 +73,7 @@ class RunReport:
 
 
 def outcome(report: RunReport) -> str:
-    """Return the state of the run, in one line."""
+    """The state of the run, in one line."""
     progress = report.progress
     if report.final is not None:
         if not report.final.complete:
@@ -85,7 +87,7 @@ def outcome(report: RunReport) -> str:
 
 
 def figures(report: RunReport) -> tuple[Pairs, Pairs]:
-    """Return the few figures that everybody asks for first, and the rest of them; what is not known is left out."""
+    """The few figures that everybody asks for first, and the rest of them; what is not known is left out."""
     progress, start, final, dataset = report.progress, report.progress.start, report.final, report.dataset
     pace, used = (list(curve(report.rows, "step", name).values()) for name in ("tokens_per_second", "mfu"))
     loss = final.validation_loss if final else progress.validation_loss
@@ -134,16 +136,13 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    """Return the table of the dataset."""
-    parts = {"Training": dataset.train, "Validation": dataset.validation}
-    tokens = sum(split.tokens for split in parts.values())
+    """The table of the dataset."""
+    train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
     return [
         ("Name", dataset.name),
         ("Text", bytes_text(dataset.text_bytes)),
-        *(
-            (name, f"{count_text(split.tokens)} tokens in {count_text(split.documents)} documents")
-            for name, split in parts.items()
-        ),
+        ("Training", f"{count_text(train.tokens)} tokens in {count_text(train.documents)} documents"),
+        ("Validation", f"{count_text(validation.tokens)} tokens in {count_text(validation.documents)} documents"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens else NOTHING),
         ("Key", dataset.key),
@@ -151,25 +150,19 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
 
 
 def places(report: RunReport) -> Pairs:
-    """Return the table of addresses."""
-    named = {
-        "Trained model": LITGPT if report.final else None,
-        "For Hugging Face": HUGGINGFACE if report.final and report.final.huggingface else None,
-        "Model card": f"{FINAL}/MODEL_CARD.md" if report.final else None,
-        "Checkpoints": "checkpoints",
-        "Metrics": METRICS,
-        "Config": CONFIG,
-        "Logs": ATTEMPTS,
-    }
-    found = [(name, f"{report.address}/{path}") for name, path in named.items() if path]
+    """The table of addresses."""
+    named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS}
+    if report.final:
+        hub = {"For Hugging Face": HUGGINGFACE} if report.final.huggingface else {}
+        named = {"Trained model": LITGPT, **hub, "Model card": f"{FINAL}/MODEL_CARD.md", **named}
+    found = [(name, f"{report.address}/{path}") for name, path in named.items()]
     root, runs, _ = report.address.rpartition("/runs/")
     if report.dataset and runs:
         found.append(("Dataset", f"{root}/datasets/{report.dataset.name}-{report.dataset.key}"))
     return found
 
 
-def usage_of(report: RunReport) -> str:
-    """Commands that let the trained model write; empty while there is none."""
+def _usage(report: RunReport) -> str:
     final = report.final
     return "" if final is None else usage(report.address, huggingface=final.huggingface is not None)
 
@@ -208,7 +201,7 @@ def markdown(report: RunReport) -> str:
     ]
     if (final := report.final) is not None:
         parts += ["### What it writes", _fenced(f"{final.prompt}{final.sample}")]
-        parts += ["### Use it", _fenced(usage_of(report), "python")]
+        parts += ["### Use it", _fenced(_usage(report), "python")]
     if report.ledger is not None and (spent := report.ledger.rows()):
         parts += ["### Where the time went", _markdown_table(tuple(spent[0]), [tuple(row.values()) for row in spent])]
     if report.dataset is not None:
@@ -256,13 +249,12 @@ def _inline(text: str) -> str:
 
 def _fenced(text: str, language: str = "text") -> str:
     """A code block that nothing in the text can close."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{printable(text)}\n{fence}"
 
 
 def verdict_markdown(verdict: Verdict) -> str:
-    """Return why an attempt ended, for a page in Prefect. What a node wrote stays text."""
+    """Why an attempt ended, for a page in Prefect. What a node wrote stays text."""
     finding = verdict.finding
     rows = [
         (finding.code, f"{verdict.fault}{verdict.culprit}"),
@@ -279,7 +271,7 @@ def verdict_markdown(verdict: Verdict) -> str:
 
 
 def html(report: RunReport) -> str:
-    """Return one page that needs nothing but itself: no script, no font, no image to load."""
+    """One page that needs nothing but itself: no script, no font, no image to load."""
     dataset, software, (first, further) = report.dataset, None, figures(report)
     if (identity := report.identity) is not None:
         commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
@@ -292,23 +284,57 @@ def html(report: RunReport) -> str:
         f"{count_text(report.parameters)} parameters" if report.parameters else "",
         f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
     ]
-    return page(
-        "report.html",
-        title=report.name,
-        outcome=outcome(report),
-        lead=", ".join(filter(None, known)) + ".",
-        tiles=first,
-        curves=_curves(report.rows),
-        final=report.final,
-        figures=further,
-        ledger=report.ledger if report.ledger and report.ledger.wall else None,
-        dataset=dataset_facts(dataset) if dataset else None,
-        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-        usage=usage_of(report),
-        places=places(report),
-        software=software,
-        # As YAML: what a run can be started with again.
-        config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            title=report.name,
+            outcome=outcome(report),
+            lead=", ".join(filter(None, known)) + ".",
+            tiles=first,
+            curves=_curves(report.rows),
+            final=report.final,
+            figures=further,
+            ledger=report.ledger if report.ledger and report.ledger.wall else None,
+            dataset=dataset_facts(dataset) if dataset else None,
+            lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
+            usage=_usage(report),
+            places=places(report),
+            software=software,
+            # As YAML: what a run can be started with again.
+            config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    """The templates, which escape the markup in all values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("launcher", "reports/templates"),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        keep_trailing_newline=True,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals["svg"] = svg
+    return environment
+
+
+def printable(text: str) -> str:
+    """`text` without what no page and no database takes: control characters, half characters, reversed text.
+
+    Postgres refuses NUL.
+    """
+    kept = text.replace("\r\n", "\n").replace("\r", "\n")
+    return "".join(
+        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign
+        for sign in re.sub(f"[{BIDI}]", "\ufffd", kept)
     )
 
 
@@ -318,25 +344,22 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
     if len(downsample(loss)) < 2:
         return {}
-    losses = _with_average(loss, "blue", label="training")
+    # Every value faintly, and where they go.
+    losses = [Line(points=loss, color="blue", faint=True), Line(points=smoothed(loss), color="blue", label="training")]
     if validation:
         losses.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
     restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
-    title, paces = "Loss, nats per token", _with_average(pace, "green")
+    paces = [Line(points=pace, color="green", faint=True), Line(points=smoothed(pace), color="green")]
+    title = "Loss, nats per token"
     title += "; dotted where an attempt resumed" if restarts else ""
     rates = [Line(points=rate, color="violet")]
-    charts = (
-        Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts),
-        Chart(name="narrow", title=title, lines=losses, y_text=_short, restarts=restarts),
-        Chart(name="rate", title="Learning rate", lines=rates, y_text=_short),
-        Chart(name="pace", title="Throughput, tokens per second", lines=paces, y_text=_short, from_zero=True),
-    )
-    return {chart.name: chart for chart in charts}
-
-
-def _with_average(points: Mapping[int, float], color: str, *, label: str = "") -> list[Line]:
-    """Every value faintly, and where they go."""
-    return [Line(points=points, color=color, faint=True), Line(points=smoothed(points), color=color, label=label)]
+    wide = Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts)
+    return {
+        "wide": wide,
+        "narrow": replace(wide, name="narrow"),
+        "rate": Chart(name="rate", title="Learning rate", lines=rates, y_text=_short),
+        "pace": Chart(name="pace", title="Throughput, tokens per second", lines=paces, y_text=_short, from_zero=True),
+    }
 
 
 def _short(value: float) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -17,15 +20,54 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pydantic import BaseModel, FiniteFloat
+
 from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export.cost import Cost
 from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
-from litgpt_demo.runs import FINAL, read_spec
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.runs import (
+    ATTEMPTS,
+    FINAL,
+    HUGGINGFACE,
+    LITGPT,
+    MOST_NODE_REPORT,
+    NODE_REPORT,
+    RecordedPrice,
+    read_document,
+    read_spec,
+)
+from litgpt_demo.storage import Storage, bucket_path, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
+
+# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
+_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
+
+
+class Cost(Settings):
+    """The cost of all attempts of a run, as far as its nodes reported their ends; one that was killed did not."""
+
+    hours: float
+    """Hours of one machine."""
+    price: RecordedPrice
+    unreadable: int = 0
+    """The number of reports that are damaged or forged; their nodes' hours are left out."""
+
+    @property
+    def usd(self) -> float:
+        """The cost at list price, in dollars."""
+        return self.hours * self.price.usd
+
+    def __str__(self) -> str:
+        price = self.price
+        left_out = f"; reports of nodes that could not be read, and are left out: {self.unreadable}"
+        return (
+            f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}, "
+            f"list price on demand in {price.region} of {price.date}"
+            f"{left_out if self.unreadable else ''}"
+        )
 
 
 class HuggingFaceProof(Settings):
@@ -93,6 +135,29 @@ def _final(run: Storage) -> FinalManifest | None:
     return manifest if whole else None
 
 
+class _NodeLife(BaseModel):
+    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
+
+    started: FiniteFloat
+    ended: FiniteFloat
+
+
+def cost_of(run: Storage) -> Cost | None:
+    """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
+    if (price := read_document(run).price) is None:
+        return None
+    attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
+    for path in attempts.list():
+        if _NODE_REPORT.fullmatch(path):
+            try:
+                content = attempts.read(path, most=MOST_NODE_REPORT)
+                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+                seconds += max(0.0, life.ended - life.started)
+            except DataError as error:
+                bad.add(str(error))
+    return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
+
+
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
 ) -> FinalManifest:
@@ -111,21 +176,22 @@ def export(
     with _workplace(run) as scratch:
         done = _final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
-            return _unspoilt(run, done, scratch)
+            return _unspoilt(run, done)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
-            return _unspoilt(run, done, scratch)
-        from litgpt_demo.export.models import describe, make
+            return _unspoilt(run, done)
+        from litgpt_demo.export.card import write_card
+        from litgpt_demo.export.models import make
 
         made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
         await_end()
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
         if (done := _final(run)) is not None and done.step == chosen.step:
-            return _unspoilt(run, done, scratch)
-        made = describe(made, run, spec, chosen, scratch)
-        final = run.within(FINAL)
+            return _unspoilt(run, done)
+        made = made.model_copy(update={"cost": cost_of(run)})
+        folder, final = scratch / FINAL, run.within(FINAL)
+        write_card(run, spec, chosen, made, folder)
         run.remove(FINAL)
-        folder = scratch / FINAL
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]
         manifest = made.model_copy(update={"files": tuple(FileRecord.of(stored) for stored in files)})
@@ -133,7 +199,7 @@ def export(
         return manifest
 
 
-def _unspoilt(run: Storage, done: FinalManifest, scratch: Path) -> FinalManifest:
+def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
     """Return the model that is found done, every byte of it read again where that costs no download."""
     final = run.within(FINAL)
     folder = final.local_path()
@@ -214,6 +280,43 @@ def summary_lines(final: FinalManifest) -> Iterator[str]:
     yield from (f"warning: {finding}" for finding in final.findings)
 
 
+def usage(run: str, *, huggingface: bool) -> str:
+    """Return Python that lets the models of the run at this address write, from whatever folder it is run in.
+
+    No library opens a model in a bucket: there it begins with how to bring it here.
+    """
+    remote = bucket_path(run) is not None
+    # Into a folder that is there, so that the copy has the same name whatever was copied before.
+    lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
+    folder = "" if remote else f"{run}/"
+    lines += ["from litgpt import LLM", f'print(LLM.load({f"{folder}{LITGPT}"!r}).generate("Once upon a time"))']
+    if huggingface:
+        where = repr(f"{folder}{HUGGINGFACE}")
+        lines += [
+            "",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"tokenizer = AutoTokenizer.from_pretrained({where})",
+            f"model = AutoModelForCausalLM.from_pretrained({where})",
+            'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+            "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
+        ]
+    return "\n".join(lines)
+
+
+def use_of(folder: str, name: str) -> tuple[str, ...]:
+    """Return shell commands that let the LitGPT model in `folder` write, which first copy it here from a bucket.
+
+    Args:
+        name: the run's, which the copy is called after.
+    """
+    copy: tuple[str, ...] = ()
+    if bucket_path(folder) is not None:
+        copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name
+    # JSON's strings are Python's, and their quotes need no escape within the shell's.
+    program = f'from litgpt import LLM; print(LLM.load({json.dumps(folder)}).generate("Once upon a time"))'
+    return (*copy, shlex.join(["python", "-c", program]))
+
+
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo collect --run ADDRESS`."""
     parser = argparse.ArgumentParser(prog="litgpt_demo collect", description=__doc__)
@@ -226,18 +329,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
-    await_word = _await_word if args.on_word else lambda: None
-    if args.on_word:
-        from litgpt_demo.export import models as making
 
-        making.load_libraries()
+    def await_word() -> None:
+        if args.on_word and not sys.stdin.readline():
+            sys.exit(0)  # it was closed: nothing is published
+
+    if args.on_word:
+        from litgpt_demo.export import models
+
+        models.load_libraries()
     await_word()
     for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
         print(line)
     return 0
-
-
-def _await_word() -> None:
-    """Return when there is a line on standard input; end this process, with nothing published, if that is closed."""
-    if not sys.stdin.readline():
-        sys.exit(0)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.usage import usage
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import read_document, read_metrics
 from litgpt_demo.storage import Storage
@@ -28,7 +28,7 @@ Pairs = Sequence[tuple[str, object]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class _Facts:
     """All that is known of a model."""
 
     address: str
@@ -37,57 +37,44 @@ class Facts:
     checkpoint: CheckpointManifest
     dataset: DatasetManifest
     final: FinalManifest
-    rows: Sequence[Row]
-    """The run's metrics up to the checkpoint's step."""
     config: Mapping[str, Any]
     """The user's config, as the run's config.json has it."""
     software: Mapping[str, Any]
     """The identity of the code: image, commit, dirty, packages."""
-
-    @classmethod
-    def of(
-        cls,
-        run: Storage,
-        spec: TrainingSpec,
-        checkpoint: CheckpointManifest,
-        dataset: DatasetManifest,
-        final: FinalManifest,
-    ) -> Facts:
-        document = read_document(run)
-        return cls(
-            address=run.address(),
-            spec=spec,
-            checkpoint=checkpoint,
-            dataset=dataset,
-            final=final,
-            rows=[row for row in read_metrics(run) if row["step"] <= checkpoint.step],
-            config=document.run,
-            software=document.software,
-        )
-
-    @property
-    def starts(self) -> list[Row]:
-        """One row of each attempt that got to train."""
-        return [row for row in self.rows if row.get("kind") == "start"]
-
-    @property
-    def left_out(self) -> list[dict[str, Any]]:
-        """Steps without an update, with the reason and their samples. Every attempt may tell of the same one."""
-        told = {row["step"]: row for row in self.rows if row.get("kind") == "skip"}
-        return [{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(told.items())]
+    hardware: Sequence[Row]
+    """The machines of each attempt that got to train, the same in a row once."""
+    left_out: Sequence[Row]
+    """Steps without an update, with the reason and their samples."""
 
 
-def write_card(facts: Facts, target: Path) -> None:
+def write_card(
+    run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, final: FinalManifest, target: Path
+) -> None:
     """Write the three files."""
-    pictured = draw_loss(facts.rows, target / PICTURE)
-    (target / LINEAGE).write_text(json.dumps(lineage(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (target / CARD).write_text(model_card(facts, pictured=pictured), encoding="utf-8")
+    document, rows = read_document(run), [row for row in read_metrics(run) if row["step"] <= checkpoint.step]
+    names = ("device", "device_name", "world_size", "precision")
+    starts = [{name: row[name] for name in names if name in row} for row in rows if row.get("kind") == "start"]
+    skips = {row["step"]: row for row in rows if row.get("kind") == "skip"}  # every attempt may tell of the same one
+    facts = _Facts(
+        address=run.address(),
+        spec=spec,
+        checkpoint=checkpoint,
+        dataset=open_dataset(spec.dataset),
+        final=final,
+        config=document.run,
+        software=document.software,
+        hardware=[one for one, _ in groupby(starts)],
+        left_out=[{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(skips.items())],
+    )
+    pictured = _draw_loss(rows, target / PICTURE)
+    (target / LINEAGE).write_text(json.dumps(_lineage(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (target / CARD).write_text(_card(facts, pictured=pictured), encoding="utf-8")
 
 
 # --- for programs -----------------------------------------------------------------------------------------------------
 
 
-def lineage(facts: Facts) -> dict[str, Any]:
+def _lineage(facts: _Facts) -> dict[str, Any]:
     """The lineage of a model: enough to make it again, and to tell whether it is the same."""
     spec, checkpoint, dataset = facts.spec, facts.checkpoint, facts.dataset
     return {
@@ -112,45 +99,66 @@ def lineage(facts: Facts) -> dict[str, Any]:
         },
         "config": dict(facts.config),
         "training": spec.model_dump(mode="json"),
-        "left_out": list(facts.left_out),
+        "left_out": facts.left_out,
         "software": dict(facts.software),
-        "hardware": _hardware(facts),
+        "hardware": facts.hardware,
         "cost": None if facts.final.cost is None else {**facts.final.cost.model_dump(), "usd": facts.final.cost.usd},
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
     }
 
 
-def _hardware(facts: Facts) -> list[dict[str, Any]]:
-    """Return the machines of each attempt, the same in a row once."""
-    names = ("device", "device_name", "world_size", "precision")
-    found = [{name: start[name] for name in names if name in start} for start in facts.starts]
-    return [one for number, one in enumerate(found) if number == 0 or one != found[number - 1]]
-
-
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def model_card(facts: Facts, *, pictured: bool) -> str:
+def _card(facts: _Facts, *, pictured: bool) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
-    final, spec = facts.final, facts.spec
-    model = spec.model.name or "A GPT"
-    size = f"{final.parameters:,}"
+    final, spec, dataset, proof = facts.final, facts.spec, facts.dataset, facts.final.huggingface
+    results: Pairs = [
+        ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
+        ("Perplexity", f"{final.perplexity:.2f}"),
+        ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
+        ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
+        ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
+        ("Tolerance", f"{final.logits_tolerance:.1e}"),
+    ]
+    corpus: Any = facts.config.get("data", {}).get("corpus", {})
+    data: Pairs = [
+        (
+            "Corpus",
+            ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None) or dataset.name,
+        ),
+        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
+        ("Training split", f"{dataset.train.tokens:,} tokens"),
+        ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
+        ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
+        ("Vocabulary", f"{dataset.vocab_size:,} ids"),
+        ("Dataset key", dataset.key),
+    ]
+    without = [("Steps left out", ", ".join(str(one["step"]) for one in facts.left_out))] if facts.left_out else []
+    training: Pairs = [
+        ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
+        ("Steps", f"{spec.steps:,}"),
+        *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
+        *sorted(spec.train.outcome().items()),
+        *without,
+    ]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
         f"# {_text(spec.run)}",
-        f"{_text(model)} with {size} parameters, trained from scratch on {final.tokens:,} tokens of "
-        f"{_text(facts.dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues text; it follows no "
-        "instructions, and says what its training data would.",
+        f"{_text(spec.model.name or 'A GPT')} with {final.parameters:,} parameters, trained from scratch on "
+        f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues "
+        "text; it follows no instructions, and says what its training data would.",
         "## Results",
-        _table(_results(facts)),
+        _table(results),
         "## What it writes",
-        f"After the opening of a document it has not seen:\n\n{_fenced(f'{final.prompt}{_rest(final)}')}",
+        "After the opening of a document it has not seen:",
+        _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
-        _fenced(usage(facts.address, huggingface=final.huggingface is not None), "python"),
+        _fenced(usage(facts.address, huggingface=proof is not None), "python"),
         "## Data",
-        _table(_data(facts)),
+        _table(data),
         "## Training",
-        _table(_training(facts)),
+        _table(training),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
         _table(_cost(facts)),
@@ -161,51 +169,11 @@ def model_card(facts: Facts, *, pictured: bool) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _results(facts: Facts) -> Pairs:
-    final = facts.final
-    proof = final.huggingface
-    return [
-        ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
-        ("Perplexity", f"{final.perplexity:.2f}"),
-        ("Measured on", f"{final.validation_windows:,} samples of {facts.spec.model.sequence_length:,} tokens"),
-        ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
-        ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
-        ("Tolerance", f"{final.logits_tolerance:.1e}"),
-    ]
-
-
-def _rest(final: FinalManifest) -> str:
-    return final.sample.removeprefix(final.prompt)
-
-
-def _data(facts: Facts) -> Pairs:
-    dataset = facts.dataset
-    corpus: Any = facts.config.get("data", {}).get("corpus", {})
-    source = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
-    return [
-        ("Corpus", source or dataset.name),
-        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
-        ("Training split", f"{dataset.train.tokens:,} tokens"),
-        ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
-        ("Tokens seen", f"{facts.final.tokens:,} ({facts.final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
-        ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Dataset key", dataset.key),
-    ]
-
-
-def _training(facts: Facts) -> Pairs:
-    spec = facts.spec
-    lengths = [("Sequence length", f"{spec.model.sequence_length:,} tokens"), ("Steps", f"{spec.steps:,}")]
-    changed = [(f"model.config.{name}", value) for name, value in spec.model.config.items()]
-    without = [("Steps left out", ", ".join(str(one["step"]) for one in facts.left_out))] if facts.left_out else []
-    return [*lengths, *changed, *(sorted(spec.train.outcome().items())), *without]
-
-
-def _cost(facts: Facts) -> Pairs:
+def _cost(facts: _Facts) -> Pairs:
     seconds, platform = facts.checkpoint.seconds, facts.config.get("platform", {})
     rows: list[tuple[str, object]] = [
         ("Hardware", f"{one.get('world_size', 1):,} x {one.get('device_name', one.get('device', '?'))}")
-        for one in _hardware(facts)
+        for one in facts.hardware
     ]
     if platform:
         known = {name: platform[name] for name in ("kind", "machine", "nodes", "processes") if platform.get(name)}
@@ -216,7 +184,7 @@ def _cost(facts: Facts) -> Pairs:
     return [*rows, ("Cost", facts.final.cost)] if facts.final.cost else rows
 
 
-def _origin(facts: Facts) -> Pairs:
+def _origin(facts: _Facts) -> Pairs:
     software = facts.software
     commit = software.get("commit")
     versions = {**facts.checkpoint.versions, **software.get("packages", {})}
@@ -246,15 +214,11 @@ def _fenced(text: str, language: str = "text") -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
-def draw_loss(rows: Iterable[Row], path: Path) -> bool:
+def _draw_loss(rows: Sequence[Row], path: Path) -> bool:
     """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = list(rows)
     loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
     if len(loss) < 2:
         return False

@@ -1,4 +1,4 @@
-"""Making the two models of a checkpoint, and what is told about them. Imports torch."""
+"""Making the two models of a checkpoint, and their proofs. Imports torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
-from litgpt_demo.export.card import Facts, write_card
-from litgpt_demo.export.cost import cost_of
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import (
+    LitgptModel,
     Probe,
     largest_difference,
-    opened_by_litgpt,
     opened_by_transformers,
     tolerance,
     trainer_logits,
@@ -35,8 +33,8 @@ from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.manifests import bring
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import litgpt_config
-from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT
+from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
@@ -44,18 +42,22 @@ from litgpt_demo.training.checkpoints import CheckpointManifest
 # the loss is small, it is not the model that was trained.
 LOSS_TOLERANCE = 0.05
 
-_LATER = (
-    "matplotlib.backends.backend_agg",
-    "transformers.generation",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-)
-
 
 def load_libraries() -> None:
     """Import what is imported only when the models are proved."""
-    for name in _LATER:
-        import_module(name)
+    import_module("matplotlib.backends.backend_agg")
+    for name in ("generation", "models.auto.modeling_auto", "models.auto.tokenization_auto"):
+        import_module(f"transformers.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The part of the dataset that collection needs: all but the training split."""
+
+    manifest: DatasetManifest
+    validation: Windows
+    tokenizer: Path
+    """Its folder."""
 
 
 def make(
@@ -69,51 +71,6 @@ def make(
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
-    data = held_out(spec, scratch)
-    weights = Weights(shards, address)
-    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
-    export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
-    model = huggingface_model(config)
-    if model is not None:
-        export_huggingface(weights, model, data, scratch / HUGGINGFACE)
-    probe = Probe.of(data.validation)
-    own = trainer_logits(config, shards, probe)
-    final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
-    proof, finding = _proved_by_transformers(model, config, scratch / HUGGINGFACE, own, probe, data)
-    return final.model_copy(
-        update={
-            "parameters": sum(form.numel() for form in weights.forms.values()),
-            "huggingface": proof,
-            "findings": (finding,) if finding else (),
-        }
-    )
-
-
-def describe(
-    made: FinalManifest, run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, scratch: Path
-) -> FinalManifest:
-    """Write the card of the models in `scratch`. Return the manifest with what the run has cost."""
-    final = made.model_copy(update={"cost": cost_of(run)})
-    write_card(Facts.of(run, spec, checkpoint, open_dataset(spec.dataset), final), scratch / FINAL)
-    return final
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """The part of the dataset that collection needs: all but the training split."""
-
-    manifest: DatasetManifest
-    validation: Windows
-    tokenizer: Path
-    """Its folder."""
-
-
-def held_out(spec: TrainingSpec, scratch: Path) -> HeldOut:
-    """The validation split and the tokenizer, every byte verified.
-
-    Raises:
-        DataError: they are not what the dataset's manifest says, or it is another dataset.
-    """
     manifest = open_dataset(spec.dataset)
     if manifest.key != spec.dataset_key:
         raise DataError(
@@ -122,7 +79,30 @@ def held_out(spec: TrainingSpec, scratch: Path) -> HeldOut:
     files = manifest.validation.files + manifest.tokenizer
     folder = bring(open_storage(spec.dataset), files, lambda: scratch / "dataset")
     windows = open_split(folder, manifest, manifest.validation, length=spec.model.sequence_length)
-    return HeldOut(manifest=manifest, validation=windows, tokenizer=folder / "tokenizer")
+    data = HeldOut(manifest=manifest, validation=windows, tokenizer=folder / "tokenizer")
+    weights = Weights(shards, address)
+    config = litgpt_config(spec.model, vocab_size=manifest.vocab_size)
+    export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
+    if (model := huggingface_model(config)) is not None:
+        export_huggingface(weights, model, data, scratch / HUGGINGFACE)
+    probe = Probe.of(windows)
+    own = trainer_logits(config, shards, probe)
+    final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
+    if model is not None:
+        proof, finding = _proved_by_transformers(model, scratch / HUGGINGFACE, own, probe, data)
+    else:
+        proof = None
+        finding = (
+            f"there is no {HUGGINGFACE}: transformers has no architecture that computes what {config.name or 'this'} "
+            f"with {config.norm_class_name} and {config.mlp_class_name} does; use {LITGPT}"
+        )
+    return final.model_copy(
+        update={
+            "parameters": sum(form.numel() for form in weights.forms.values()),
+            "huggingface": proof,
+            "findings": (finding,) if finding else (),
+        }
+    )
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -169,21 +149,23 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 def _proved(
     folder: Path, own: Tensor, probe: Probe, data: HeldOut, spec: TrainingSpec, checkpoint: CheckpointManifest
 ) -> FinalManifest:
-    """Return the result of opening the folder with LitGPT.
-
-    Raises:
-        DataError: it is not the checkpoint's model.
-    """
-    with opened_by_litgpt(folder) as loaded:
+    """Return the result of opening the folder with LitGPT, or raise DataError: it is not the checkpoint's model."""
+    never = f"do not use it, and report this with the run's {CONFIG}"
+    with LitgptModel(folder) as loaded:
         difference, allowed = largest_difference(own, loaded.logits(probe)), tolerance(own)
         if not difference <= allowed:
             raise DataError(
                 f"the model loaded back from {LITGPT} differs by {difference:.2e} in a logit from the checkpoint, at "
-                f"most {allowed:.0e} is rounding; do not use it, and report this with the run's {CONFIG}"
+                f"most {allowed:.0e} is rounding; {never}"
             )
         windows = loaded.affordable_windows(data.validation, most=spec.train.evaluation_windows)
-        loss = loaded.validation_loss(data.validation, windows)
-        require_same_loss(loss, checkpoint.validation_loss, same_samples=windows >= _trainers(spec, data))
+        loss, trainers = loaded.validation_loss(data.validation, windows), checkpoint.validation_loss
+        same_samples = windows >= min(spec.train.evaluation_windows, len(data.validation))
+        if trainers is not None and same_samples and not abs(loss - trainers) <= LOSS_TOLERANCE * max(1.0, trainers):
+            raise DataError(
+                f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
+                f"{trainers:.4f}; {never}"
+            )
         prompt, sample = loaded.writes(probe)
     return FinalManifest(
         run=spec.run,
@@ -195,7 +177,7 @@ def _proved(
         validation_loss=loss,
         perplexity=perplexity(loss),
         validation_windows=windows,
-        trainer_validation_loss=checkpoint.validation_loss,
+        trainer_validation_loss=trainers,
         logits_difference=difference,
         logits_tolerance=allowed,
         huggingface=None,
@@ -205,38 +187,13 @@ def _proved(
     )
 
 
-def _trainers(spec: TrainingSpec, data: HeldOut) -> int:
-    """Return the number of samples that the trainer evaluates on."""
-    return min(spec.train.evaluation_windows, len(data.validation))
-
-
-def require_same_loss(loss: float, trainers: float | None, *, same_samples: bool) -> None:
-    """The model that was loaded back has the loss that the trainer found at that step, on the same samples.
-
-    Raises:
-        DataError: it has another one.
-    """
-    if trainers is None or not same_samples:
-        return
-    if not abs(loss - trainers) <= LOSS_TOLERANCE * max(1.0, trainers):
-        raise DataError(
-            f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
-            f"{trainers:.4f}; do not use it, and report this with the run's {CONFIG}"
-        )
-
-
 def _proved_by_transformers(
-    model: HuggingFaceModel | None, config: Config, folder: Path, own: Tensor, probe: Probe, data: HeldOut
+    model: HuggingFaceModel, folder: Path, own: Tensor, probe: Probe, data: HeldOut
 ) -> tuple[HuggingFaceProof | None, str]:
     """Return the result of opening the folder with transformers; the folder goes if it is not the checkpoint's model.
 
     LitGPT's is proved by then, and a training is not lost because another library cannot say the same.
     """
-    if model is None:
-        return None, (
-            f"there is no {HUGGINGFACE}: transformers has no architecture that computes what {config.name or 'this'} "
-            f"with {config.norm_class_name} and {config.mlp_class_name} does; use {LITGPT}"
-        )
     try:
         tokenizer = data.tokenizer / "tokenizer.json"
         difference, sample = opened_by_transformers(folder, own=own, probe=probe, tokenizer=tokenizer)

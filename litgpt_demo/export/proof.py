@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -80,11 +79,8 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# --- LitGPT -----------------------------------------------------------------------------------------------------------
-
-
 class LitgptModel:
-    """A LitGPT checkpoint directory, opened by `litgpt.LLM.load`."""
+    """A LitGPT checkpoint directory, opened by `litgpt.LLM.load`. Its memory goes at the end of a `with`."""
 
     def __init__(self, folder: Path) -> None:
         from litgpt import LLM
@@ -95,9 +91,15 @@ class LitgptModel:
         self._llm: Any = LLM.load(str(folder), distribute=None)
         self._llm.distribute(accelerator="cpu", devices=1, precision="32-true")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._llm
+        give_back()
+
     @torch.no_grad()
     def logits(self, probe: Probe) -> Tensor:
-        """The logits for the fixed batch."""
         logits: Tensor = self._llm.model(probe.inputs)
         return logits
 
@@ -127,20 +129,6 @@ class LitgptModel:
         return prompt, str(self._llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
 
 
-@contextmanager
-def opened_by_litgpt(folder: Path) -> Iterator[LitgptModel]:
-    """The model in `folder`, whose memory goes at the end."""
-    model = LitgptModel(folder)
-    try:
-        yield model
-    finally:
-        model.__dict__.clear()
-        give_back()
-
-
-# --- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer: Path) -> tuple[float, str]:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
@@ -155,6 +143,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
         DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
     """
     import transformers
+    from tokenizers import Tokenizer as HfTokenizer
 
     library: Any = transformers
     library.utils.logging.set_verbosity_error()
@@ -174,7 +163,13 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    prompt = _same_ids(reader, tokenizer, probe)
+    own_ids = HfTokenizer.from_file(str(tokenizer))
+    for row in probe.inputs.tolist():
+        text = own_ids.decode(row, skip_special_tokens=True)
+        ids = own_ids.encode(text, add_special_tokens=False).ids
+        if reader(text, add_special_tokens=False).input_ids != ids:
+            raise DataError("its tokenizer gives other ids than the dataset's")
+    prompt = own_ids.encode(own_ids.decode(probe.opening), add_special_tokens=False).ids or probe.opening[:1]
     room = model.config.max_position_embeddings - len(prompt)
     if room < 1:
         return difference, ""
@@ -182,21 +177,3 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
         torch.tensor([prompt]), max_new_tokens=min(_NEW_TOKENS, room), do_sample=False, pad_token_id=0
     )
     return difference, str(reader.decode(written[0, len(prompt) :]))
-
-
-def _same_ids(reader: Any, tokenizer: Path, probe: Probe) -> list[int]:
-    """The prompt's ids by transformers' tokenizer, which have to be those that the model was trained on.
-
-    Raises:
-        DataError: they are not.
-    """
-    from tokenizers import Tokenizer as HfTokenizer
-
-    own = HfTokenizer.from_file(str(tokenizer))
-    for row in probe.inputs.tolist():
-        text = own.decode(row, skip_special_tokens=True)
-        theirs, ours = reader(text, add_special_tokens=False).input_ids, own.encode(text, add_special_tokens=False).ids
-        if theirs != ours:
-            raise DataError("its tokenizer gives other ids than the dataset's")
-    ids: list[int] = own.encode(own.decode(probe.opening), add_special_tokens=False).ids
-    return ids or probe.opening[:1]

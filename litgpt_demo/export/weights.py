@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import torch
 from litgpt.utils import incremental_save
@@ -33,14 +33,9 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Weights:
-    """The weights in a checkpoint's shards, whatever number of ranks wrote them."""
+    """The weights in a checkpoint's shards, whatever number of ranks wrote them; errors name them by `address`."""
 
     def __init__(self, shards: Path, address: str = "") -> None:
-        """Read the index of the shards; their values stay where they are.
-
-        Args:
-            address: what errors call the folder, where it is a copy.
-        """
         self.shards, self._address = shards, address
         found = read_index(shards, address=address).state_dict_metadata.items()
         self.forms: Mapping[str, Tensor] = {
@@ -53,16 +48,13 @@ class Weights:
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(form.numel() * form.element_size() for form in self.forms.values())
+        return sum(map(_size, self.forms.values()))
 
     @property
     def blocks(self) -> list[list[str]]:
         """The names, those of one transformer block together."""
-
-        def place(name: str) -> str:
-            return found[0] if (found := _BLOCK.match(name)) else name
-
-        return [list(names) for _, names in groupby(sorted(self.forms, key=place), place)]
+        places = {name: found[0] if (found := _BLOCK.match(name)) else name for name in self.forms}
+        return [list(names) for _, names in groupby(sorted(self.forms, key=places.__getitem__), places.__getitem__)]
 
     def forms_of(self, names: list[str]) -> Tensors:
         """These without their content."""
@@ -93,50 +85,36 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
     The format is a header's length in 8 bytes, the header in JSON, and the tensors one after another
     (https://github.com/huggingface/safetensors#format). Its own library writes a file from tensors that are all there.
     """
-    shards = list(_shards(weights, rename))
+    files: list[list[list[str]]] = []  # the blocks of each
+    size = SHARD_BYTES
+    for names in weights.blocks:
+        more = sum(map(_size, rename(weights.forms_of(names)).values()))
+        if size + more > SHARD_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(names)
+        size += more
     where: dict[str, str] = {}
-    for number, blocks in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number, blocks in enumerate(files, 1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         forms = {out: form for names in blocks for out, form in rename(weights.forms_of(names)).items()}
         where |= dict.fromkeys(forms, name)
-        with explaining(str(folder / name), needed=sum(map(_size, forms.values()))), (folder / name).open("wb") as file:
-            _write_header(file, forms)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for out, form in forms.items():
+            start, end = end, end + _size(form)
+            header[out] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that what follows is aligned
+        with explaining(str(folder / name), needed=end), (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
             for names in blocks:
                 for out, tensor in rename(weights.read(names)).items():
                     assert (tensor.shape, tensor.dtype) == (forms[out].shape, forms[out].dtype)
                     file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    if len(shards) > 1:
+    if len(files) > 1:
         index = {"metadata": {"total_size": weights.size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _shards(weights: Weights, rename: Rename) -> Iterator[list[list[str]]]:
-    """The blocks of each file."""
-    blocks: list[list[str]] = []
-    size = 0
-    for names in weights.blocks:
-        more = sum(map(_size, rename(weights.forms_of(names)).values()))
-        if blocks and size + more > SHARD_BYTES:
-            yield blocks
-            blocks, size = [], 0
-        blocks.append(names)
-        size += more
-    yield blocks
-
-
-def _write_header(file: BinaryIO, forms: Tensors) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, form in forms.items():
-        header[name] = {
-            "dtype": _DTYPES[form.dtype],
-            "shape": list(form.shape),
-            "data_offsets": [offset, offset + _size(form)],
-        }
-        offset += _size(form)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that what follows is aligned
-    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _size(tensor: Tensor) -> int:

@@ -41,9 +41,19 @@ def open_storage(address: str) -> Storage:
     """
     if address.startswith("$"):
         raise UserError(f"{address!r} begins with a variable, which no shell has replaced; write the path out, or ~/…")
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", address)
-    if scheme is None:
-        return LocalStorage(root=str(_local_root(address)))
+    if not address.strip():
+        raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):
+        try:
+            path = Path(address).expanduser()
+        except RuntimeError as error:  # no such user
+            fix = f"write the path out, or ./{address} for a folder of that name"
+            raise UserError(f"{address!r}: {error}; {fix}") from error
+        try:
+            return LocalStorage(root=str(path.resolve()))
+        except (RuntimeError, OSError) as error:
+            fix = "give another, or remove it"
+            raise UserError(f"{address!r} is a symbolic link that leads to itself; {fix}") from error
     if (there := bucket_path(address)) is None:
         raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
     bucket, _, prefix = there.partition("/")
@@ -52,28 +62,10 @@ def open_storage(address: str) -> Storage:
         raise UserError(
             f"{address!r} names no bucket: {bucket!r} is not 3 or more lower-case letters, digits, '-', '_' and '.'"
         )
-    if not _has_bucket_client():
+    try:
+        client = find_spec("google.cloud.storage")
+    except ModuleNotFoundError:  # nothing of Google's is here
+        client = None
+    if client is None:
         raise UserError(f"{address} needs google-cloud-storage, which is not installed here; pip install it")
     return BucketStorage(root=f"gs://{bucket}").within(prefix)
-
-
-def _has_bucket_client() -> bool:
-    try:
-        return find_spec("google.cloud.storage") is not None
-    except ModuleNotFoundError:  # nothing of Google's is here
-        return False
-
-
-def _local_root(address: str) -> Path:
-    if not address.strip():
-        raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
-    try:
-        path = Path(address).expanduser()
-    except RuntimeError as error:  # no such user
-        raise UserError(
-            f"{address!r}: {error}; write the path out, or ./{address} for a folder of that name"
-        ) from error
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:
-        raise UserError(f"{address!r} is a symbolic link that leads to itself; give another, or remove it") from error

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """A file in a storage: its path, size and checksum."""
+    """A file in a storage."""
 
     path: str
     """Relative to the storage's root, with `/`."""
@@ -43,15 +43,13 @@ Inventory: TypeAlias = list[ObjectInfo]
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a file that grows, up to which it has been read."""
+    """A place in a file that grows, up to which it has been read: the bytes before it, and their checksum."""
 
     size: int = 0
-    """Bytes before it."""
     crc32c: str = EMPTY
-    """Their checksum."""
 
     def after(self, data: bytes) -> Position:
-        """Return the place behind `data`, which begins here."""
+        """The place behind `data`, which begins here."""
         return Position(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
 
 
@@ -60,7 +58,9 @@ class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
     Every verb refuses (UserError) a path that leaves the root, and says what to do where the disk or the bucket refuses
-    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError).
+    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError). A file that has to be
+    there and is not is a FileNotFoundError that names its full address; bytes that stay wrong on their way, or change
+    while they are read, are a DataError, and whatever they were to replace is as it was.
     """
 
     root: str
@@ -83,7 +83,7 @@ class Storage(ABC):
 
     @abstractmethod
     def local_path(self, path: str = "") -> Path | None:
-        """Return the path on this machine that `address(path)` is; None for a bucket."""
+        """The path on this machine that `address(path)` is; None for a bucket."""
 
     @abstractmethod
     def browse_url(self, path: str) -> str | None:
@@ -110,13 +110,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, path: str, *, most: int = MOST_READ) -> bytes:
-        """The whole content, of at most `most` bytes.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            TooLarge: it has more bytes; none of them is read.
-            DataError: the bytes that arrive stay wrong.
-        """
+        """The whole content; where it has more than `most` bytes, none of them is read (TooLarge)."""
 
     @abstractmethod
     def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
@@ -125,10 +119,6 @@ class Storage(ABC):
         No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
         file from one that grew; of local files only a shorter one is known to be another. Where more than `most` bytes
         are there, those are the first of them, and the checksum is compared when the last ones are read.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            DataError: the bytes that arrive stay wrong.
         """
 
     @abstractmethod
@@ -145,32 +135,18 @@ class Storage(ABC):
 
     @abstractmethod
     def stat(self, path: str) -> ObjectInfo:
-        """Size and checksum; a local file is read for it.
-
-        Raises:
-            FileNotFoundError: names the full address.
-        """
+        """Size and checksum; a local file is read for it."""
 
     @abstractmethod
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         """Put the content of a local file at `path`, replacing what is there.
 
-        Args:
-            move: remove `source` once its content is stored; on one file system this is a rename and copies nothing.
-
-        Raises:
-            FileNotFoundError: there is no `source`.
-            DataError: `source` changes while it is read, or its bytes stay wrong on their way.
+        With `move`, `source` goes once its content is stored; on one file system this is a rename and copies nothing.
         """
 
     @abstractmethod
     def download(self, path: str, target: Path) -> ObjectInfo:
-        """Put the file at `path` into the local file `target`, which is replaced only by the whole, verified content.
-
-        Raises:
-            FileNotFoundError: names the full address.
-            DataError: the bytes that arrive stay wrong; `target` is as it was.
-        """
+        """Put the file at `path` into the local file `target`, which only the whole, verified content replaces."""
 
     @abstractmethod
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
@@ -178,18 +154,13 @@ class Storage(ABC):
 
         No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system
         that can share blocks between files does. Nothing is done where `path` holds those bytes already.
-
-        Raises:
-            FileNotFoundError: names the full address of a part that is not there.
-            DataError: the whole stays other than its parts.
         """
 
     @abstractmethod
     def move(self, folder: str, target: str) -> None:
         """Put everything below `folder` below `target`, where nothing is yet: in one step, or file by file in a bucket.
 
-        Raises:
-            FileNotFoundError: there is no local folder of that name.
+        A local folder has to be there; a bucket has none.
         """
 
     @abstractmethod
@@ -205,7 +176,7 @@ class Storage(ABC):
 
 
 def is_remote(address: str) -> bool:
-    """Return whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
+    """Whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
     return "://" in address
 
 
@@ -227,20 +198,17 @@ def clean_path(path: str) -> str:
 
 
 def clean_file(path: str) -> str:
-    """`clean(path)`, which is not the root."""
+    """`clean_path(path)`, which is not the root."""
     if not (file := clean_path(path)):
         raise UserError(f"path {path!r} is the storage's root itself; name a file below it")
     return file
 
 
 def removable(path: str) -> str:
-    """`path`, if it is spelt as our own code spells the files and folders that it makes.
+    """`path`, if it is spelt as our own code spells the files and folders that it makes, else UserError.
 
     A name that is empty, or ends with a slash, was made of something that is no file of ours; what it would remove is
     the folder above it.
-
-    Raises:
-        UserError: it is spelt otherwise.
     """
     if clean_path(path) != path or not path:
         raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
@@ -253,11 +221,9 @@ def is_partial(name: str) -> bool:
 
 
 def require_size(size: int, most: int, address: str) -> None:
-    """Raise TooLarge if a file has more bytes than are to be read."""
     if size > most:
         raise TooLarge(f"{address} has {size:,} bytes, and at most {most:,} are read; see what wrote it, or remove it")
 
 
 def absent(address: str) -> FileNotFoundError:
-    """The error of a file that is not there."""
     return FileNotFoundError(errno.ENOENT, "no such file", address)

@@ -17,13 +17,12 @@ _POLYNOMIAL = 0x82F63B78  # RFC 3720 B.4, reflected: bit 31 is the coefficient o
 
 
 def crc32c_of(path: Path) -> str:
-    """The file's crc32c as 8 lower-case hex digits."""
     with path.open("rb") as file:
         return copy_with_crc(file)[1]
 
 
 def sha256_of(path: Path) -> str:
-    """The file's sha256 as 64 lower-case hex digits."""
+    """64 lower-case hex digits."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 

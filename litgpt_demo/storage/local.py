@@ -7,12 +7,12 @@ import io
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from litgpt_demo.errors import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
@@ -66,8 +66,13 @@ class LocalStorage(Storage):
         return sorted(found)
 
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
+        def stat_unless_gone(path: str) -> ObjectInfo | None:
+            with suppress(FileNotFoundError):
+                return self.stat(path)
+            return None
+
         with ThreadPoolExecutor(_READERS) as pool:
-            return [stored for stored in pool.map(self._stat_unless_gone, self.list(prefix)) if stored]
+            return [stored for stored in pool.map(stat_unless_gone, self.list(prefix)) if stored]
 
     def exists(self, path: str) -> bool:
         with explaining(self.address(path)):
@@ -120,7 +125,8 @@ class LocalStorage(Storage):
         with explaining(self.address(path), needed=needed):
             if move and (content := _moved(source, final, durable=self.durable)):
                 return ObjectInfo(clean_path(path), *content)
-            content = _copied(source, final, durable=self.durable)
+            with source.open("rb") as file, replacing(final, durable=self.durable) as partial:
+                content = copy_with_crc(file, partial)
             if move:
                 source.unlink()
         return ObjectInfo(clean_path(path), *content)
@@ -129,8 +135,8 @@ class LocalStorage(Storage):
         with explaining(self.address(path)):
             source = self._present(path)
             needed = source.stat().st_size
-        with explaining(str(target), needed=needed):
-            return ObjectInfo(clean_path(path), *_copied(source, target))
+        with explaining(str(target), needed=needed), source.open("rb") as file, replacing(target) as partial:
+            return ObjectInfo(clean_path(path), *copy_with_crc(file, partial))
 
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         final = self._file(path)
@@ -176,11 +182,6 @@ class LocalStorage(Storage):
                 for name in filter(is_partial, names):
                     Path(folder, name).unlink(missing_ok=True)
 
-    def _stat_unless_gone(self, path: str) -> ObjectInfo | None:
-        with suppress(FileNotFoundError):
-            return self.stat(path)
-        return None
-
     def _file(self, path: str) -> Path:
         return Path(self.root, clean_file(path))
 
@@ -191,12 +192,6 @@ class LocalStorage(Storage):
         return file
 
 
-class Take(Protocol):
-    """The last step of writing a file: `rename` replaces the file that has its name, `link` refuses."""
-
-    def __call__(self, source: Path, final: Path, *, durable: bool) -> None: ...
-
-
 def rename(source: Path, final: Path, *, durable: bool = True) -> None:
     """Give `source` the name `final`; durable, for good: the name itself is on disk only when its folder is."""
     source.replace(final)
@@ -204,12 +199,8 @@ def rename(source: Path, final: Path, *, durable: bool = True) -> None:
         _flush_folder(final.parent)
 
 
-def link(source: Path, final: Path, *, durable: bool = True) -> None:
-    """Give the content of `source` the name `final` too, unless that is taken.
-
-    Raises:
-        FileExistsError: the name is taken.
-    """
+def link(source: Path, final: Path) -> None:
+    """Give the content of `source` the name `final` too, unless that is taken (FileExistsError)."""
     try:
         os.link(source, final)
     except OSError as error:
@@ -221,8 +212,6 @@ def link(source: Path, final: Path, *, durable: bool = True) -> None:
             file.write(source.read_bytes())
             file.flush()
             os.fsync(file.fileno())
-    if durable:
-        _flush_folder(final.parent)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -234,7 +223,9 @@ def _flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iterator[BinaryIO]:
+def replacing(
+    final: Path, *, durable: bool = True, take: Callable[[Path, Path], object] = Path.replace
+) -> Iterator[BinaryIO]:
     """A new file next to `final` that takes its name when the block ends well, and is gone when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{secrets.token_hex(8)}.partial")
@@ -244,14 +235,11 @@ def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iter
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        take(partial, final, durable=durable)
+        take(partial, final)
+        if durable:
+            _flush_folder(final.parent)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _copied(source: Path, final: Path, *, durable: bool = True) -> tuple[int, str]:
-    with source.open("rb") as file, replacing(final, durable=durable) as partial:
-        return copy_with_crc(file, partial)
 
 
 def content_of(*files: Path) -> tuple[int, str]:
@@ -304,45 +292,30 @@ def _unless_gone(error: BaseException) -> None:
 
 @contextmanager
 def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
-    """Say of the operating system's errors which fault they are and what to do.
-
-    Args:
-        needed: bytes that are to be written.
-    """
-    # Asked before, because a write that fails half way leaves less.
-    free = _free(address) if needed else None
+    """Say of the operating system's errors which fault they are and what to do; `needed` bytes are to be written."""
+    free = 0
+    if needed:  # asked before, because a write that fails half way leaves less
+        path = Path(address).absolute()
+        with suppress(OSError):
+            free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
     try:
         yield
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError) as raised:
-        error = _of_the_system(raised)
-        if error is None:
+        error: BaseException | None = raised
+        if not isinstance(raised, OSError):
+            # torch's zip writer says "unexpected pos 64 vs 0" when Python's file has refused its bytes: of such errors
+            # a full disk beneath is the fault.
+            while error is not None and not (isinstance(error, OSError) and error.errno in NO_ROOM):
+                error = error.__context__
+        if (
+            not isinstance(error, OSError) or error.errno is None
+        ):  # requests derives errors of its own, without a number
             raise
         where = f"{address}: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
         if error.errno in NO_ROOM:
-            raise DiskFull(f"{where}: {needed} bytes are needed, {free or 0} are free; make room") from raised
+            raise DiskFull(f"{where}: {needed} bytes are needed, {free} are free; make room") from raised
         if error.errno in _REFUSED:
             raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from raised
         raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from raised
-
-
-def _of_the_system(raised: BaseException) -> OSError | None:
-    """The operating system's error: the one that was raised, or the full disk beneath one that torch raised over it.
-
-    torch's zip writer says "unexpected pos 64 vs 0" when Python's file has refused its bytes.
-    """
-    if isinstance(raised, OSError):
-        return None if raised.errno is None else raised  # requests derives errors of its own, without a number
-    beneath = raised.__context__
-    while beneath is not None and not (isinstance(beneath, OSError) and beneath.errno in NO_ROOM):
-        beneath = beneath.__context__
-    return beneath if isinstance(beneath, OSError) else None
-
-
-def _free(address: str) -> int | None:
-    """Bytes free where `address` is or would be; None where that cannot be asked."""
-    path = Path(address).absolute()
-    with suppress(OSError):
-        return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
-    return None

@@ -10,10 +10,9 @@ import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import translating
@@ -28,13 +27,10 @@ VIEWER, USER = "roles/storage.objectViewer", "roles/storage.objectUser"
 _CHUNK = 16 << 20  # bytes per upload request; the client holds about twice that, and its default of 100 MB is too much
 _TRIES = 5
 _SLOWEST = 10e6  # bytes/s that a download may fall to and still be resumed
+# 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;
+# 412: the object was replaced, perhaps by our own request, whose answer was lost.
+_UNSETTLED = {400, 404, 410, 412}
 _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads than that shake hands for every request
-
-
-class Sink(Protocol):
-    """The sink of the bytes."""
-
-    def write(self, block: bytes, /) -> int: ...
 
 
 class UnsettledError(Exception):
@@ -55,7 +51,7 @@ class Objects:
     """Requests at a time."""
 
     def address(self, name: str) -> str:
-        """Return the object's name for people."""
+        """The object's name for people."""
         return f"gs://{self.bucket}/{name}" if name else f"gs://{self.bucket}"
 
     def retry_transient(self, name: str, role: str, attempt: Callable[[], T]) -> T:
@@ -89,22 +85,13 @@ class Objects:
         return blob
 
     def found(self, name: str) -> Any:
-        """The object as it is now.
-
-        Raises:
-            FileNotFoundError: names the full address.
-        """
         blob = self.look(name)
         if blob is None:
             raise absent(self.address(name))
         return blob
 
     def listed(self, prefix: str, *, direct: bool = False, limit: int | None = None) -> list[Any]:
-        """The objects whose names begin so, with generation, size and checksum.
-
-        Args:
-            direct: only those without a further `/` in their names.
-        """
+        """The objects whose names begin so, with generation, size and checksum; `direct`: without a further `/`."""
         from google.api_core.exceptions import NotFound
 
         try:
@@ -129,38 +116,26 @@ class Objects:
         def attempt() -> None:
             there = self.look(wanted.path)
             if there is None or metadata(there) != wanted:
-                self._send(wanted, source, there)
+                self.send(wanted, source, there)
 
         self.retry_transient(wanted.path, USER, attempt)
 
-    def create(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> bool:
-        """Make the object be what `source` holds unless there is one; return whether it is that now.
-
-        It is sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
-        """
-        looks = iter([False])
-
-        def attempt() -> bool:
-            there = self.look(wanted.path) if next(looks, True) else None
-            if there is None:
-                self._send(wanted, source, there)
-            return there is None or metadata(there) == wanted
-
-        return self.retry_transient(wanted.path, USER, attempt)
-
-    def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
+    def send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
         """Upload in place of `there`, the object as it was seen last."""
         blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
         blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
-        with source() as file, _noticing_too_few_bytes():
-            blob.upload_from_file(
-                file,
-                size=wanted.size,
-                checksum=None,  # ours is the one: theirs deletes the object on a difference
-                # A request that timed out may be carried out later: then it must not land on a newer object.
-                if_generation_match=_generation(there),
-                retry=self._retry(wanted.size),
-            )
+        with source() as file:
+            try:
+                blob.upload_from_file(
+                    file,
+                    size=wanted.size,
+                    checksum=None,  # ours is the one: theirs deletes the object on a difference
+                    # A request that timed out may be carried out later: then it must not land on a newer object.
+                    if_generation_match=0 if there is None else int(there.generation),
+                    retry=self._retry(wanted.size),
+                )
+            except ValueError as error:  # the client's, of a source that ends early and of an answer cut short
+                raise UnsettledError(f"{type(error).__name__}: {error}") from error
         require_same(wanted, metadata(blob))
 
     def fetch(self, blob: Any, sink: BinaryIO) -> None:
@@ -171,7 +146,7 @@ class Objects:
         sink.seek(0)
         require_same(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
 
-    def fetch_range(self, blob: Any, start: int, end: int, sink: Sink) -> None:
+    def fetch_range(self, blob: Any, start: int, end: int, sink: Any) -> None:
         """The bytes from `start` up to and without `end` into `sink`, which no checksum of the bucket speaks of."""
         # By a handle of its own: an answer changes what the handle says of the object.
         part = self._handle.blob(blob.name, generation=blob.generation)
@@ -179,18 +154,14 @@ class Objects:
         part.download_to_file(sink, start=start, end=end - 1, raw_download=True, checksum=None, retry=retry)
 
     def compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
-        """Make the object be `sources` behind one another, which the bucket does by itself.
-
-        Args:
-            sources: at most 32, each with its generation: a newer one does not do.
-        """
+        """Make the object be at most 32 `sources` of known generations behind one another; the bucket does it."""
         there = self.look(wanted.path)
         if there is not None and metadata(there) == wanted:
             return there
         whole = self._handle.blob(wanted.path)
         whole.content_type = "application/octet-stream"
         # As with uploads: carried out late, it must not land on a newer object.
-        whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
+        whole.compose(sources, if_generation_match=0 if there is None else int(there.generation), retry=self._retry())
         if metadata(whole) != wanted:
             self.delete(whole)
         require_same(wanted, metadata(whole))
@@ -226,26 +197,11 @@ def metadata(blob: Any) -> ObjectInfo:
 
 
 def require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
-    """Raise UnsettledError where they differ."""
     if arrived != expected:
         raise UnsettledError(
             f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
             f"where {expected.size} with {expected.crc32c} were expected"
         )
-
-
-@contextmanager
-def _noticing_too_few_bytes() -> Iterator[None]:
-    """A source that ends before its size is a ValueError of the client's, as is an answer cut short."""
-    try:
-        yield
-    except ValueError as error:
-        raise UnsettledError(f"{type(error).__name__}: {error}") from error
-
-
-def _generation(there: Any | None) -> int:
-    """The generation that a request which replaces this has to match; 0 is the bucket's word for no object."""
-    return 0 if there is None else int(there.generation)
 
 
 def _connection() -> tuple[int, str | None]:
@@ -268,11 +224,7 @@ def _client(_process: int, _service: str | None) -> Any:
 
 @cache
 def _confirm(_at: tuple[int, str | None], objects: Objects) -> None:
-    """See once per process that the bucket is there.
-
-    Raises:
-        UserError: it is not.
-    """
+    """See once per process that the bucket is there."""
     objects.listed("", limit=1)
 
 
@@ -281,9 +233,6 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     """Say of the client's errors which fault they are and what to do.
 
     Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
-
-    Raises:
-        UnsettledError: another attempt may well succeed, or find that this one did.
     """
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import GoogleAuthError
@@ -306,27 +255,19 @@ def _explaining(address: str, role: str) -> Iterator[None]:
             f"{address}: no usable credentials: {words_of(error)}; run `gcloud auth application-default login`"
         ) from None
     except GoogleAPICallError as error:
-        raise _explained_answer(error.code or 0, words_of(error), address, role) from None
+        code, words = error.code or 0, words_of(error)
+        if code in _UNSETTLED:
+            raise UnsettledError(words) from None
+        if code in {401, 403}:
+            bucket = address.removeprefix("gs://").partition("/")[0]
+            raise UserError(
+                f"{address}: bucket {bucket} refused: {words}; {role} allows it: gcloud storage buckets "
+                f"add-iam-policy-binding gs://{bucket} --member=<who runs this> --role={role}"
+            ) from None
+        if code == 429 or code >= 500:
+            raise NetworkError(f"{address}: the bucket does not answer: {words}; try again when it does") from None
+        raise UserError(f"{address}: the bucket refused: {words}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
         raise NetworkError(
             f"{address}: the answer is no bucket's ({words_of(error)}); see whether a proxy sent it, then try again"
         ) from None
-
-
-# 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;
-# 412: the object was replaced, perhaps by our own request, whose answer was lost.
-_UNSETTLED = {400, 404, 410, 412}
-
-
-def _explained_answer(code: int, words: str, address: str, role: str) -> Exception:
-    if code in _UNSETTLED:
-        return UnsettledError(words)
-    if code in {401, 403}:
-        bucket = address.removeprefix("gs://").partition("/")[0]
-        return UserError(
-            f"{address}: bucket {bucket} refused: {words}; {role} allows it: gcloud storage buckets "
-            f"add-iam-policy-binding gs://{bucket} --member=<who runs this> --role={role}"
-        )
-    if code == 429 or code >= 500:
-        return NetworkError(f"{address}: the bucket does not answer: {words}; try again when it does")
-    return UserError(f"{address}: the bucket refused: {words}")

@@ -1,16 +1,38 @@
-"""Folders that no other user of this machine can enter, and files in them."""
+"""What is kept from others: folders and files from other users, keys from processes that read what others wrote."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
 import stat
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from litgpt_demo.errors import UserError
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage.local import explaining
+
+# Names to keep. Google's are those of google-auth 2 that lead to credentials, to a project's quota and to the metadata
+# server; proxies and certificates are as requests, urllib and OpenSSL know them.
+_KEPT = re.compile(
+    r"""
+    GOOGLE_APPLICATION_CREDENTIALS | GOOGLE_CLOUD_(PROJECT|QUOTA_PROJECT) | GCLOUD_PROJECT | GOOGLE_API_(USE|CERT)\w+
+    | GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES | CLOUDSDK_CONFIG
+    | GCE_METADATA_\w+ | NO_GCE_CHECK | STORAGE_EMULATOR_HOST
+    | (https?|all|no)_proxy | (HTTPS?|ALL|NO)_PROXY | SSL_CERT_(FILE|DIR) | (REQUESTS|CURL)_CA_BUNDLE
+    | PATH | HOME | USER | LOGNAME | SHELL | LANG | LANGUAGE | LC_\w+ | TZ | TMPDIR | TERM | LD_LIBRARY_PATH
+    | VIRTUAL_ENV | XDG_CACHE_HOME | MPLCONFIGDIR | PYTHON\w+ | (OMP|KMP|MKL|OPENBLAS)_\w+ | CUDA_VISIBLE_DEVICES
+    | (HF_HUB|TRANSFORMERS)_OFFLINE
+    """,
+    re.VERBOSE,
+)
+
+_AWS = re.compile(r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|REGION|DEFAULT_REGION)")
+"""From these google-auth 2 takes what it exchanges for Google's credentials where AWS vouches for the account."""
 
 
 def own_temporary() -> Path:
@@ -80,19 +102,15 @@ def make_private(folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.stat()
+    try:  # the user's primary group, in which by most systems' default there is nobody else
+        own_group = pwd.getpwuid(os.geteuid()).pw_gid
+    except KeyError:  # a container's user that no file names
+        own_group = os.getegid()
     if above.st_mode & stat.S_IWOTH:
         shared = not above.st_mode & stat.S_ISVTX
     else:
-        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != _own_group()
+        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != own_group
     folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
-
-
-def _own_group() -> int:
-    """Return the user's primary group, in which by most systems' default there is nobody else."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_gid
-    except KeyError:  # a container's user that no file names
-        return os.getegid()
 
 
 def close_folder(folder: Path) -> None:
@@ -124,3 +142,21 @@ def write_private(file: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink()
         raise
+
+
+def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment a process needs that opens storages and computes.
+
+    Keys and tokens of clusters, registries, trackers and Prefect's server stay behind. The credentials of the storage
+    go along, and whatever lies in the files of the home directory. Keys of AWS are among them only where the storage's
+    credentials are had for these.
+    """
+    kept = [_KEPT]
+    if credentials := environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        with suppress(OSError, DataError):  # who opens the storage tells what is wrong with it
+            content = Path(credentials).read_bytes()
+            account = parse_json(content, dict[str, Any], where=credentials, fix="see your credentials")
+            source = account.get("credential_source")
+            if isinstance(source, dict) and str(source.get("environment_id")).startswith("aws"):
+                kept.append(_AWS)
+    return {name: value for name, value in environ.items() if any(one.fullmatch(name) for one in kept)}

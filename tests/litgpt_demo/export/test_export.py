@@ -69,13 +69,13 @@ def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cos
     assert "reports of nodes that could not be read, and are left out: 1" in card
 
 
-def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt(
-    collected_run: Collected, corpus: Path
+def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its_manifest_tells_so(
+    collected_run: Collected, corpus: Path, tiny_dataset: Path
 ) -> None:
     from litgpt import LLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    final = collected_run[0] / "final"
+    final, manifest = collected_run[0] / "final", collected_run[1]
     model, info = AutoModelForCausalLM.from_pretrained(final / "huggingface", output_loading_info=True)
     assert not any(info.values())
     tokenizer = AutoTokenizer.from_pretrained(final / "huggingface")
@@ -87,18 +87,14 @@ def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt(
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, llm.model(ids), rtol=1e-5, atol=1e-5)
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
-
-
-def test_the_manifest_tells_what_was_collected_and_proved(collected_run: Collected, tiny_dataset: Path) -> None:
-    folder, manifest = collected_run[0] / "final", collected_run[1]
     assert (manifest.step, manifest.tokens, manifest.dataset_key) == (12, 12 * 8 * 32, tiny_dataset.name[-10:])
     assert (manifest.complete, manifest.logits_difference, manifest.findings) == (True, 0, ())
     assert manifest.huggingface is not None
     assert manifest.huggingface.architecture == "GPTNeoXForCausalLM"
     assert manifest.huggingface.logits_difference < manifest.logits_tolerance < 0.01
     assert manifest.validation_loss == pytest.approx(manifest.trainer_validation_loss, rel=1e-5)
-    assert differences(folder, manifest.files) == []
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert differences(final, manifest.files) == []
+    there = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
 
 

@@ -64,17 +64,13 @@ def exported(weights: Weights, found: HuggingFaceModel, folder: Path) -> Path:
     return folder
 
 
-def families() -> dict[tuple[str, ...], str]:
-    """One model for each architecture of transformers and set of fields that its config has there."""
-    found = {name: huggingface_model(Config(**fields)) for name, fields in catalogue.models().items()}
-    assert [name for name, model in found.items() if model is None] == []
-    return {(model.architecture, *sorted(model.fields)): name for name, model in found.items() if model}
-
-
 def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = families()
+    every = {name: huggingface_model(Config(**fields)) for name, fields in catalogue.models().items()}
+    assert [name for name, model in every.items() if model is None] == []
+    # One model for each architecture of transformers and set of fields that its config has there.
+    made = {(model.architecture, *sorted(model.fields)): name for name, model in every.items() if model}
     assert len({architecture for architecture, *_ in made}) >= 16
     for (architecture, *_), name in made.items():
         config = small(name)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage import open_storage
-from litgpt_demo.storage.access import environment_of_readers
+from litgpt_demo.storage import open_storage, private
 from litgpt_demo.storage.private import make_private, make_temporary, own_temporary, write_private
 from litgpt_demo.training.loop import scratch_of
 
@@ -83,7 +82,7 @@ WAY = (
 
 
 def test_a_key_to_anything_but_the_storage_stays_behind() -> None:
-    assert environment_of_readers(dict.fromkeys(KEYS + WAY, "value")) == dict.fromkeys(WAY, "value")
+    assert private.environment_of_readers(dict.fromkeys(KEYS + WAY, "value")) == dict.fromkeys(WAY, "value")
 
 
 def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(tmp_path: Path) -> None:
@@ -92,4 +91,4 @@ def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(tmp_pat
     named = {"GOOGLE_APPLICATION_CREDENTIALS": str(account)}
     for source, expected in (({"environment_id": "aws1"}, keys | named), ({"file": "/var/token"}, named)):
         account.write_text(json.dumps({"type": "external_account", "credential_source": source}))
-        assert environment_of_readers(keys | named) == expected
+        assert private.environment_of_readers(keys | named) == expected

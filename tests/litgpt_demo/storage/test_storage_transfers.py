@@ -45,10 +45,6 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "there" / "train.bin"
 
 
-def is_alone(target: Path) -> bool:
-    return list(target.parent.iterdir()) == [target]
-
-
 def killed_when(condition: Callable[[], bool], storage: BucketStorage, action: str) -> None:
     """Another process does `action` with the `storage`, until it is killed."""
     program = f"""
@@ -74,7 +70,7 @@ def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
     assert storage.download("data/train.bin", target) == storage.stat("data/train.bin") == stored
     assert proxy.seen.count("download") == PARTS
     assert target.read_bytes() == CONTENT
-    assert is_alone(target)
+    assert list(target.parent.iterdir()) == [target]
     proxy.arm()
     assert storage.upload(source, "data/train.bin") == storage.download("data/train.bin", target) == stored
     assert set(proxy.seen) == {"look"}
@@ -146,7 +142,7 @@ def test_a_download_goes_on_where_a_killed_one_stopped_but_for_what_was_damaged_
     storage.download("data/train.bin", target)
     assert proxy.seen.count("download") == PARTS - came_through + 1
     assert target.read_bytes() == CONTENT
-    assert is_alone(target)
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_object(
@@ -163,7 +159,7 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_obj
         proxy.arm()
         assert first.result() == stored
     assert target.read_bytes() == CONTENT[::-1]
-    assert is_alone(target)
+    assert list(target.parent.iterdir()) == [target]
 
 
 @pytest.mark.parametrize("seed", [1, 2])

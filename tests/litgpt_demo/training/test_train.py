@@ -188,7 +188,7 @@ def test_thirty_steps_are_litgpts_own(new_run: NewRun, tmp_path: Path, monkeypat
         monkeypatch.setenv(name, "")
     # Compiling changes neither side's loss but by rounding, and would take most of a minute.
     monkeypatch.setattr("torch.compile", lambda model: model)
-    pretrain(run, tmp_path / "theirs", same_weights=True, constant_rate=True)
+    pretrain(run, tmp_path / "theirs", comparable=True)
     ours = curve(rows(run), "step", "loss")
     assert list(ours.values()) == pytest.approx(logged(tmp_path / "theirs", "loss"), rel=2e-5)
     assert len(ours) == 30
