@@ -60,10 +60,14 @@ class LossyLog(io.FileIO):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let nobody else write: a cut line is taken back from the file's end."""
+        """Let nobody else write: a cut line is taken back from the file's end.
+
+        Terminals and /dev/null are not locked: somebody else may hold such a lock for ever.
+        """
         with _turn:
-            with suppress(OSError):  # not a file, or one whose file system has no locks
-                fcntl.lockf(self, fcntl.LOCK_EX)
+            if self._reserve is not None:
+                with suppress(OSError):  # of a file system without locks
+                    fcntl.lockf(self, fcntl.LOCK_EX)
             try:
                 yield
             finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from leaking import leaks
 from prefect import flow, get_client
@@ -27,42 +26,6 @@ def shown(name: str) -> dict[str, Any]:
     with get_client(sync_client=True) as client:
         found = [artifact for artifact in client.read_artifacts() if str(artifact.key).endswith(f"-{name}")]
     return {str(artifact.key).removesuffix(f"-{name}"): artifact.data for artifact in found}
-
-
-@pytest.mark.prefect
-@pytest.mark.parametrize("lost", ["acreate_progress_artifact", "acreate_markdown_artifact"])
-def test_what_the_server_missed_while_it_was_away_is_shown_when_it_is_back_and_no_more_than_figures(
-    lost: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, create = lost.replace("_", "-"), getattr(module, lost)
-    away: list[None] = [None]
-
-    async def away_at_first(*given: Any, **named: Any) -> Any:
-        if away:
-            away.pop()
-            raise httpx.ConnectError("no route to host")
-        return await create(*given, **named)
-
-    monkeypatch.setattr(module, lost, away_at_first)
-    monkeypatch.setattr(report, "_MOST_ROWS", 40)
-
-    def train(live: LiveArtifacts) -> None:
-        live.add({"kind": "start", "step": 0, "steps": 100, "tokens_per_step": 128, "argv": [SECRET]})
-        for step in range(1, 101):
-            live.add({"kind": "step", "step": step, "loss": 5.0 - step / 100, "tokens": 128 * step, "said": SECRET})
-
-    @flow(name="scene")
-    async def scene() -> None:
-        async with LiveArtifacts(name) as live:
-            await asyncio.to_thread(train, live)
-
-    asyncio.run(scene())
-    assert not away
-    found = shown(name)
-    assert found["progress"] == 100
-    assert "100\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}100" in found["training"]
-    assert "xychart-beta" in found["training"]
-    assert leaks(str(found), SECRET) == []
 
 
 @pytest.mark.prefect

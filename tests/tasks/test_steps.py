@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from prefect import Flow, Task, flow, task
+from prefect import Flow, Task
 from prefect.states import Failed
 
 import flows
 import tasks
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, give_up
-from tasks.steps import RETRIED, own_tries, worth_retrying
+from tasks.steps import worth_retrying
 
 
 def retried(error: Exception) -> bool:
@@ -44,27 +44,3 @@ def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_t
     assert {"train", "submit-job", "await-job"} == {one.name for one in steps if not one.retries}
     assert {one.retry_condition_fn for one in steps} == {worth_retrying}
     assert {one.name for one in made if isinstance(one, Flow) and one.retries} == {"reap"}
-
-
-@pytest.mark.prefect
-def test_a_workers_share_of_a_dataset_is_tried_four_times_and_not_four_times_four() -> None:
-    at_once = RETRIED | {"retry_delay_seconds": [0, 0, 0]}
-    tried: list[None] = []
-
-    @task(**at_once)
-    def inner() -> None:
-        tried.append(None)
-        raise NetworkError("busy")
-
-    @task(**at_once)
-    def outer() -> None:
-        with own_tries():
-            inner()
-
-    @flow(name="scene")
-    def scene() -> None:
-        outer()
-
-    with pytest.raises(NetworkError):
-        scene()
-    assert len(tried) == 4

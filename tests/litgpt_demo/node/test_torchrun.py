@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -122,6 +124,16 @@ def test_a_line_is_in_the_log_whole_or_not_at_all_whatever_stream_it_comes_from(
         command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
         assert subprocess.run(command, stdout=log, stderr=log).returncode == 40
     assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "the next one"]
+
+
+def test_a_terminal_that_somebody_has_locked_keeps_no_node_waiting() -> None:
+    reader, terminal = os.openpty()
+    fcntl.lockf(terminal, fcntl.LOCK_EX)
+    program = "from litgpt_demo.node import printing; printing.drop_what_does_not_fit(); print('hello')"
+    subprocess.run([sys.executable, "-c", program], stdout=terminal, check=True)
+    assert os.read(reader, 100) == b"hello\r\n"
+    os.close(terminal)
+    os.close(reader)
 
 
 def test_a_full_disk_has_room_for_warnings(small_disk: Path) -> None:
