@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
 _HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
-_HUB_TRIES = 3
-"""A download goes on where it broke off, so a few tries get a large file through a bad line."""
+_HUB_TRIES = 3  # a download goes on where it broke off, so a few tries get a large file through a bad line
 
 
 def hub_endpoint() -> str:
@@ -60,6 +59,9 @@ def hub_sources(corpus: HubCorpus) -> list[Source]:
     for file in files:
         if not matches(file.rfilename, corpus.files):
             continue
+        if file.rfilename.startswith("/") or ".." in file.rfilename.split("/"):
+            what = f"{redacted(endpoint)} lists {file.rfilename!r}, which leads out of the folder of downloads"
+            raise UserError(f"{what}; see whose server that is, and unset HF_ENDPOINT")
         if file.size is None or file.blob_id is None:
             raise UserError(
                 f"{redacted(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
@@ -88,10 +90,8 @@ def fetch_from_hub(source: Source, folder: Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     place = _HUB_ADDRESS.fullmatch(source.address)
-    if place is None:
-        raise UserError(f"{source.address!r} is no file of the Hub; it reads hf://datasets/owner/name@commit/path")
-    endpoint = hub_endpoint()
-    lost = ""
+    assert place is not None, source.address
+    endpoint, lost = hub_endpoint(), ""
     for _ in range(_HUB_TRIES):
         try:
             return Path(

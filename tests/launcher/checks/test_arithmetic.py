@@ -90,9 +90,7 @@ def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "limit").write_text("1000000000\n")
     assert host_memory(tmp_path / "limit") == 10**9, "a container's"
     huge = {"name": "transformer-175b"}
-    assert found(config(huge, platform={"kind": "gke", "gpus": 1})) == [], (
-        "this machine's say nothing of nodes elsewhere"
-    )
+    assert found(config(huge, platform={"kind": "gke", "gpus": 1})) == [], "this machine's say nothing of others"
     monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA GeForce RTX 3090"])
     assert found(config(huge, platform={"kind": "local"})) == []
     monkeypatch.setattr(module, "gpu_names", list)

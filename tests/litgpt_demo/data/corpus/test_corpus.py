@@ -295,6 +295,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     repositories = {
         "someone/corpus": Repository(contents, large={"data/b-large.parquet"}),
         "someone/gated": Repository({"a.parquet": as_parquet(["secret"])}, gated=True),
+        "a/mirror": Repository({"../../evil.jsonl": as_jsonl(["x"])}),
     }
     with running_hub(repositories) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
@@ -360,6 +361,7 @@ def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch
         (repository(revision="v9"), "someone/corpus has no branch, tag or commit 'v9'"),
         (repository(files="*.parquet"), r"matches no file of the dataset someone/corpus; it has README\.md, data/a-s"),
         (repository("someone/gated"), "someone/gated is gated: accept its conditions"),
+        (repository("a/mirror", files="../../*.jsonl"), r"lists '\.\./\.\./evil\.jsonl', which leads out of"),
     ):
         with pytest.raises(UserError, match=words):
             read(corpus, tmp_path)
