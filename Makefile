@@ -58,7 +58,7 @@ lock: $(VENV)/.installed ## the hashes of every package of each stack's image, a
 	$(BIN)/python -m deployments.lock $(BIN)/uv
 
 size: $(VENV)/.installed-dev ## lines, files, and what makes the source slow to read, beside what was asked
-	PYTHONPATH=tests:tests/fakes $(BIN)/python bench/size.py
+	PYTHONPATH=tests:tests/fakes $(BIN)/python -m bench.size
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import as_parquet, prepared
-from launcher.checks.preview import previews
+from launcher.checks.plan import previews
 from test_size import ALLOWED, CHECKOUT, SOURCE, lines
 
 from cli.main import read_config
