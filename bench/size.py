@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from corpora import as_parquet, prepared
-from launcher.checks.plan import previews
 from test_size import ALLOWED, CHECKOUT, SOURCE, lines
 
 from cli.main import read_config
+from launcher.checks.plan import previews
 from litgpt_demo.data.batches import open_split
 
 ASKED = {
@@ -83,7 +83,10 @@ def main() -> None:
     """Print a row for each figure."""
     trees = modules()
     arrows = {(one, two) for one, tree in trees.items() for two in imports(tree, set(trees)) if one != two}
-    packages = {(one.rpartition(".")[0] or one, two.rpartition(".")[0] or two) for one, two in arrows}
+    parents = {name.rpartition(".")[0] for name in trees}
+    # A module at the top, such as launcher.errors, counts for itself.
+    inner = {name: name if name in parents or name.count(".") < 2 else name.rpartition(".")[0] for name in trees}
+    packages = {(inner[one], inner[two]) for one, two in arrows}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     uses = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
