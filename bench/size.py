@@ -86,13 +86,10 @@ def main() -> None:
     parents = {name.rpartition(".")[0] for name in trees}
     # A module at the top, such as launcher.errors, counts for itself.
     inner = {name: name if name in parents or name.count(".") < 2 else name.rpartition(".")[0] for name in trees}
-    packages = {(inner[one], inner[two]) for one, two in arrows}
+    packages = {(inner[one], inner[two]) for one, two in arrows if inner[one] != inner[two]}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    uses = Counter(
-        node.id if isinstance(node, ast.Name) else node.attr
-        for node in nodes
-        if isinstance(node, ast.Name | ast.Attribute)
-    )
+    uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    uses.update(node.attr for node in nodes if isinstance(node, ast.Attribute))
     functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     once = [name for name in functions if name.startswith("_") and not name.endswith("__") and uses[name] == 1]
     rest = sum(lines(name) for name in ("cli", "deployments", "flows", "tasks"))
@@ -103,7 +100,7 @@ def main() -> None:
         ("source files", len(trees), 200),
         ("private functions that are called once", len(once), 150),
         ("circles among files", circles(arrows), 0),
-        ("circles among packages", circles({arrow for arrow in packages if arrow[0] != arrow[1]}), 0),
+        ("circles among packages", circles(packages), 0),
         ("source files that name train.learning_rate", naming, 7),
         ("source files of which code runs while a pod with tcpx is rendered", files_of(a_pod), 8),
         ("source files of which code runs from parquet to a batch", files_of(a_document), 12),

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher import events
+from launcher.curves import summary
 from launcher.events import Event, Step
 from launcher.formatting import duration_text
-from launcher.reports.curves import summary
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 

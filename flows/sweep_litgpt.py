@@ -14,9 +14,9 @@ from flows.parameters import config_from, takes
 from flows.train_litgpt import PLANNED, train_litgpt
 from launcher.checks.plan import findings_of_trials
 from launcher.config import SweepConfig
+from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
-from launcher.reports.curves import summary
 from launcher.runs.attempts import CancelWatch, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias
 
-from launcher.config import PlatformConfig
 from launcher.job import JobId
+from launcher.platforms.settings import PlatformSettings
 
 
 class Step(StrEnum):
@@ -113,7 +113,7 @@ class JobChanged:
     """The name of the sweep that the run is a trial of."""
     root: str
     job_id: JobId
-    platform: PlatformConfig
+    platform: PlatformSettings
 
 
 Event: TypeAlias = (

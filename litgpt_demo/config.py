@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from litgpt_demo.models import catalogue
+from litgpt_demo import catalogue
 
 
 def number_fields(schema: dict[str, Any]) -> None:

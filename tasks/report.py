@@ -12,10 +12,10 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
+from launcher.curves import summary
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
-from launcher.reports.curves import summary
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport
 from launcher.runs.diagnosis import Verdict

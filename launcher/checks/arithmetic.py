@@ -12,9 +12,10 @@ from typing import Any
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.machines import ListPrice, Machine
+from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.findings import Finding
-from litgpt_demo.models import catalogue, estimates
+from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
 UTILISATION = 0.35
@@ -25,10 +26,7 @@ _UNCERTAIN = 1.5
 """Estimates come within 10 % of what torch measures (tests/litgpt_demo/models/test_estimates.py), without fragments."""
 _COMPILED = 3.0
 """torch.compile keeps less for the backward pass than is estimated, by what it fuses."""
-_SHORTEST = 128
-"""Tokens: shorter samples are not proposed."""
-_MOST = 16_384
-"""Processes: more are not proposed."""
+_SHORTEST, _MOST = 128, 16_384  # tokens of a sample and processes: neither shorter nor more are proposed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks import arithmetic, preflight
+from launcher.checks.fitness import chosen_image
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
+from launcher.curves import summary
 from launcher.errors import LauncherError, RunIsLive
 from launcher.events import Step
 from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
-from launcher.images.fitness import chosen_image
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import UNBUILT, Submission
 from launcher.platforms.base import Capability
-from launcher.reports.curves import summary
 from launcher.runs.attempts import Claim, claim_at, claim_script, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.restarts import Budget

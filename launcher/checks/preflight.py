@@ -22,20 +22,20 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from launcher.checks.arithmetic import check_memory, gpu_names
+from launcher.checks.fitness import check_fitness
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.errors import LoginProblem
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text
-from launcher.images.fitness import check_fitness
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from launcher.runs.run import Run, training_spec
+from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
-from litgpt_demo.models import catalogue
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
 PROBE = ".access-check"

@@ -9,7 +9,7 @@ from html import escape
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from launcher.reports.curves import downsample
+from launcher.curves import downsample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import JsonValue
 
+from launcher.curves import Progress, downsample, smoothed, summary
 from launcher.formatting import BIDI, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
-from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
 from launcher.runs.diagnosis import Verdict

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.curves import summary
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobId, JobState
-from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest

@@ -12,6 +12,7 @@ from launcher.config import RunConfig, ScriptConfig
 from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
+from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
     UNKNOWN,
@@ -24,7 +25,6 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.models import catalogue
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
 

@@ -10,9 +10,9 @@ from litgpt.model import GPT, GroupedTopkRouter
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.models import catalogue
 
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import re
@@ -10,10 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import UserError
 from litgpt_demo.storage.local import explaining
 
 # Names to keep. Google's are those of google-auth 2 that lead to credentials, to a project's quota and to the metadata
@@ -153,10 +152,8 @@ def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
     """
     kept = [_KEPT]
     if credentials := environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-        with suppress(OSError, DataError):  # who opens the storage tells what is wrong with it
-            content = Path(credentials).read_bytes()
-            account = parse_json(content, dict[str, Any], where=credentials, fix="see your credentials")
-            source = account.get("credential_source")
+        with suppress(OSError, ValueError, AttributeError):  # who opens the storage tells what is wrong with it
+            source = json.loads(Path(credentials).read_bytes()).get("credential_source")
             if isinstance(source, dict) and str(source.get("environment_id")).startswith("aws"):
                 kept.append(_AWS)
     return {name: value for name, value in environ.items() if any(one.fullmatch(name) for one in kept)}

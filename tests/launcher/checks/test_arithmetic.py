@@ -13,8 +13,8 @@ from launcher.checks import arithmetic as module
 from launcher.checks.arithmetic import check_memory, expected, figures, gpu_names, host_memory, seconds_for
 from launcher.config import RunConfig, validated
 from launcher.machines import MACHINES, ListPrice
+from litgpt_demo import catalogue
 from litgpt_demo.findings import Finding
-from litgpt_demo.models import catalogue
 
 
 @pytest.fixture(autouse=True)

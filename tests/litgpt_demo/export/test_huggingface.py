@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from litgpt_demo import catalogue
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import Probe, opened_by_transformers
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
-from litgpt_demo.models import catalogue
 
 SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
 

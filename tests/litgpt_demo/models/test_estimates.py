@@ -14,8 +14,9 @@ from litgpt.model import GPT
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
+from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.models import catalogue, estimates
+from litgpt_demo.models import estimates
 from litgpt_demo.training import loss
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.loss import LossGPT

@@ -10,9 +10,9 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.models import catalogue
 from litgpt_demo.models.devices import device_named
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 

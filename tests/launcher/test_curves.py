@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.curves import downsample, summary
 from launcher.reports import mermaid
-from launcher.reports.curves import downsample, summary
 
 CURVES = st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=400)
 START = {"kind": "start", "step": 0, "steps": 100, "tokens_per_step": 1000}

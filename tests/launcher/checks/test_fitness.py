@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from registry_server import OCI_MANIFEST, Running, registry
 
+from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem
 from launcher.findings import require
-from launcher.images.fitness import check_fitness, chosen_image
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
 from litgpt_demo.findings import Finding
@@ -89,7 +89,7 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
 
 @pytest.fixture(autouse=True)
 def _no_login_and_no_hurry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("launcher.images.fitness.PATIENCE", 600.0)
+    monkeypatch.setattr("launcher.checks.fitness.PATIENCE", 600.0)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
 
 
