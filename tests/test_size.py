@@ -12,10 +12,10 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 35_536,
-    "launcher": 16_944,
+    "source": 35_531,
+    "launcher": 16_942,
     "launcher/platforms/kubernetes": 3_706,
-    "litgpt_demo": 14_645,
+    "litgpt_demo": 14_642,
     "bench": 1_240,
     "tests": 23_606,
     "test data": 3_490,
