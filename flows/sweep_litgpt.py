@@ -45,7 +45,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
     await asyncio.to_thread(settle_others, index, start, name=config.name, open=beside)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
-    await report_findings(partial(findings_of_trials, config, runs, trusted=True), artifact=sweep)
+    await report_findings(partial(findings_of_trials, config, planned, runs, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
@@ -124,11 +125,7 @@ class Preview:
 
 
 def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Iterator[Preview]:
-    """Yield every job that this config would start first, as it would be sent.
-
-    Raises:
-        ConfigProblem, UserError: the config cannot be used.
-    """
+    """Yield every job that this config would start first, as it would be sent."""
     if isinstance(config, RunConfig):
         every = trials(config) if isinstance(config, SweepConfig) else []
         runs = runs_of(every, preview_dataset) if every else [preview_run(config)]
@@ -230,7 +227,7 @@ class Sight:
             return None
         return train.steps(tokens=self.seen.dataset.train.tokens if self.seen.dataset else 0, sequence_length=length)
 
-    @property
+    @cached_property
     def begun(self) -> int:
         """Return the step of the run's last checkpoint, 0 where there is none."""
         there = [] if self.seen.blind else checkpoints.committed(self.run.storage)
@@ -331,7 +328,7 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
     """
-    places: dict[str, list[Finding]] = {}
+    places, workers = dict[str, list[Finding]](), dict[str, list[Finding]]()
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
@@ -344,29 +341,30 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *preflight.check_training(config, job, vocab_size=sight.vocabulary)]
         found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
-        found += preflight.check_workers(config.workers, trusted=trusted) if dataset is None else ()
+        if dataset is None:
+            if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network
+                workers[who] = preflight.check_workers(config.workers, trusted=trusted)
+            found += workers[who]
         blocked.append(found)
     return blocked
 
 
 def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
-    """Return what blocks this config.
-
-    Raises:
-        ConfigProblem, UserError: the config means nothing that could be planned.
-        TrainLitgptError: what has to be known cannot be asked.
-    """
+    """Return what blocks this config."""
     if isinstance(config, SweepConfig):
-        return findings_of_trials(config, runs_of(trials(config), plan_dataset))
+        every = trials(config)
+        return findings_of_trials(config, every, runs_of(every, plan_dataset))
     if isinstance(config, RunConfig):
         return findings_at(plan_run(config))
     return [finding for script in _scripts(config) for finding in findings_of_script(plan_script(script))]
 
 
-def findings_of_trials(config: SweepConfig, runs: Sequence[Run], *, trusted: bool = False) -> list[Finding]:
+def findings_of_trials(
+    config: SweepConfig, every: Sequence[Trial], runs: Sequence[Run], *, trusted: bool = False
+) -> list[Finding]:
     """Return what blocks a sweep whose trials' runs are planned already."""
     sights = [_known(run) for run in runs]
-    return [*_told(trials(config), _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
+    return [*_told(every, _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
 
 
 def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
