@@ -232,8 +232,11 @@ class _Decompressed(io.RawIOBase):
     there."""
 
     def __init__(self, file: BinaryIO, compression: Compression, address: str) -> None:
+        from zstandard import ZstdError
+
         super().__init__()
         self._file, self._compression, self._address = file, compression, address
+        self._damages = zlib.error, lzma.LZMAError, OSError, ZstdError
         self._given = 0
         self._ready = memoryview(b"")
         self._decoder = compression.decoder()
@@ -253,8 +256,6 @@ class _Decompressed(io.RawIOBase):
 
     def _decoded(self) -> bytes | None:
         """Decode the next bytes, few enough to bound what comes out; None when all is decoded."""
-        from zstandard import ZstdError
-
         decoder, piece = self._decoder, b""
         if decoder.eof or getattr(decoder, "needs_input", True):
             piece = decoder.unused_data if decoder.eof else b""
@@ -267,7 +268,7 @@ class _Decompressed(io.RawIOBase):
             decoder = self._decoder = self._compression.decoder()
         try:
             return bytes(decoder.decompress(piece, *([CHUNK] if self._compression.bounded else [])))
-        except (zlib.error, lzma.LZMAError, OSError, ZstdError) as error:
+        except self._damages as error:
             raise self._damage(str(error)) from error
 
     def _damage(self, why: str) -> DataError:

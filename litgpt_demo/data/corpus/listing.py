@@ -60,10 +60,7 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
         told["json"] = "lines"  # it was text once
     if any(source.name.lower().endswith(_NEWLY_READ) for source in sources):
         told["compressed"] = "decompressed"
-    return {
-        "settings": told,
-        "files": [[source.name, source.size, source.version] for source in sources],
-    }
+    return {"settings": told, "files": [[source.name, source.size, source.version] for source in sources]}
 
 
 class _Place(NamedTuple):
