@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from corpora import as_parquet, prepared
+from test_architecture import source
 from test_size import ALLOWED, CHECKOUT, SOURCE, lines
 
 from cli.main import read_config
@@ -25,15 +25,7 @@ ASKED = {
 }  # fmt: skip
 
 
-def modules() -> dict[str, ast.Module]:
-    """The syntax tree of every module of the source, by its dotted name."""
-    listed = subprocess.run(["git", "ls-files", *SOURCE], cwd=CHECKOUT, capture_output=True, check=True, text=True)
-    files = [Path(path) for path in listed.stdout.splitlines() if path.endswith(".py")]
-    dotted = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in files}
-    return {name: ast.parse((CHECKOUT / path).read_bytes()) for name, path in dotted.items()}
-
-
-def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
+def imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
     """The modules of ours that this one imports, also in functions; those that types alone need are left out."""
     conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     typed = [inner for one in conditions if ast.unparse(one.test) == "TYPE_CHECKING" for inner in ast.walk(one)]
@@ -81,7 +73,10 @@ def a_document() -> None:
 
 def main() -> None:
     """Print a row for each figure."""
-    trees = modules()
+    trees = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for path, (tree, *_) in source().items()
+    }
     arrows = {(one, two) for one, tree in trees.items() for two in imports(tree, set(trees)) if one != two}
     parents = {name.rpartition(".")[0] for name in trees}
     # A module at the top, such as launcher.errors, counts for itself.
