@@ -22,7 +22,6 @@ from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Literal, NoReturn, TypeVar, cast
 from uuid import UUID
 
@@ -82,19 +81,9 @@ def in_foreground(
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that may be abandoned, and that Ctrl-C reaches as little as the processes it starts."""
-    future: Future[T] = Future()
-    context = copy_context()
-
-    def carry_out() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            future.set_result(context.run(work))
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=carry_out, daemon=True).start()
-    return future
+    """Run `work` in a thread of its own, which Ctrl-C reaches as little as the processes that it starts."""
+    blocked: tuple[Any, ...] = (signal.SIG_BLOCK, {signal.SIGINT})
+    return ThreadPoolExecutor(1, initializer=signal.pthread_sigmask, initargs=blocked).submit(copy_context().run, work)
 
 
 class Tracker:

@@ -7,7 +7,6 @@ import time
 
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
-from prefect.context import TaskRunContext
 
 from launcher.checks.preflight import check_workers
 from launcher.config import ThreadWorkers, Workers
@@ -26,7 +25,7 @@ from tasks.workers import Fanout
 
 @task(name=Step.DATASET.task, task_run_name=Step.DATASET.task, **RETRIED)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
-    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key."""
+    """Make the dataset under `root`, by the `workers`, or find it done by its key."""
     emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
@@ -46,9 +45,6 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
     async with LivePreparation(planned) as live:
 
         def prepare() -> DatasetManifest:
-            # Shards are tasks of the flow run, next to this one: below it, each would be sent all of this task's
-            # parameters, 14 MB where a corpus has 100,000 files. The thread has a context of its own.
-            TaskRunContext.__var__.set(None)  # type: ignore[arg-type]
             with fanout:
                 return preparation.prepare(planned, open_storage(root), each=fanout, report=live.report)
 

@@ -33,19 +33,23 @@ T = TypeVar("T")
 #   a bucket that does not answer      litgpt_demo.storage, 10 minutes
 #   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
 #   a builder that does not answer     launcher.images, 10 minutes
-#   a worker's share of a dataset      its own task (tasks.workers)
+#   a worker's share of a dataset      the worker (tasks.workers)
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
 #   an orchestrator that has died      the automation `resume-crashed`, or the same command
 #   anything else of a step            the step's task: RETRIED
 TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
 
 
-def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+def may_pass(error: object) -> bool:
     """Decide by the class that a verdict would name. A job that failed has had its attempts."""
-    error = state.data
     if not isinstance(error, Exception) or was_given_up(error):
         return False
     return fault_of_exception(error) in TRANSIENT and not isinstance(error, JobFailed | TypeError | ValueError)
+
+
+def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    """Return whether a task's error may be gone when it is tried again."""
+    return may_pass(state.data)
 
 
 @contextmanager
@@ -73,10 +77,11 @@ class TaskOptions(TypedDict):
     retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
 
 
-# Three tries over a minute and a half: what a bucket or an API server usually needs to come back.
+# Seconds before each further try: what a bucket or an API server usually needs to come back.
+DELAYS = [2.0, 15.0, 60.0]
 RETRIED: TaskOptions = {
     "cache_policy": NO_CACHE, "persist_result": False, "retry_condition_fn": worth_retrying,
-    "retries": 3, "retry_delay_seconds": [2, 15, 60],
+    "retries": len(DELAYS), "retry_delay_seconds": DELAYS,
 }  # fmt: skip
 ONCE: TaskOptions = {**RETRIED, "retries": 0, "retry_delay_seconds": []}
 

@@ -1,89 +1,50 @@
-"""The steps of a preparation as Prefect tasks, on the task runner that `workers` chooses."""
+"""The steps of a preparation, carried out by what `workers` chooses: threads, processes or a Dask cluster."""
 
 from __future__ import annotations
 
 import math
 import os
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import (
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from contextlib import ExitStack
-from contextvars import ContextVar
-from functools import partial
-from itertools import count
-from queue import SimpleQueue
+from multiprocessing import get_context
 from typing import Any, Self, TypeVar
-
-from prefect import Task, task
-from prefect.context import SyncClientContext
-from prefect.futures import PrefectFuture
-from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
 from litgpt_demo.errors import Fault
-from tasks.steps import RETRIED, own_tries
+from tasks.steps import DELAYS, may_pass, own_tries
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Tasks that a phase starts, however many shards there are: with thousands Prefect's page of the run is of no use.
-MOST_TASKS = 128
-# The same for each process of this machine, where Prefect spends 0.2 s of a core on every task.
-_PER_PROCESS = 8
-# Tasks of one more call, where a phase has used them up: max_bytes makes many waves of one survey.
-_MORE_TASKS = 16
-
-_Ended = SimpleQueue[PrefectFuture[list[Any]] | None]
-_STOPPED = "the preparation was stopped; the same command goes on with what is left"
+# Shares of a phase that go to other processes and machines, however many shards there are: each carries the whole step.
+_MOST_SHARES = 512
 _SAFE_PATH = "PYTHONSAFEPATH"
-
-# Seen by tasks in threads of this process. Other processes have none: they can be killed.
-_stopped: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
-
-
-@task(name="shards", task_run_name="{what}", **RETRIED)
-def carry_out(what: str, share: Callable[[], list[Any]]) -> list[Any]:
-    """One task's share of a phase; a callable, because Prefect would search a list of shards for futures."""
-    return share()
-
-
-def _results(step: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    results, stopped = [], _stopped.get()
-    for item in items:
-        if stopped is not None and stopped.is_set():
-            raise JobCancelled(_STOPPED)
-        results.append(step(item))
-    return results
 
 
 class Fanout:
-    """While entered: carries out steps (`litgpt_demo.data.preparation.MapFn`) as mapped tasks of the flow run it is in.
-
-    The task runner is its own, not the flow's: so a flow chooses its workers by a parameter, needs no subflow for it,
-    and one that finds its dataset done starts none.
-    """
+    """While entered: a way to carry out steps (`litgpt_demo.data.preparation.MapFn`) by workers of the chosen kind."""
 
     def __init__(self, workers: Workers) -> None:
-        self._kind, self._runner, self._most = workers.kind, _task_runner(workers), MOST_TASKS
-        if isinstance(workers, ProcessWorkers):
-            self._most = min(MOST_TASKS, _PER_PROCESS * (workers.count or _cores()))
-        self._over = False
-        self._phase_stopped, self._ended = threading.Event(), _Ended()
-        self._items, self._tasks = Counter[str](), Counter[str]()
+        self._workers = workers
+        self._over = threading.Event()
+        self._futures: list[Future[list[Any]]] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            # One client for the tasks of all threads; else each makes one, which takes longer than a small shard.
-            entered.enter_context(SyncClientContext.get_or_create())
-            if self._kind == "processes":
-                # The current folder, which may be somebody else's, is not on the path of the Pythons that are started.
-                before = {name: value for name, value in os.environ.items() if name == _SAFE_PATH}
-                entered.callback(os.environ.update, before)
-                entered.callback(os.environ.pop, _SAFE_PATH)
-                os.environ[_SAFE_PATH] = "1"
-            entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
+            self._executor = _executor(self._workers, entered)
             self._entered = entered.pop_all()
         return self
 
@@ -91,76 +52,81 @@ class Fanout:
         self._entered.__exit__(*exception)
 
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
-        names, shares = self._shares(step, items)
-        mapped: Task[..., Any] = carry_out
-        stopped, ended = self._phase_stopped, self._ended = threading.Event(), _Ended()
-        _stopped.set(stopped)
-        if self._over:  # asked after the phase stands: `stop` finds this one, or this finds it stopped
-            self.stop()
-        futures: Sequence[PrefectFuture[list[Any]]] = []
+        size = 1 if isinstance(self._workers, ThreadWorkers) else math.ceil(len(items) / _MOST_SHARES) or 1
+        shares = [items[start : start + size] for start in range(0, len(items), size)]
+        self._futures = futures = [self._executor.submit(_results, step, share) for share in shares]
         try:
-            futures = self._runner.map(mapped, {"what": names, "share": shares}) if items else []
-            for future in futures:
-                future.add_done_callback(ended.put)
-            for _ in futures:
-                if (next_one := ended.get()) is None or stopped.is_set():
-                    raise JobCancelled(_STOPPED)
-                yield from self._result(next_one)
-        except BaseException as error:
-            stopped.set()
-            if isinstance(error, GeneratorExit):  # to be done otherwise: nothing of it may still be writing then
-                for future in futures:
-                    future.wait()
+            for future in as_completed(futures):
+                if self._over.is_set():
+                    raise JobCancelled("the preparation was stopped; the same command goes on with what is left")
+                yield from self._result(future)
+        except GeneratorExit:  # to be done otherwise: nothing of it may still be writing then
+            if self._workers.kind != "dask":  # which calls cancelled what its workers are at
+                self._call_off()
+            wait(futures)
+            raise
+        except BaseException:
+            self._call_off()
             raise
 
     def stop(self) -> None:
-        """End it, from another thread: the tasks that have begun end after the shard in hand."""
-        self._over = True
-        self._phase_stopped.set()
-        self._ended.put(None)
+        """End it, from another thread: what has begun ends with the share in hand."""
+        self._over.set()
+        self._call_off()
 
-    def _result(self, future: PrefectFuture[list[Any]]) -> list[Any]:
-        # What a task runner raises when a worker died, or nothing leads to it any more.
+    def _call_off(self) -> None:
+        for future in self._futures:
+            future.cancel()
+
+    def _result(self, future: Future[list[Any]]) -> list[Any]:
+        # What an executor raises when a worker died, or nothing leads to it any more.
         losses: dict[type[BaseException], Fault] = {BrokenExecutor: Fault.NODE}
-        if self._kind == "dask":
-            from distributed import CancelledError, KilledWorker
+        if self._workers.kind == "dask":
+            from distributed import KilledWorker
 
             losses = {KilledWorker: Fault.NODE, CancelledError: Fault.NETWORK}
         try:
-            with own_tries():
-                return future.result()
+            return future.result()
         except tuple(losses) as error:
             raise LauncherError(
-                f"workers.kind={self._kind}: a worker was lost, or the way to it ({type(error).__name__}: {error}); "
-                "run again, what is done is kept; if it comes back, memory is short: take fewer workers",
+                f"workers.kind={self._workers.kind}: a worker was lost, or the way to it ({type(error).__name__}: "
+                f"{error}); run again, what is done is kept; if it comes back, memory is short: take fewer workers",
                 fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),
                 given_up=True,
             ) from error
 
-    def _shares(self, step: Callable[[T], R], items: Sequence[T]) -> tuple[list[str], list[Callable[[], list[R]]]]:
-        """Neighbouring items together, so that there are not too many; each task is named after its items."""
-        verb = str(getattr(step, "func", step).__name__)  # preparation's steps are partials
-        room = max(self._most - self._tasks[verb], _MORE_TASKS)
-        size, before = math.ceil(len(items) / room) or 1, self._items[verb]
-        groups = [items[start : start + size] for start in range(0, len(items), size)]
-        self._items[verb] += len(items)
-        self._tasks[verb] += len(groups)
-        names = []
-        for first, group in zip(count(before + 1, size), groups, strict=False):
-            numbers = f"{first}" if len(group) == 1 else f"{first}-{first + len(group) - 1}"
-            names.append(f"{verb} {numbers} of {self._items[verb]}")
-        return names, [partial(_results, step, group) for group in groups]
+
+def _results(step: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Carry out one share. It is tried again by itself: what passes of one share must not use up the whole step's."""
+    return [_tried(step, item) for item in items]
 
 
-def _task_runner(workers: Workers) -> TaskRunner[Any]:
+def _tried(step: Callable[[T], R], item: T) -> R:
+    for seconds in DELAYS:
+        try:
+            return step(item)
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            time.sleep(seconds)
+    with own_tries():
+        return step(item)
+
+
+def _executor(workers: Workers, entered: ExitStack) -> Executor:
+    """Return the executor; the end of `entered` ends it, and waits for what it is at."""
+    count = getattr(workers, "count", None) or len(os.sched_getaffinity(0))
     if isinstance(workers, ThreadWorkers):
-        return ThreadPoolTaskRunner(max_workers=workers.count or _cores())
+        return entered.enter_context(ThreadPoolExecutor(count))
     if isinstance(workers, ProcessWorkers):
-        return ProcessPoolTaskRunner(max_workers=workers.count or _cores())
-    from prefect_dask.task_runners import DaskTaskRunner
+        # The current folder, which may be somebody else's, is not on the path of the Pythons that are started.
+        before = {name: value for name, value in os.environ.items() if name == _SAFE_PATH}
+        entered.callback(os.environ.update, before)
+        entered.callback(os.environ.pop, _SAFE_PATH)
+        os.environ[_SAFE_PATH] = "1"
+        return entered.enter_context(ProcessPoolExecutor(count, mp_context=get_context("spawn")))
+    from distributed import Client
 
-    return DaskTaskRunner(address=workers.scheduler, client_kwargs={"timeout": "10s"})
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    client = entered.enter_context(Client(workers.scheduler, timeout=10, set_as_default=False))
+    executor: Executor = client.get_executor()
+    return executor

@@ -169,8 +169,8 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
     """
     if not isinstance(workers, DaskWorkers):
         return []
-    if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
-        what = "workers.kind=dask needs packages that are not installed"
+    if importlib.util.find_spec("distributed") is None:
+        what = "workers.kind=dask needs a package that is not installed"
         fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
         return [Finding("error", "workers.dask-missing", what, fix)]
     try:

@@ -120,10 +120,14 @@ def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tin
         assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
 
 
+def died(*given: Any) -> None:
+    os._exit(9)
+
+
 def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.workers._results", lambda step, items: os._exit(9))
+    monkeypatch.setattr("tasks.workers._results", died)
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
