@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from launcher.networks import NETWORKS
@@ -56,6 +57,20 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> N
         return [one for one in imports(path) if one[1].partition(".")[0] in {*HOUSE, "prefect", ""} - allowed]
 
     require(upward, "import from packages further down, by their full names")
+
+
+def test_packages_do_not_import_each_other_in_a_circle() -> None:
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source()}
+    parents = {name.rpartition(".")[0] for name in modules}
+    # A module at the top, such as launcher.errors, counts for itself.
+    packages = {name: name if name in parents or name.count(".") < 2 else name.rpartition(".")[0] for name in modules}
+    below: dict[str, set[str]] = {package: set() for package in packages.values()}
+    for name, path in modules.items():
+        for _, what in imports(path):
+            found = packages.get(what) or packages.get(what.rpartition(".")[0])
+            if found and found != packages[name]:
+                below[packages[name]].add(found)
+    TopologicalSorter(below).prepare()  # else it raises CycleError, with the packages
 
 
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.

@@ -41,9 +41,7 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     assert not (tmp_path / "255").exists()
 
 
-def test_a_share_that_fails_for_a_moment_is_tried_again_by_itself(
-    fanout: Fanout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_fails_once_is_tried_again_by_itself(fanout: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAYS", [0.0, 0.0])
     tried: list[int] = []
 
