@@ -94,7 +94,7 @@ class Fated(StrictPlatform):
 
 
 class Saving(Fated):
-    """Each attempt commits a checkpoint further on before it ends, or only a manifest that says so."""
+    """Each attempt commits a checkpoint further on before it ends, or one byte and a manifest that says so."""
 
     def __init__(self, codes: Iterable[int], folder: Path, *, every: int = 10, forged: bool = False) -> None:
         super().__init__(codes)
@@ -102,8 +102,10 @@ class Saving(Fated):
 
     def meet(self, job_id: JobId, code: int) -> None:
         folder = checkpoints.folder_of(step := len(self.began) * self._every)
-        stored = [] if self._forged else [self._run.write(f"{folder}/0.distcp", b"weights")]
+        stored = [self._run.write(f"{folder}/{name}", b"weights") for name in (checkpoints.INDEX, "0.distcp")]
         files = tuple(FileRecord.of(one, relative_to=folder) for one in stored)
+        if self._forged:
+            self._run.write(f"{folder}/0.distcp", b"x")
         manifest = checkpoints.CheckpointManifest(
             format=2, run="demo", step=step, tokens=0, dataset_key="k", validation_loss=None, world_size=2,
             versions={}, files=files,
@@ -121,7 +123,7 @@ def test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on(
 def test_checkpoints_that_are_made_up_do_not_keep_a_job_alive_for_ever(
     forged: bool, every: int, attempts: int, tmp_path: Path
 ) -> None:
-    """Steps count that a training of 1,000 steps can reach, and whose files are there."""
+    """Steps count that a training of 1,000 steps can reach, and whose files verify."""
     platform = Saving(repeat(PREEMPTED), tmp_path, every=every, forged=forged)
     with pytest.raises(JobFailed, match="preempted on node 0"):
         ended_well(tmp_path, platform, max_restarts=1)
