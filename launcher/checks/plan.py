@@ -288,7 +288,8 @@ class Sight:
         size = bytes_text(sum(source.size for source in planned.sources))
         what = planned.name if planned.unknown else f"{len(planned.sources):,} files, {size},"
         unsure = "unknown: nothing if it is done, else " if planned.unknown or self.seen.blind else ""
-        return f"{unsure}prepare {what} by {by}"
+        scratch = preflight.scratch_for(planned, root=self.run.config.root, workers=workers)
+        return f"{unsure}prepare {what} by {by}{scratch and f', with {scratch}'}"
 
     def training(self) -> str:
         """Return what the training step would do, with the cost of the steps that are left."""

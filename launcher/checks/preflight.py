@@ -14,9 +14,11 @@ import posixpath
 import shutil
 import socket
 import tempfile
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -46,6 +48,7 @@ _OPENED = 64_000_000
 """Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
 _BYTES_PER_TOKEN = 4
 """About what GPT-2's tokenizer makes of English."""
+_PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.preparation.workers)
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
@@ -275,6 +278,33 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
         return finding_of(error, "data.refused")
     mean = sum(sizes) / len(sizes) if sizes else 0.0
     return Start(documents=round(size / mean), document_bytes=mean) if mean else None
+
+
+def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
+    """Return where and how much scratch disk a preparation takes at its peak, in words; empty for a corpus that is here.
+
+    Each worker holds what is fetched for a shard, and about as many bytes of tokens. While half of the file system is
+    free the copies stay for the second reading.
+    """
+    from litgpt_demo.data.corpus import plan_shards
+    from litgpt_demo.data.preparation import threads_for
+    from litgpt_demo.data.preparation.ledger import Work
+
+    if not any(source.is_remote for source in planned.sources):
+        return ""
+    work = Work(data=planned.data, root=root, path=planned.path)
+    shards = plan_shards(planned.data.corpus, planned.sources)
+    sizes = [sum(part.source.size for part in shard.parts if part.source.is_remote) for shard in shards]
+    if work.max_bytes is not None:
+        sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
+    sizes.sort(reverse=True)
+    at_work, whose = 1, "for each worker "
+    if not isinstance(workers, DaskWorkers):
+        at_work, whose = workers.count or threads_for(root if workers.kind == "threads" else ""), ""
+    pieces = sum(sizes[: at_work + (_PIECES if is_remote(root) else 0)])
+    least, most = sum(sizes[:at_work]) + pieces, sum(sizes) + pieces
+    kept = f", and {bytes_text(most)} while half of that disk is free" if most > least else ""
+    return f"{whose}about {bytes_text(least)} of scratch in {work.scratch}{kept}"
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
