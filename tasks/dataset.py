@@ -11,8 +11,8 @@ from prefect.context import TaskRunContext
 
 from launcher.checks.preflight import check_workers
 from launcher.config import ThreadWorkers, Workers
+from launcher.errors import require
 from launcher.events import Step, StepDone, StepProgress, StepStarted
-from launcher.findings import require
 from launcher.formatting import count_text
 from launcher.reports import datasets
 from litgpt_demo.data import preparation

@@ -68,7 +68,6 @@ class CodeArchive:
     sha256: str
     content: bytes = field(repr=False)
     paths: tuple[str, ...] = field(default=(), repr=False)
-    """The files that it holds."""
 
     @classmethod
     def stored(cls, root: Storage, address: str) -> Self:
@@ -89,7 +88,7 @@ class CodeArchive:
 
     @property
     def path(self) -> str:
-        """The archive below the root."""
+        """Below the root."""
         return f"{CODE}/{archive_name(self.sha256)}"
 
     def ship(self, root: Storage) -> bool:
@@ -157,7 +156,6 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
 
 
 def _paths(mount: str, folder: Path, root: str) -> list[str]:
-    """The files of the folder that ship, sorted."""
     if not folder.is_dir():
         raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.runs.run import Run, plan_run, plan_script, run_of, trained_seconds, training_job
-from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, trials
+from launcher.runs import run as module
+from launcher.runs.run import Outcome, Run, Trial, best_yaml, plan_run, plan_script, ranking, run_of, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
 
@@ -86,7 +86,7 @@ def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Pa
 
 def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
     def secrets(wandb: dict[str, Any] | None) -> tuple[str, ...]:
-        return training_job(run(tmp_path, {"train.wandb": wandb}), attempt=1, image=None).secrets
+        return run(tmp_path, {"train.wandb": wandb}).job(attempt=1, image=None).secrets
 
     assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
     assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
@@ -97,7 +97,7 @@ def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
 def test_steps_that_were_repeated_after_a_restart_count_once_and_pauses_too(seconds: list[float], back_to: int) -> None:
     rows = [{"kind": "step", "step": number, "step_seconds": took} for number, took in enumerate(seconds, start=1)]
     pauses = [{"kind": "evaluation", "step": 1, "seconds": 5.0}, {"kind": "checkpoint", "step": 1, "seconds": 1.0}]
-    assert trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
+    assert module.trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
 
 
 BASE = {"train": {"global_batch": 16, "micro_batch": 4, "max_steps": 200}}
