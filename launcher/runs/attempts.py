@@ -25,8 +25,10 @@ from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
 from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script, plan_run, plan_script
+from litgpt_demo import catalogue
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
+from litgpt_demo.models import estimates
 from litgpt_demo.runs import read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -331,13 +333,23 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
     Args:
         steps: the steps of the training, where they are known: it makes no progress beyond them.
     """
-    config, training = run.config, run if isinstance(run, Run) else None
+    config = run.config
+
+    def progress() -> int:
+        if not isinstance(run, Run):
+            return 0
+        model = run.config.model
+        # A vocabulary that is the tokenizer's has at least one id, and a checkpoint all weights in at least 16 bits.
+        fields = catalogue.fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
+        least = 2 * estimates.parameters(catalogue.config_of(fields))
+        return checkpoints.newest_step(run.storage, most=steps, least=least)
+
     return Claim(
         attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(config.platform)),
         config=config,
         platform=config.platform.open(),
         make_job=lambda number: run.job(attempt=number, image=known_image(config.image)),
-        progress=lambda: checkpoints.newest_step(training.storage, most=steps) if training else 0,
+        progress=progress,
     )
 
 

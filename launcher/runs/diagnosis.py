@@ -192,7 +192,7 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[s
             content = attempt.read(name, most=MOST_NODE_REPORT)
             report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
             if name != f"node-{report.node}.json":
-                raise DataError(f"{attempt.address(name)} is signed by node {report.node}; read the node's log")
+                raise DataError(f"{attempt.address(name)} is signed by node {report.node}", fix="read the node's log")
             found.append(report.model_dump(mode="json"))
         except DataError as error:
             if bad is not None:

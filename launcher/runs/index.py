@@ -295,7 +295,7 @@ class Index:
         run, number = which
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
-            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}", fix=FIX)
         place = f"runs/{run}/{ATTEMPTS}/{number}"
         own = self.root.address(place)
         above, found, rest = record.directory.rpartition(place)

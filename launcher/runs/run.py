@@ -272,7 +272,7 @@ def trials(sweep: SweepConfig) -> list[Trial]:
     grid = sweep.sweep.grid
     if (count := math.prod(map(len, grid.values()))) > MOST_TRIALS:
         raise ConfigProblem(
-            f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}; vary fewer settings at a time"
+            f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}", fix="vary fewer settings at a time"
         )
     made, problems = [], []
     for values in itertools.product(*grid.values()):

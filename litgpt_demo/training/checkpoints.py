@@ -84,7 +84,7 @@ def committed(
     return sorted(found, key=lambda manifest: -manifest.step)
 
 
-def newest_step(run: Storage, *, most: int | None = None) -> int:
+def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
     """Return the step of the run's newest checkpoint that verifies, 0 where there is none.
 
     Its manifest names an index and other files, and they are there in their sizes and checksums. A bucket knows those
@@ -92,11 +92,12 @@ def newest_step(run: Storage, *, most: int | None = None) -> int:
 
     Args:
         most: the steps of the training; no checkpoint is further than its end.
+        least: bytes of the model's weights; no checkpoint has fewer.
     """
 
     def verifies(manifest: CheckpointManifest) -> bool:
         place, said = run.within(folder_of(manifest.step)), manifest.files
-        if INDEX not in {file.path for file in said} or len(said) < 2:
+        if INDEX not in {file.path for file in said} or len(said) < 2 or manifest.size < least:
             return False
         if (folder := place.local_path()) is not None:
             return not differences(folder, said)

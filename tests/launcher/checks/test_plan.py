@@ -69,15 +69,13 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_plan_of_a_remote_corpus_says_the_peak_of_scratch_disk_that_its_preparation_takes(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny({"workers.count": 2})
     assert "scratch" not in would(config)["dataset"]
     files = [Source(address=f"gs://b/{n}", name=f"{n}", size=n * 10**9, version="crc32c:0") for n in range(1, 6)]
     planned = replace(plan_dataset(config.data), sources=tuple(files))
     monkeypatch.setattr("launcher.runs.run.preview_dataset", lambda data: planned)
-    scratch = f"with about 18.0 GB of scratch in {tmp_path}/.scratch/{planned.path.rpartition('/')[2]}"
+    scratch = f"with about 18.0 GB of scratch in {config.root}/.scratch/{planned.path.rpartition('/')[2]}"
     assert would(config)["dataset"].endswith(f"{scratch}, and 24.0 GB while half of that disk is free")
 
 

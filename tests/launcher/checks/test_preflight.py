@@ -19,8 +19,6 @@ from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, TrainLi
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.storage.local import LocalStorage
 
-PREBUILT = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
-
 
 def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
@@ -52,7 +50,8 @@ def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(
 def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = {"data": {"tokenizer": {"kind": "train", "vocab_size": 70_000}}, "train": {"strategy": "fsdp"}}
-    broken = validated(RunConfig, {"root": f"{tmp_path}/file", "image": PREBUILT, **settings}, where="test")
+    image = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
+    broken = validated(RunConfig, {"root": f"{tmp_path}/file", "image": image, **settings}, where="test")
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory=f"{tmp_path}/attempts/1")
     with socket.create_server(("", 0)) as taken:
         place = check_place(broken, LocalPlatform(port=taken.getsockname()[1]), job)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.runs import run as module
+from launcher.runs.attempts import claim_at
 from launcher.runs.run import Outcome, Run, Trial, best_yaml, plan_run, plan_script, ranking, run_of, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.training import checkpoints
 
 
 def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\ntwo\nthree\n") -> Run:
@@ -91,6 +94,17 @@ def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
     assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
     assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
     assert secrets({"project": "pages", "secret": None}) == secrets(None) == ()
+
+
+def test_a_checkpoint_that_is_too_small_for_the_model_is_no_progress(tmp_path: Path) -> None:
+    training, folder = run(tmp_path), checkpoints.folder_of(8)
+    stored = [training.storage.write(f"{folder}/{name}", b"x") for name in (checkpoints.INDEX, "__0_0.distcp")]
+    manifest = checkpoints.CheckpointManifest(
+        format=2, run=training.name, step=8, tokens=0, dataset_key="k", validation_loss=None, world_size=1,
+        versions={}, files=tuple(FileRecord.of(one, relative_to=folder) for one in stored),
+    )  # fmt: skip
+    checkpoints.commit(training.storage, manifest)
+    assert (checkpoints.newest_step(training.storage), claim_at(training).progress()) == (8, 0)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 19))
