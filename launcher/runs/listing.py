@@ -44,7 +44,6 @@ class Target:
     name: str
     """The run's or the sweep's name, which a cancellation is requested for."""
     runs: tuple[str, ...]
-    is_sweep: bool = False
     damaged: tuple[str, ...] = ()
     """The damage of each unreadable record that may belong to one of the sweep's trials."""
     open: OpenPlatform = recorded_platform
@@ -168,7 +167,7 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
         return Target(index=index, name=name, runs=(name,))
     # A sweep's trials have the name of its config, as it has; only their keys differ.
     damaged = tuple(why for run, why in bad.runs.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
-    return Target(index=index, name=name, runs=trials, is_sweep=True, damaged=damaged)
+    return Target(index=index, name=name, runs=trials, damaged=damaged)
 
 
 def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
