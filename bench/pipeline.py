@@ -30,7 +30,7 @@ from bench.common import arguments, at_most, conclude
 from launcher.config import RunConfig, ScriptConfig, load
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
-from launcher.runs.run import plan_run, training_job, training_spec, write_config
+from launcher.runs.run import plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.training.checkpoints import committed
@@ -54,7 +54,7 @@ def bare(root: Path, seed: int, steps: int) -> float:
     """Seconds that torchrun alone takes for the training, node by node as a user would start it by hand."""
     run = plan_run(load(RunConfig, CONFIG, settings_of(root / "bare", seed, steps)))
     write_config(run, training_spec(run, prepare(run.dataset, run.root)))
-    job = training_job(run, attempt=1, image=None)
+    job = run.job(attempt=1, image=None)
     submission = LocalPlatform().render(job)
     port, logs, environment = free_port(), root / f"logs-{seed}", submission.body["nodes"][0]["env"]
     began = time.monotonic()

@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,10 +30,10 @@ from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
 from launcher.runs.attempts import Attempts, cancel_each
-from launcher.runs.index import Index, damaged_records
-from launcher.runs.log_text import readable
-from launcher.runs.sweeps import trials
-from launcher.runs.targets import Target, find, find_started_with
+from launcher.runs.index import DamagedRecords, Index
+from launcher.runs.listing import Target, find, find_started_with
+from launcher.runs.run import trials
+from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
 from litgpt_demo.export import use_of
@@ -434,7 +435,7 @@ def doctor(
     if config is None and profile is not None:
         raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
     settings = None if config is None else read_config(config, overrides, profile)
-    findings = examine_environment(root if settings is None else settings.root)
+    findings = list(examine_environment(root if settings is None else settings.root))
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
@@ -473,11 +474,11 @@ def runs(
     from flows.reconciling import contradicted
     from launcher.runs.listing import run_rows, table_of
 
-    rows = contradicted(run_rows(Index.of(root), bad=(bad := damaged_records())))
+    rows = contradicted(run_rows(Index.of(root), bad=(bad := DamagedRecords())))
     if as_json:
         if bad.count:
             _say(escape(str(bad)), stderr)
-        typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
         return
     _print_table(table_of(rows))
     if not rows:
@@ -493,7 +494,7 @@ def status(target: Words, overrides: Overrides = None, profile: Profile = None, 
 
     found = target_of(target, overrides, profile, root)
     if len(found.runs) > 1:
-        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := damaged_records()), open=found.open)))
+        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := DamagedRecords()), open=found.open)))
         _print_notes(str(bad))
         return
     [attempts] = found.attempts
@@ -501,7 +502,7 @@ def status(target: Words, overrides: Overrides = None, profile: Profile = None, 
     rows = []
     for one in seen:
         row = {"attempt": one.number, "state": one.status.state, "in the platform's words": one.status.native}
-        rows.append({**row, "job": one.job_id, **({"code": one.record.code} if one.record.code else {})})
+        rows.append({**row, "job": one.record.job_id, **({"code": one.record.code} if one.record.code else {})})
     _print_table(rows)
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
     if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
@@ -579,7 +580,7 @@ def reap(
 
     Runs that live, or whose state is not known, are never touched.
     """
-    from launcher.runs.listing import Leftover, leftovers, remove_leftover
+    from launcher.runs.listing import leftovers, remove_leftover
 
     unknown = False
     if not dry_run:
@@ -596,7 +597,7 @@ def reap(
                 _say(escape(what))
     index = Index.of(root)
     found = leftovers(index)
-    those = [one for one in found if isinstance(one, Leftover)]
+    those = [one for one in found if one.job_id is not None]
     unknown = unknown or len(those) < len(found)
     for one in found:
         _say(escape(str(one)))

@@ -27,7 +27,7 @@ from flows.serving import AUTH, CHECKOUT, ORIGINS, SERVER_AUTH, environment_file
 from launcher.config import config_document
 from launcher.errors import ConfigProblem
 from launcher.formatting import harmless
-from launcher.runs.index import Index, damaged_records, root_of
+from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
@@ -121,7 +121,7 @@ def stop() -> None:
     for name in ("worker", "server"):
         _report(name, "stopped" if _end(name) else "not running", "")
     for index in indexes:
-        for row in run_rows(index, bad=(bad := damaged_records())):
+        for row in run_rows(index, bad=(bad := DamagedRecords())):
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")

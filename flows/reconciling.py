@@ -145,7 +145,7 @@ async def crash_orphans(
     return dead
 
 
-def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, bytes | None]]:
+def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
     """The last sign of life of each lease that a flow run holds; none where its root cannot be read from here."""
     with suppress(TrainLitgptError, KeyError):
         index = Index.of(root_of(flow_run.parameters))

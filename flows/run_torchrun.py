@@ -11,11 +11,11 @@ from prefect import flow
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
-from launcher.checks.plan import findings_of_script
+from launcher.checks.plan import findings_at
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.runs.attempts import claim_script, known_image, script_of_flow_run
-from launcher.runs.run import plan_script, script_job
+from launcher.runs.attempts import claim_at, known_image, script_of_flow_run
+from launcher.runs.run import plan_script
 from tasks.image import build_image, ship_code
 from tasks.preflight import get_credentials, is_under_way
 from tasks.steps import as_it_is, emit
@@ -35,8 +35,8 @@ async def run_script(config: ScriptConfig) -> str:
     # The code is read once for all steps; a resumed flow run keeps to that of the job that it has started.
     mine = flow_runs()[0]
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
-    claim = claim_script(script)
-    lives = await is_under_way(claim, partial(findings_of_script, script))
+    claim = claim_at(script)
+    lives = await is_under_way(claim, partial(findings_at, script))
     image = known_image(config.image) if lives else None
     if image is None:  # a live job's too, where this step names the image: a new attempt would need it
         image = (await build_image(config)).image
@@ -46,7 +46,7 @@ async def run_script(config: ScriptConfig) -> str:
             await ship_code(as_it_is(script.code), config.root)
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
     emit(StepStarted(step=Step.TRAINING, what=f"{config.script} on {nodes}"))
-    claim = replace(claim, make_job=lambda attempt: script_job(script, attempt=attempt, image=image))
+    claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=image))
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts)
     emit(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
     emit(Note(what=f"logs: {record.directory}"))

@@ -17,10 +17,9 @@ from launcher.config import SweepConfig
 from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
-from launcher.runs.attempts import CancelWatch, opening_beside, settle_others
+from launcher.runs.attempts import CancelWatch, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import Run
-from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, runs_of, sweep_name, trials
+from launcher.runs.run import Outcome, Run, Trial, best_yaml, ranking, runs_of, sweep_name, trials
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.runs import read_metrics
@@ -42,8 +41,7 @@ async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     """Run all trials, at most `max_parallel` at a time; one that fails does not end the others."""
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
-    start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
-    await asyncio.to_thread(settle_others, index, start, name=config.name, open=beside)
+    await asyncio.to_thread(settle_others, config, sweep=sweep)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
     await report_findings(partial(findings_of_trials, config, planned, runs, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])

@@ -1,8 +1,15 @@
-"""The launching side's branch of the tree of errors (litgpt_demo.errors has the rest, and the exit code of each)."""
+"""The launching side's branch of the tree of errors (litgpt_demo.errors has the rest, and the exit code of each).
+
+Errors become findings here, and findings that forbid a run one error.
+"""
 
 from __future__ import annotations
 
-from litgpt_demo.errors import Fault, TrainLitgptError
+from collections.abc import Iterable
+from dataclasses import replace
+
+from litgpt_demo.errors import DataError, Fault, NetworkError, TrainLitgptError, Unreachable
+from litgpt_demo.findings import Finding, fault_of_findings
 
 
 class LauncherError(TrainLitgptError):
@@ -86,3 +93,33 @@ class JobRefused(PlatformRefused):
 
 class JobFailed(LauncherError):
     """The job ended badly, with the words and the class of the verdict on its last attempt."""
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+OUT_OF_SIGHT = (
+    NoCredentials, NotInstalled, PlatformUnreachable, ImageOutOfSight, ImageUnreachable, NetworkError, Unreachable,
+)  # fmt: skip
+"""Errors that say nothing about the config: only that it cannot be looked at from this machine, or not now."""
+
+
+def finding_of(error: Exception, code: str) -> Finding:
+    """Return the finding that an error is: `unknown` where it says no more than that we could not look."""
+    finding = Finding.of(error, code)
+    return replace(finding, severity="unknown") if isinstance(error, OUT_OF_SIGHT) else finding
+
+
+def require(findings: Iterable[Finding]) -> list[Finding]:
+    """Return all findings if none is an error, and nothing is unknown.
+
+    Else one ConfigProblem names every problem, so that one round of changes is enough; its class is the findings'. It
+    is a DataError where the corpus is all that is wrong.
+    """
+    found = list(findings)
+    problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
+    if problems:
+        fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or Fault.USER
+        messages = [finding.message for finding in problems]
+        text = messages[0] if len(messages) == 1 else "\n  ".join([f"{len(messages)} problems:", *messages])
+        raise DataError(text) if fault is Fault.DATA else ConfigProblem(text, fault=fault)
+    return found

@@ -10,8 +10,8 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from launcher.checks.preflight import check_workers
 from launcher.config import ThreadWorkers, Workers
+from launcher.errors import require
 from launcher.events import Step, StepDone, StepProgress, StepStarted
-from launcher.findings import require
 from launcher.formatting import count_text
 from launcher.reports import datasets
 from litgpt_demo.data import preparation

@@ -9,8 +9,8 @@ from prefect import task
 
 from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.config import RunConfig, ScriptConfig
+from launcher.errors import require
 from launcher.events import Note, Output, Step, StepDone, StepStarted
-from launcher.findings import require
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage

@@ -11,8 +11,8 @@ from prefect.artifacts import acreate_table_artifact
 
 from launcher.checks.preflight import check_access
 from launcher.config import RunConfig, ScriptConfig
+from launcher.errors import require
 from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.findings import require
 from launcher.runs.attempts import Claim, settle_others
 from litgpt_demo.findings import Finding
 from litgpt_demo.secrets import redacted
@@ -32,8 +32,7 @@ async def is_under_way(
     if await ask(claim, attempts.live) is not None:
         return True
     if await asyncio.to_thread(done) is None:
-        others = {"name": config.name, "run": attempts.run}
-        await asyncio.to_thread(settle_others, attempts.index, config.start, **others, open=attempts.open)
+        await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
     await report_findings(find, artifact=attempts.run)
     return False
 

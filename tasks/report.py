@@ -18,8 +18,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport
-from launcher.runs.diagnosis import Verdict
-from launcher.runs.evidence import node_reports
+from launcher.runs.diagnosis import Verdict, node_reports
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest

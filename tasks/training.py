@@ -23,15 +23,15 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
-from launcher.runs.evidence import damaged_reports, node_reports
+from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
-from launcher.runs.restarts import Budget, Stop
-from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
+from launcher.runs.restarts import Budget
+from launcher.runs.run import Run, training_spec, write_bill, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.documents import Unreadable
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
@@ -67,7 +67,7 @@ async def train(
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
             claim_at(run, steps=spec.steps),
-            make_job=lambda attempt: training_job(run, attempt=attempt, image=identity.image, labels=labels),
+            make_job=lambda attempt: run.job(attempt=attempt, image=identity.image, labels=labels),
         )
         step = there[0].step if there else 0
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
@@ -100,8 +100,7 @@ async def run_job(
             if (done := await run.turn(ended, verdict)) is not None:
                 return done
             decision = budget.after(run.verdicts)
-            wait = 0.0 if isinstance(decision, Stop) else decision.wait
-            if wait and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
+            if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
                 what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
                 await pause(wait, look=watch.check)
@@ -175,7 +174,7 @@ class _Orchestration:
             await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
             self.verdicts.append(judged)
         self.step = max(self.step, self.verdicts[-1].after)
-        if isinstance(decision := self.budget.after(self.verdicts), Stop):
+        if (decision := self.budget.after(self.verdicts)).wait is None:
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
             await asyncio.to_thread(lease.release, stopped=ended)
@@ -296,7 +295,7 @@ async def await_job(
         lines.tail.clear()
         with suppress(PlatformUnreachable):  # the nodes' reports tell most
             await read_logs(platform, job_id, on_lines=lines.keep)
-    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
+    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := Unreadable("nodes' reports"))
     report_unreadable(bad)
     verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
     await show_verdict(verdict, attempt=job.attempt_name)

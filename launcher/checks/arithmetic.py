@@ -61,19 +61,14 @@ def place_of(config: RunConfig) -> Place | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The bytes that one process of a training takes of its place."""
+    """The memory that one process of a training takes."""
 
     memory: estimates.Memory
     place: Place | None
-
-    @property
-    def saved(self) -> int:
-        """A save on a CPU copies the state into the same memory."""
-        return self.memory.saved if self.place is not None and self.place.kind == "cpu" else 0
-
-    @property
-    def likely(self) -> int:
-        return self.memory.total + self.saved
+    saved: int
+    """Bytes: a save on a CPU copies the state into the same memory."""
+    likely: int
+    """Bytes in all."""
 
 
 def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
@@ -103,7 +98,8 @@ def _needs(
         world_size=world_size or config.world_size,
         device="cuda" if place is None else place.kind,
     )
-    return Needs(memory=memory, place=place)
+    saved = memory.saved if place is not None and place.kind == "cpu" else 0
+    return Needs(memory=memory, place=place, saved=saved, likely=memory.total + saved)
 
 
 def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
@@ -149,7 +145,7 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = N
 
 def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
     """Yield a finding where trainings that run at the same time, in the same place, do not fit it together."""
-    place = several[0].place
+    place = several[0].place if several else None
     total = sum(one.likely for one in several)
     if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
         return  # what does not fit alone is told of that training
@@ -171,12 +167,10 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     estimate could make it fit.
     """
     model, place = model_of(config, vocab_size), place_of(config)
-    if model is None or place is None:
+    needed = None if model is None else _needs(config, model, config.train, place)
+    if needed is None or place is None or needed.likely <= place.memory:
         return
-    needed = _needs(config, model, config.train, place)
     likely, certain = needed.likely, needed.memory.least
-    if likely <= place.memory:
-        return
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
     surely = certain > place.memory or likely > margin * place.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
@@ -190,10 +184,7 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
 
 
 def _fitting(config: RunConfig, model: Any, place: Place) -> str:
-    """Return the change that fits and costs least: a smaller micro-batch, then recomputation, then sharding.
-
-    Where none of these is enough, shorter samples, more processes, or a smaller model.
-    """
+    # The change that fits and costs least; where none is enough, shorter samples, more processes, or a smaller model.
     train, least = config.train, dict[str, Any]()
     for least in _cheaper(config):
         likely = _needs(config, model, train.model_copy(update=least), place).likely
@@ -235,7 +226,6 @@ def _cheaper(config: RunConfig) -> Iterator[dict[str, Any]]:
 
 
 def _changed(train: TrainConfig, changes: Mapping[str, Any]) -> str:
-    """Return the settings of the training that `changes` would change, as they are written on the command line."""
     return " ".join(f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name))
 
 
@@ -253,11 +243,10 @@ def seconds_for(config: RunConfig, flops: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The time of a training, and its cost at list price."""
+    """The time of a training, and its cost at list price; None where no list price is known."""
 
     seconds: float
     dollars: float | None
-    """None where no list price is known."""
     price: ListPrice | None
 
     def __str__(self) -> str:
@@ -270,10 +259,7 @@ class Expected:
 
 
 def expected(machine: Machine, *, nodes: int, seconds: float) -> Expected:
-    """Return the cost of so many of these machines for so long.
-
-    Spot prices move and are not foretold: they are a third to a tenth of the list's.
-    """
+    """Return the cost of so many of these machines. Spot prices move: they are a third to a tenth of the list's."""
     price = machine.price
     dollars = None if price is None else price.usd * nodes * seconds / 3600
     return Expected(seconds=seconds, dollars=dollars, price=price)

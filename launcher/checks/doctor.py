@@ -21,45 +21,37 @@ from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import version
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
 # What has to be there, and the range that is known to work together.
 _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
-_TOOLS: tuple[tuple[str, Severity, str], ...] = (
-    ("git", "warning", "without it the commit of the code is not recorded with a run"),
-    ("docker", "info", "needed for image.kind=docker only"),
-)
+_TOOLS = {
+    "git": Finding(
+        "warning", "tool.git", "git is not installed", "without it the commit of the code is not recorded with a run"
+    ),
+    "docker": Finding("info", "tool.docker", "docker is not installed", "needed for image.kind=docker only"),
+}
 
 
-def examine_environment(root: str = "output") -> list[Finding]:
-    """The environment, good news included: what is there, what is missing, how to fix it."""
-    python = Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
-    return [python, *_packages(), *check_root(root), *_machine(), _network(), _prefect_server(), *_tools()]
-
-
-def _packages() -> Iterator[Finding]:
+def examine_environment(root: str = "output") -> Iterator[Finding]:
+    """Yield the environment, good news included: what is there, what is missing, how to fix it."""
+    yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
     for name, known in _NEEDED.items():
-        code = f"package.{name}"
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding("error", code, f"{name} is not installed", "make train installs everything into .venv")
-            continue
-        if found.startswith(known):
-            yield Finding("info", code, f"{name} {found}")
+        found = version_of(name)
+        if found is None:
+            fix = "make train installs everything into .venv"
+            yield Finding("error", f"package.{name}", f"{name} is not installed", fix)
+        elif found.startswith(known):
+            yield Finding("info", f"package.{name}", f"{name} {found}")
         else:
-            yield Finding("warning", code, f"{name} {found}", f"tested with {known}")
-    with suppress(importlib.metadata.PackageNotFoundError):
-        fastapi = importlib.metadata.version("fastapi")
-        if version(fastapi) >= version("0.151"):
-            what = f"fastapi {fastapi} breaks Prefect's server at import"
-            yield Finding("error", "package.fastapi", what, "pip install 'fastapi<0.151'")
-
-
-def _machine() -> Iterator[Finding]:
+            yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
+    if (fastapi := version_of("fastapi")) and version(fastapi) >= version("0.151"):
+        what = f"fastapi {fastapi} breaks Prefect's server at import"
+        yield Finding("error", "package.fastapi", what, "pip install 'fastapi<0.151'")
+    yield from check_root(root)
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
     if memory.available < 4 * _GIB:
@@ -73,40 +65,33 @@ def _machine() -> Iterator[Finding]:
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
     yield Finding("info", "machine.gpus", gpus or "no NVIDIA GPU: training runs on the CPU")
-
-
-def _network() -> Finding:
-    try:
-        # Listening alone succeeds even where the interface is down.
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=3),
-        ):
-            return Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
+    try:  # listening alone succeeds even where the interface is down
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=3).close()
+        yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
     except OSError as error:
         what = f"processes cannot meet on 127.0.0.1 ({error.strerror or error})"
         fix = "ranks meet over loopback; bring the interface up: ip link set lo up"
-        return Finding("error", "network.loopback", what, fix)
-
-
-def _prefect_server() -> Finding:
+        yield Finding("error", "network.loopback", what, fix)
     address = os.environ.get("PREFECT_API_URL")
-    if not address:
-        what = "PREFECT_API_URL is not set: `run` starts a server of its own for its duration"
-        return Finding("info", "prefect.server", what, "make serve starts one that stays, with the UI")
-    given = f"PREFECT_API_URL={redacted(address)}"  # without the password that may be in it
+    given = f"PREFECT_API_URL={redacted(address or '')}"  # without the password that may be in it
     try:
-        with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
-            answer.read()
+        if address:
+            urlopen(f"{address.rstrip('/')}/health", timeout=3).close()
+            yield Finding("info", "prefect.server", f"{given} answers")
+        else:
+            what = "PREFECT_API_URL is not set: `run` starts a server of its own for its duration"
+            yield Finding("info", "prefect.server", what, "make serve starts one that stays, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
         what = f"{given} does not answer ({words_of(error)})"
-        return Finding("error", "prefect.server", what, "make serve, or unset PREFECT_API_URL")
-    return Finding("info", "prefect.server", f"{given} answers")
+        yield Finding("error", "prefect.server", what, "make serve, or unset PREFECT_API_URL")
+    for name, missing in _TOOLS.items():
+        where = shutil.which(name)
+        yield Finding("info", f"tool.{name}", f"{name}: {where}") if where else missing
 
 
-def _tools() -> Iterator[Finding]:
-    for name, severity, why in _TOOLS:
-        if where := shutil.which(name):
-            yield Finding("info", f"tool.{name}", f"{name}: {where}")
-        else:
-            yield Finding(severity, f"tool.{name}", f"{name} is not installed", why)
+def version_of(package: str) -> str | None:
+    """The installed version of a package, None where it is not there."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.errors import ImageProblem
-from launcher.findings import finding_of
+from launcher.errors import ImageProblem, finding_of
 from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
@@ -63,10 +62,7 @@ def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -
 
 
 def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield findings as they are, but of a wrong NCCL for one node, which talks to nobody, a warning at most.
-
-    NCCL stops, on one node too, where it is told a network by name and cannot load it; else it does without.
-    """
+    # One node talks to nobody: a wrong NCCL is a warning, and only where it is told a network by name, which stops it.
     for finding in found:
         if config.platform.nodes > 1 or (finding.severity, finding.code) != ("error", "nccl.version"):
             yield finding
@@ -108,7 +104,6 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
 
 
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
-    """Yield how an image that is in its registry fits, by its labels."""
     machine = config.platform.machine_type
     try:
         said = read_config(
@@ -136,7 +131,6 @@ def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Net
 
 
 def _check_contents(contents: Contents, network: Network, *, owner: str, instead: str = "") -> Iterator[Finding]:
-    """Yield the reasons why the network's plug-in may not work in an image."""
     node = network.node
     if contents.nccl:
         yield from check_nccl_version(node, contents.nccl, owner=owner, instead=instead)
@@ -155,7 +149,6 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
 
 
 def _verdict(contents: Contents, network: Network | None) -> str:
-    """Return the network's verdict, in words, on an image that may be used."""
     if network is None:
         return "no NCCL plug-in is needed"
     plugin = f"{network.name} {network.pair.plugin}" if network.pair else network.name

@@ -9,24 +9,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from typing import TypeAlias
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks import arithmetic, preflight
 from launcher.checks.fitness import chosen_image
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
-from launcher.errors import LauncherError, RunIsLive
+from launcher.errors import OUT_OF_SIGHT, LauncherError, RunIsLive, finding_of
 from launcher.events import Step
-from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import UNBUILT, Submission
 from launcher.platforms.base import Capability
-from launcher.runs.attempts import Claim, claim_at, claim_script, opening_beside, settle_others
-from launcher.runs.index import Index
+from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
-from launcher.runs.sweeps import Trial, runs_of, trials
+from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable
@@ -35,17 +33,17 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
 
 _PATIENCE = 5.0
 """Seconds that a bucket may take to answer a plan; a run waits for it longer."""
 
-_OF_A_TRIAL = (Step.TRAINING, Step.CHECKPOINTS)
-"""The steps that each trial of a sweep has for itself; the others are shared."""
-
 _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
+
+
+AnyConfig: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class Plan:
     findings: Sequence[Finding]
 
 
-def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Plan:
+def plan_of(config: AnyConfig) -> Plan:
     """Return what a config would do, as far as this machine can tell, and all that a run would be refused for.
 
     Of a sweep that is every trial with what it takes, and the sum of them; what all trials share is told once.
@@ -71,39 +69,37 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
     if not isinstance(config, RunConfig):
         found: list[Finding] = []
         for script in _scripts(config):
-            claim = claim_script(planned := plan_script(script))
-            seen = _look(claim)
-            job = claim.make_job(seen.attempt)
-            found += [*seen.findings, *preflight.check_script(script, claim.platform, job, files=planned.files)]
+            there = _look(plan_script(script))
+            found += [*there.findings, *_blocking(there)]
             found += [*_access(script, found), _restarts(script)]
         return Plan(findings=list(dict.fromkeys(found)))
-    if not isinstance(config, SweepConfig):
-        sight = _sight(preview_run(config))
-        findings = [*sight.seen.findings, *_blocked([sight])[0]]
-        tokens = None if sight.steps is None else sight.tokens(sight.steps)
-        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=tokens)
-        steps, trial_rows = [sight.row(step) for step in Step], list[dict[str, str]]()
-    else:
-        every = trials(config)
-        sights = [_sight(run) for run in runs_of(every, preview_dataset)]
-        told = [[*its.seen.findings, *blocked] for its, blocked in zip(sights, _blocked(sights), strict=True)]
-        findings = [*_told(every, told), *_about_parallel(config, sights)]
-        datasets = {sight.run.dataset.path: sight for sight in sights}
-        shared = [sight.row(step) for sight in datasets.values() for step in Step if step not in _OF_A_TRIAL]
-        steps, figures = list({tuple(step.items()): step for step in shared}.values()), []
-        trial_rows = [
-            {
+    figures, trial_rows = list[dict[str, str]](), list[dict[str, str]]()
+    every = trials(config) if isinstance(config, SweepConfig) else [Trial(changes={}, config=config)]
+    runs = runs_of(every, preview_dataset) if isinstance(config, SweepConfig) else [preview_run(config)]
+    sights = [_look(run) for run in runs]
+    told = [[*sight.findings, *blocked] for sight, blocked in zip(sights, _blocked(sights), strict=True)]
+    findings, steps = _told(every, told), list(Step)
+    if isinstance(config, SweepConfig):
+        findings += _about_parallel(config, sights)
+        steps = [step for step in Step if step not in (Step.TRAINING, Step.CHECKPOINTS)]  # each trial has these alone
+        for trial, sight in zip(every, sights, strict=True):
+            row = {
                 "trial": str(trial) or "as it is written",
                 "would": sight.training(),
                 "FLOPs": "" if sight.steps is None else f"{sight.flops(sight.steps):.3g}",
                 "memory per process": "" if sight.needs is None else bytes_text(sight.needs.likely),
                 "run": sight.run.name,
             }
-            for trial, sight in zip(every, sights, strict=True)
-        ]
+            trial_rows.append(row)
         trial_rows.append(_sum_row(config, sights))
+    else:
+        tokens = None if sights[0].steps is None else sights[0].tokens(sights[0].steps)
+        figures = arithmetic.figures(config, vocab_size=sights[0].vocabulary, tokens=tokens)
+    datasets = {sight.run.dataset.path: sight for sight in sights}
+    rows = [sight.row(step) for sight in datasets.values() for step in steps]
     findings += [*_access(config, findings), _restarts(config)]
-    return Plan(steps=steps, trials=trial_rows, arithmetic=figures, findings=findings)
+    unique = list({tuple(row.items()): row for row in rows}.values())
+    return Plan(steps=unique, trials=trial_rows, arithmetic=figures, findings=findings)
 
 
 def _scripts(config: ScriptConfig | BenchmarkConfig) -> list[ScriptConfig]:
@@ -124,22 +120,24 @@ class Preview:
     """The values that are not known from here: what stands for each, and why."""
 
 
-def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Iterator[Preview]:
+def previews(config: AnyConfig) -> Iterator[Preview]:
     """Yield every job that this config would start first, as it would be sent."""
-    if isinstance(config, RunConfig):
-        every = trials(config) if isinstance(config, SweepConfig) else []
-        runs = runs_of(every, preview_dataset) if every else [preview_run(config)]
-        jobs: list[tuple[Claim, Run | None]] = [(claim_at(run), run) for run in runs]
-        titles = [str(trial) for trial in every] or [""]
+    works: Sequence[Run | Script]
+    if isinstance(config, SweepConfig):
+        every = trials(config)
+        titles, works = [str(trial) for trial in every], runs_of(every, preview_dataset)
+    elif isinstance(config, RunConfig):
+        titles, works = [""], [preview_run(config)]
     else:
         scripts = _scripts(config)
-        jobs = [(claim_script(plan_script(script)), None) for script in scripts]
         titles = [" ".join(script.env) if isinstance(config, BenchmarkConfig) else "" for script in scripts]
-    for title, (claim, run) in zip(titles, jobs, strict=True):
-        seen = _look(claim, run)
-        job = claim.make_job(seen.attempt) if seen.blind else claim.job_as_rendered(seen.attempt)
+        works = [plan_script(script) for script in scripts]
+    for title, work in zip(titles, works, strict=True):
+        sight = _look(work)
+        claim = sight.claim
+        job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
         submission = claim.platform.render(job)
-        unknown = [finding.what for finding in seen.findings if finding.severity == "unknown"]
+        unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
         if job.image is None and Capability.IMAGES in claim.platform.capabilities:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         yield Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
@@ -149,9 +147,11 @@ def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What is there of a job before it starts."""
+class Sight:
+    """A run or script, what is there of it, and what it would do."""
 
+    work: Run | Script
+    claim: Claim
     attempt: int = 1
     """The number of the attempt that runs, or else of the one to start."""
     dataset: DatasetManifest | None = None
@@ -161,58 +161,15 @@ class Seen:
     findings: tuple[Finding, ...] = ()
     """The questions that found no answer, and the reasons why a run would be refused."""
 
-
-def _look(claim: Claim, run: Run | None = None) -> Seen:
-    """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
-
-    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for.
-
-    Raises:
-        DataError: the dataset of the run is damaged.
-    """
-    config, found = claim.config, list[Finding]()
-    if run is not None and run.dataset.unknown:
-        said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
-        what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
-        found.append(replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}"))
-    storage = replace(open_storage(config.root), patience=_PATIENCE)
-    if storage.local_path() is None:
-        try:
-            storage.exists(preflight.PROBE)
-        except TrainLitgptError as error:
-            said = finding_of(error, "root.unreachable")
-            found.append(replace(said, what=f"what is there already is not known: {said.what}"))
-    if found:
-        return Seen(blind=True, findings=tuple(found))
-    if config.start.others == "refuse" and (run is None or exported(run.storage) is None):
-        try:
-            index, beside = Index.of(config.root), opening_beside(config.platform)
-            settle_others(index, config.start, name=config.name, run=claim.attempts.run, open=beside)
-        except RunIsLive as error:
-            found.append(finding_of(error, "run.live"))
-        except OUT_OF_SIGHT as error:
-            found.append(finding_of(error, "run.unknown"))
-    attempt, blind = 1, False
-    try:
-        attempt = claim.attempts.next()
-    except OUT_OF_SIGHT as error:
-        blind = True
-        found.append(finding_of(error, "attempt.unknown"))
-    dataset = None if run is None else finished_dataset(run.root, run.dataset)
-    return Seen(attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """A run, what is there of it, and what it would do."""
-
-    run: Run
-    seen: Seen
+    @property
+    def run(self) -> Run:
+        assert isinstance(self.work, Run)
+        return self.work
 
     @property
     def vocabulary(self) -> int | None:
         """Return the ids of the run's tokenizer, None where they cannot be known yet."""
-        known = self.seen.dataset or self.run.dataset.tokenizer
+        known = self.dataset or self.run.dataset.tokenizer
         return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
 
     @property
@@ -223,14 +180,14 @@ class Sight:
     def steps(self) -> int | None:
         """Return the optimizer steps of the whole run, None where the dataset decides and is not there."""
         train, length = self.run.config.train, self.run.config.model.sequence_length
-        if train.max_steps is None and train.max_tokens is None and self.seen.dataset is None:
+        if train.max_steps is None and train.max_tokens is None and self.dataset is None:
             return None
-        return train.steps(tokens=self.seen.dataset.train.tokens if self.seen.dataset else 0, sequence_length=length)
+        return train.steps(tokens=self.dataset.train.tokens if self.dataset else 0, sequence_length=length)
 
     @cached_property
     def begun(self) -> int:
         """Return the step of the run's last checkpoint, 0 where there is none."""
-        there = [] if self.seen.blind else checkpoints.committed(self.run.storage)
+        there = [] if self.blind else checkpoints.committed(self.run.storage)
         return there[0].step if there else 0
 
     def tokens(self, steps: int) -> int:
@@ -273,13 +230,13 @@ class Sight:
             case Step.CHECKPOINTS:
                 would = "verify the last checkpoint, make final/litgpt and final/huggingface"
                 where = run.storage.address(FINAL)
-                if not self.seen.blind and (done := exported(run.storage)) is not None:
+                if not self.blind and (done := exported(run.storage)) is not None:
                     would = f"nothing: done, loss {loss_text(done.validation_loss)}"
         return {"step": step, "would": would, "where": where}
 
     def preparation(self) -> str:
-        if self.seen.dataset is not None:
-            return f"nothing: done, {count_text(self.seen.dataset.train.tokens)} training tokens"
+        if self.dataset is not None:
+            return f"nothing: done, {count_text(self.dataset.train.tokens)} training tokens"
         planned, workers = self.run.dataset, self.run.config.workers
         if isinstance(workers, DaskWorkers):
             by = f"the Dask workers of {workers.scheduler}"
@@ -287,16 +244,17 @@ class Sight:
             by = f"{workers.count} {workers.kind}" if workers.count else f"as many {workers.kind} as cores"
         size = bytes_text(sum(source.size for source in planned.sources))
         what = planned.name if planned.unknown else f"{len(planned.sources):,} files, {size},"
-        unsure = "unknown: nothing if it is done, else " if planned.unknown or self.seen.blind else ""
-        return f"{unsure}prepare {what} by {by}"
+        unsure = "unknown: nothing if it is done, else " if planned.unknown or self.blind else ""
+        scratch = preflight.scratch_for(planned, root=self.run.config.root, workers=workers)
+        return f"{unsure}prepare {what} by {by}{scratch and f', with {scratch}'}"
 
     def training(self) -> str:
         """Return what the training step would do, with the cost of the steps that are left."""
         steps = self.steps
         known = f"{steps:,} steps" if steps else "one pass over the data"
-        if self.seen.blind:
+        if self.blind:
             would = f"unknown: go on where it is, or train {known}"
-        elif live := claim_at(self.run).attempts.live():
+        elif live := self.claim.attempts.live():
             return f"take up attempt {live.number}, which is {live.status.state.value}"
         else:
             begun = self.begun
@@ -308,22 +266,54 @@ class Sight:
         return would if cost is None else f"{would}, {cost}"
 
 
-def _sight(run: Run) -> Sight:
-    return Sight(run=run, seen=_look(claim_at(run), run))
+def _look(work: Run | Script) -> Sight:
+    """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
+
+    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for.
+    """
+    claim, found, run = claim_at(work), list[Finding](), work if isinstance(work, Run) else None
+    if run is not None and run.dataset.unknown:
+        said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
+        what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
+        found.append(replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}"))
+    storage = replace(work.root, patience=_PATIENCE)
+    if storage.local_path() is None:
+        try:
+            storage.exists(preflight.PROBE)
+        except TrainLitgptError as error:
+            said = finding_of(error, "root.unreachable")
+            found.append(replace(said, what=f"what is there already is not known: {said.what}"))
+    if found:
+        return Sight(work=work, claim=claim, blind=True, findings=tuple(found))
+    if claim.config.start.others == "refuse" and (run is None or exported(run.storage) is None):
+        try:
+            settle_others(claim.config, run=work.name)
+        except RunIsLive as error:
+            found.append(finding_of(error, "run.live"))
+        except OUT_OF_SIGHT as error:
+            found.append(finding_of(error, "run.unknown"))
+    attempt, blind = 1, False
+    try:
+        attempt = claim.attempts.next()
+    except OUT_OF_SIGHT as error:
+        blind = True
+        found.append(finding_of(error, "attempt.unknown"))
+    dataset = None if run is None else finished_dataset(run.root, run.dataset)
+    return Sight(work=work, claim=claim, attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
 
 
-def _known(run: Run) -> Sight:
-    """A run that is about to start, of which all has to be known."""
-    dataset = finished_dataset(run.root, run.dataset)
-    return Sight(run=run, seen=Seen(attempt=claim_at(run).attempts.next(), dataset=dataset))
+def _known(work: Run | Script) -> Sight:
+    """What is about to start, of which all has to be known."""
+    claim = claim_at(work)
+    dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
+    return Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset)
 
 
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
 def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
-    """Return all that blocks each of these runs, by a plan and before they run; what several have in common is looked
-    at once.
+    """All that blocks each of these runs; what several have in common is looked at once.
 
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
@@ -332,11 +322,10 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
-        config, planned, dataset = sight.run.config, sight.run.dataset, sight.seen.dataset
-        claim = claim_at(sight.run)
-        job = claim.make_job(sight.seen.attempt)
+        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
+        job = sight.claim.make_job(sight.attempt)
         if (place := key_of(config.root, config.platform, config.image)) not in places:
-            places[place] = preflight.check_place(config, claim.platform, job)
+            places[place] = preflight.check_place(config, sight.claim.platform, job)
         if dataset is None and planned.key not in rehearsals:
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *preflight.check_training(config, job, vocab_size=sight.vocabulary)]
@@ -349,14 +338,21 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     return blocked
 
 
-def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
+def _blocking(sight: Sight, *, trusted: bool = False) -> list[Finding]:
+    if isinstance(sight.work, Script):
+        job = sight.claim.make_job(sight.attempt)
+        return list(preflight.check_script(sight.work, sight.claim.platform, job))
+    return _blocked([sight], trusted=trusted)[0]
+
+
+def findings_of(config: AnyConfig) -> list[Finding]:
     """Return what blocks this config."""
     if isinstance(config, SweepConfig):
         every = trials(config)
         return findings_of_trials(config, every, runs_of(every, plan_dataset))
     if isinstance(config, RunConfig):
         return findings_at(plan_run(config))
-    return [finding for script in _scripts(config) for finding in findings_of_script(plan_script(script))]
+    return [finding for script in _scripts(config) for finding in findings_at(plan_script(script))]
 
 
 def findings_of_trials(
@@ -367,16 +363,9 @@ def findings_of_trials(
     return [*_told(every, _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
 
 
-def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
-    """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
-    return _blocked([_known(run)], trusted=trusted)[0]
-
-
-def findings_of_script(script: Script) -> list[Finding]:
-    """Return what blocks a script that is planned already: planning reads all of its code."""
-    claim = claim_script(script)
-    job = claim.make_job(claim.attempts.next())
-    return list(preflight.check_script(script.config, claim.platform, job, files=script.files))
+def findings_at(work: Run | Script, *, trusted: bool = False) -> list[Finding]:
+    """Return what blocks what is planned already: planning reads every file of the corpus, and all code."""
+    return _blocking(_known(work), trusted=trusted)
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
@@ -392,7 +381,6 @@ def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[
 
 
 def _restarts(config: RunConfig | ScriptConfig) -> Finding:
-    """Tell how many new attempts may follow which failures."""
     section = "train." if isinstance(config, RunConfig) else ""
     settings = config.train if isinstance(config, RunConfig) else config
     budget = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
@@ -427,11 +415,9 @@ def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Ne
 
 
 def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Finding]:
-    """Return why trials that run at the same time do not fit together: on this machine they share its memory."""
     if not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
-    largest = _largest(config, sights)
-    return list(arithmetic.check_together(largest)) if largest else []
+    return list(arithmetic.check_together(_largest(config, sights)))
 
 
 def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:
@@ -464,10 +450,7 @@ def lost_steps(storage: Storage) -> str:
 def progress_of(storage: Storage, *, live: bool) -> str:
     """Return how far the training in a run's folder is, in a line; empty where it has not begun.
 
-    A second line says what of its metrics could not be read.
-
-    Args:
-        live: whether a job runs: only then is there a time left, and a pace.
+    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace.
     """
     rows = read_metrics(storage, bad := damaged_lines())
     seen = summary(rows)

@@ -14,9 +14,10 @@ import posixpath
 import shutil
 import socket
 import tempfile
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -24,13 +25,12 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.checks.fitness import check_fitness
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
-from launcher.errors import LoginProblem
-from launcher.findings import finding_of
+from launcher.errors import LoginProblem, finding_of
 from launcher.formatting import bytes_text, count_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from launcher.runs.run import Run, training_spec
+from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
@@ -46,12 +46,11 @@ _OPENED = 64_000_000
 """Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
 _BYTES_PER_TOKEN = 4
 """About what GPT-2's tokenizer makes of English."""
+_PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.preparation.workers)
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
     """Write a small file under the root and remove it, and reach the platform; returns what was found, in words.
-
-    What gives access stays in the memory of the process that asks; a step that needs it asks for itself.
 
     Raises:
         LoginProblem: the root may not be written, or the platform does not let us in.
@@ -85,30 +84,21 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         if problem is not None:
             yield Finding("error", "model.vocabulary", *problem)
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
-    if train.max_tokens is not None:
-        steps = train.steps(tokens=0, sequence_length=model.sequence_length)
-        if train.warmup_steps >= steps:
-            yield Finding(
-                "error",
-                "train.warmup_steps",
-                f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that "
-                f"train.max_tokens={train.max_tokens:,} makes",
-                "lower it; a tenth of the steps is a usual warm-up",
-            )
+    steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
+    if steps is not None and train.warmup_steps >= steps:
+        what = f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that train.max_tokens="
+        fix = "lower it; a tenth of the steps is a usual warm-up"
+        yield Finding("error", "train.warmup_steps", f"{what}{train.max_tokens:,} makes", fix)
+    precision = f"train.precision={train.precision}"
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
-            yield Finding(
-                "error",
-                "train.float8",
-                "train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has "
-                "none",
-                "leave it off",
-            )
+            needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"
+            yield Finding("error", "train.float8", f"train.float8=true {needs}", "leave it off")
         if train.precision.startswith("16"):
-            what = f"train.precision={train.precision} needs a GPU, and this machine has none"
+            what = f"{precision} needs a GPU, and this machine has none"
             yield Finding("error", "train.precision", what, "use 32-true or bf16-mixed")
         elif train.precision.startswith("bf16"):
-            what = f"train.precision={train.precision} is emulated on most CPUs and slow"
+            what = f"{precision} is emulated on most CPUs and slow"
             yield Finding("warning", "train.precision", what, "use 32-true here")
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
@@ -189,14 +179,9 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
     return [] if there else [Finding("warning", "workers.none", what, f"start some: dask worker {workers.scheduler}")]
 
 
-def check_script(
-    config: ScriptConfig, platform: Platform, job: Job, *, files: Collection[str] = ()
-) -> Iterator[Finding]:
-    """Yield what blocks a user's own script, and what does of its place.
-
-    Args:
-        files: the paths of the code that it mounts, of which the script may be one.
-    """
+def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Finding]:
+    """Yield what blocks a user's own script, and what does of its place."""
+    config, files = script.config, script.code.paths if script.code else ()
     program, here, given = config.program[0], config.platform.on_this_machine, f"script={config.script!r}"
     if program == "-m":
         top = config.program[1].split(".")[0]
@@ -219,31 +204,22 @@ def check_script(
         yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
     own = config.restarts.preempted.attempts
     if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
-        yield Finding(
-            "info",
-            "script.preemptions",
-            "platform.spot=true and max_restarts=0: the first preemption that the platform does not make good by "
-            "platform.restarts ends the script",
+        first = "the first preemption that the platform does not make good by platform.restarts ends the script"
+        what, fix = (
+            f"platform.spot=true and max_restarts=0: {first}",
             "raise max_restarts if the script goes on where it was",
         )
+        yield Finding("info", "script.preemptions", what, fix)
     yield from check_place(config, platform, job)
 
 
 # --- the dataset ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """An estimate of a whole corpus by its start."""
+Rehearsal: TypeAlias = DatasetManifest | tuple[int, float] | Finding | None
+"""The manifest of a dataset that was prepared in full, or why it would be refused.
 
-    documents: int
-    """About how many there are in all."""
-    document_bytes: float
-    """The mean."""
-
-
-Rehearsal: TypeAlias = DatasetManifest | Start | Finding | None
-"""The manifest of a dataset that was prepared in full, the start of a larger one, or why it would be refused."""
+Of a larger corpus about how many documents it has, by its start, and their mean bytes."""
 
 
 def rehearse(planned: PlannedDataset) -> Rehearsal:
@@ -274,7 +250,34 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
     mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return Start(documents=round(size / mean), document_bytes=mean) if mean else None
+    return (round(size / mean), mean) if mean else None
+
+
+def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
+    """Return where and how much scratch disk a preparation takes at its peak, in words; empty for a local corpus.
+
+    Each worker holds what is fetched for a shard, and about as many bytes of tokens. While half of the file system is
+    free the copies stay for the second reading.
+    """
+    from litgpt_demo.data.corpus import plan_shards
+    from litgpt_demo.data.preparation import threads_for
+    from litgpt_demo.data.preparation.ledger import Work
+
+    if not any(source.is_remote for source in planned.sources):
+        return ""
+    work = Work(data=planned.data, root=root, path=planned.path)
+    shards = plan_shards(planned.data.corpus, planned.sources)
+    sizes = [sum(part.source.size for part in shard.parts if part.source.is_remote) for shard in shards]
+    if work.max_bytes is not None:
+        sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
+    sizes.sort(reverse=True)
+    at_work, whose = 1, "for each worker "
+    if not isinstance(workers, DaskWorkers):
+        at_work, whose = workers.count or threads_for(root if workers.kind == "threads" else ""), ""
+    pieces = sum(sizes[: at_work + (_PIECES if is_remote(root) else 0)])
+    least, most = sum(sizes[:at_work]) + pieces, sum(sizes) + pieces
+    kept = f", and {bytes_text(most)} while half of that disk is free" if most > least else ""
+    return f"{whose}about {bytes_text(least)} of scratch in {work.scratch}{kept}"
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
@@ -287,24 +290,20 @@ def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
         except TrainLitgptError as error:
             yield finding_of(error, "data.too-small")
     elif rehearsal is not None:  # what may turn out too small once it is counted
-        train, length, each = run.config.train, run.config.model.sequence_length, rehearsal.document_bytes
-        held_out = math.ceil(run.config.data.validation_fraction * rehearsal.documents)
-        tokens = held_out * each / _BYTES_PER_TOKEN
+        (documents, each), train, length = rehearsal, run.config.train, run.config.model.sequence_length
+        tokens = math.ceil(run.config.data.validation_fraction * documents) * each / _BYTES_PER_TOKEN
         if tokens <= length:
-            yield Finding(
-                "warning",
-                "data.validation",
+            what = (
                 f"the validation split will have about {count_text(round(tokens))} tokens, by the start of the corpus, "
-                f"and one sample of model.sequence_length={length} needs {length + 1:,}",
-                "raise data.validation_fraction, or take shorter sequences",
+                f"and one sample of model.sequence_length={length} needs {length + 1:,}"
             )
-        size = rehearsal.documents * each
+            fix = "raise data.validation_fraction, or take shorter sequences"
+            yield Finding("warning", "data.validation", what, fix)
+        size = documents * each
         steps = train.steps(tokens=round(size / _BYTES_PER_TOKEN), sequence_length=length)
         if train.warmup_steps >= steps:
-            yield Finding(
-                "warning",
-                "train.warmup_steps",
+            what = (
                 f"train.warmup_steps={train.warmup_steps} may leave nothing of the run: by its start the corpus of "
-                f"{bytes_text(round(size))} makes about {steps:,} steps",
-                "lower it, or set train.max_steps",
+                f"{bytes_text(round(size))} makes about {steps:,} steps"
             )
+            yield Finding("warning", "train.warmup_steps", what, "lower it, or set train.max_steps")

@@ -56,7 +56,7 @@ class AttemptTimes:
     end: AttemptEnd | None
     """None while nobody has seen it end."""
     reports: Sequence[Mapping[str, Any]] = ()
-    """The nodes' reports (launcher.runs.evidence.node_reports)."""
+    """The nodes' reports (launcher.runs.diagnosis.node_reports)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.benchmark import BenchmarkConfig
-from launcher.config import PlatformConfig, RunConfig, ScriptConfig, StartSettings
+from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, named_under
@@ -24,9 +24,11 @@ from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
 from launcher.runs.restarts import blamed
-from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
+from launcher.runs.run import Run, Script, plan_run, plan_script
+from litgpt_demo import catalogue
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
+from litgpt_demo.models import estimates
 from litgpt_demo.runs import read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -46,16 +48,12 @@ class Attempt:
     def number(self) -> int:
         return self.record.attempt
 
-    @property
-    def job_id(self) -> JobId:
-        return self.record.job_id
-
 
 def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None = None) -> Platform:
-    """Return the platform that a record's `platform` section means.
+    """Return the platform that a record's `platform` section means, as far as a record alone is believed.
 
     Args:
-        given: the section of the config that the user gave, where one was given: a record alone is believed less.
+        given: the section of the config that the user gave, where one was given.
 
     Raises:
         ConfigProblem: this version does not know it, or it names a place where credentials are not sent unasked.
@@ -64,8 +62,8 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
     except ValidationError as error:
         raise ConfigProblem(
-            f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']}); "
-            "use the version that submitted it"
+            f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']})",
+            fix="use the version that submitted it",
         ) from error
     return settings.open_recorded(given)
 
@@ -94,7 +92,7 @@ class Attempts:
         return [self._seen(record, ends.get(record.attempt)) for record in self.records()]
 
     def live(self) -> Attempt | None:
-        """Return the attempt that runs, if one does; only the last can."""
+        """Return the attempt that runs, if one does: only the last can."""
         last = self.last()
         return last if last is not None and last.status.state.live else None
 
@@ -121,34 +119,29 @@ class Attempts:
         if last.status.state.final:  # its orchestrator may have died before it wrote that down
             self.index.end(last.record, last.status)
         if last.status.state.final or open_storage(last.record.directory).list():
-            self.platform_of(last.record).cancel(last.job_id)
+            self.platform_of(last.record).cancel(last.record.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
         """Cancel what lives, prove it, and return it; the orchestrator of the run starts nothing more of it.
 
-        Every attempt that is not known to have ended is asked for, so that [] says that nothing runs.
-
-        Args:
-            patience: seconds for which a platform that does not answer is asked again.
-
-        Raises:
-            PlatformUnreachable: an attempt cannot be asked for, or would not go.
+        Every attempt that is not known to have ended is asked for, so that [] says that nothing runs. A platform that
+        does not answer is asked again for `patience` seconds.
         """
         self.index.request_cancel(self.run)
         ends, live = time.monotonic() + patience, dict[JobId, Attempt]()
         while True:
             try:
-                live |= {attempt.job_id: attempt for attempt in self.all() if attempt.status.state.live}
+                live |= {attempt.record.job_id: attempt for attempt in self.all() if attempt.status.state.live}
                 self.sweep()
-                for attempt in live.values():
-                    self.platform_of(attempt.record).cancel(attempt.job_id)
+                for job_id, attempt in live.items():
+                    self.platform_of(attempt.record).cancel(job_id)
                     cancelled = replace(attempt.status, state=JobState.CANCELLED, native="cancelled")
                     self.index.end(attempt.record, cancelled)
                 return list(live)
             except PlatformUnreachable as error:
                 if time.monotonic() > ends or was_given_up(error):
                     raise
-                time.sleep(min(_AGAIN, patience))
+                time.sleep(min(3.0, patience))
 
     def left(self) -> tuple[str, ...]:
         """Return what there is of the last attempt on its platform, in words."""
@@ -167,9 +160,7 @@ class Attempts:
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.
 
-        Raises:
-            PlatformUnreachable: only the machine that submitted it can ask for it.
-            DataError: the id of its job is another's, and would be shown or cancelled as this one's.
+        A DataError where the id of its job is another's, and would be shown or cancelled as this one's.
         """
         if self.is_out_of_reach(record):
             raise PlatformUnreachable(
@@ -189,23 +180,14 @@ class Attempts:
         return platform
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------------
-
-CANCEL_PATIENCE = 90.0
-"""Seconds for which a platform that does not answer is asked again to cancel: it may have a minute's outage."""
-_AGAIN = 3.0
-"""Seconds between two such tries."""
-_TOLD = 30.0
-"""Seconds after which somebody who cancels is told what is still there; the waiting goes on."""
-
-
 def cancel_each(
-    those: Sequence[Attempts], *, tell: Callable[[str], object], patience: float = CANCEL_PATIENCE, told: float = _TOLD
+    those: Sequence[Attempts], *, tell: Callable[[str], object], patience: float = 90.0, told: float = 30.0
 ) -> tuple[list[JobId], list[TrainLitgptError]]:
     """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
 
     Args:
         tell: called with what is still there of a job that takes longer than `told` seconds to go.
+        patience: seconds for which a platform that does not answer is asked again: it may have a minute's outage.
 
     Returns what was cancelled, with the proof that nothing of it is left, and the problems of the others.
     """
@@ -246,12 +228,12 @@ class Claim:
 
     @property
     def names(self) -> list[str]:
-        """Return what a cancellation of this job may be asked for by: its run's name, or its sweep's."""
+        """What a cancellation of this job may be asked for by: its run's name, or its sweep's."""
         return [self.attempts.run, *([self.config.start.sweep] if self.config.start.sweep else [])]
 
     @property
     def orchestrator(self) -> str | None:
-        """Return the outermost flow run, which keeps its id when a crashed orchestrator is resumed."""
+        """The outermost flow run, which keeps its id when a crashed orchestrator is resumed."""
         return self.flow_runs[-1] if self.flow_runs else None
 
     def job_of(self, record: AttemptRecord) -> Job:
@@ -274,13 +256,11 @@ class Claim:
     def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
 
+        A RunIsLive where it lives on another platform than the config's.
+
         Args:
             ended: the last attempt that is over, though its platform may know nothing of it any more.
             exclude: the machines that a new attempt avoids.
-
-        Raises:
-            RunIsLive: it lives on another platform than the config's.
-            ConfigProblem: the run was only previewed, so that its name is not known.
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
@@ -344,7 +324,33 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
-    return claim_script(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+    return claim_at(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+
+
+def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
+    """Return the claim on a run that is planned already: planning reads every file of a corpus, and all code.
+
+    Args:
+        steps: the steps of the training, where they are known: it makes no progress beyond them.
+    """
+    config = run.config
+
+    def progress() -> int:
+        if not isinstance(run, Run):
+            return 0
+        model = run.config.model
+        # A vocabulary that is the tokenizer's has at least one id, and a checkpoint all weights in at least 16 bits.
+        fields = catalogue.fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
+        least = 2 * estimates.parameters(catalogue.config_of(fields))
+        return checkpoints.newest_step(run.storage, most=steps, least=least)
+
+    return Claim(
+        attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(config.platform)),
+        config=config,
+        platform=config.platform.open(),
+        make_job=lambda number: run.job(attempt=number, image=known_image(config.image)),
+        progress=progress,
+    )
 
 
 def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:
@@ -382,32 +388,6 @@ def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> Attem
     return max(own, key=lambda record: record.created, default=None)
 
 
-def claim_script(script: Script) -> Claim:
-    """Return the claim on a script that is planned already: planning reads all of its code."""
-    config = script.config
-    return Claim(
-        attempts=Attempts(index=Index(script.root), run=script.name, open=opening_beside(config.platform)),
-        config=config,
-        platform=config.platform.open(),
-        make_job=lambda number: script_job(script, attempt=number, image=known_image(config.image)),
-    )
-
-
-def claim_at(run: Run, *, steps: int | None = None) -> Claim:
-    """Return the claim on a run that is planned already: planning looks at every file of the corpus.
-
-    Args:
-        steps: the steps of the training, where they are known: it makes no progress beyond them.
-    """
-    return Claim(
-        attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(run.config.platform)),
-        config=run.config,
-        platform=run.config.platform.open(),
-        make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
-        progress=lambda: checkpoints.newest_step(run.storage, most=steps),
-    )
-
-
 class CancelWatch:
     """Notices that somebody asked for a run or its sweep to end, also while no job of it lives to be cancelled."""
 
@@ -423,29 +403,28 @@ class CancelWatch:
 
 
 def settle_others(
-    index: Index, start: StartSettings, *, name: str, run: str = "", open: OpenPlatform = recorded_platform
+    config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
 ) -> None:
     """Refuse to double a live job that has the config's name and is another run, or do as `start.others` says.
 
-    Trials of one sweep are not in each other's way.
+    Trials of one sweep are not in each other's way. A PlatformUnreachable where it cannot be known whether one lives.
 
     Args:
         run: the run that the config means, which is taken up if it lives; none for a sweep.
 
     Raises:
         RunIsLive: there is one.
-        PlatformUnreachable: whether one lives cannot be known.
     """
-    if start.others == "keep":
-        return
-    for other in index.runs():
-        if other == run or other.rpartition("-")[0] != name:
+    others, sweep = config.start.others, config.start.sweep or sweep
+    index, open = Index.of(config.root), open or opening_beside(config.platform)
+    for other in index.runs() if others != "keep" else ():
+        if other == run or other.rpartition("-")[0] != config.name:
             continue
         attempts = Attempts(index=index, run=other, open=open)
         live = attempts.live()
-        if live is None or (start.sweep is not None and live.record.sweep == start.sweep):
+        if live is None or (sweep is not None and live.record.sweep == sweep):
             continue
-        if start.others == "cancel":
+        if others == "cancel":
             attempts.cancel()
             continue
         raise RunIsLive(

@@ -68,7 +68,6 @@ class CodeArchive:
     sha256: str
     content: bytes = field(repr=False)
     paths: tuple[str, ...] = field(default=(), repr=False)
-    """The files that it holds."""
 
     @classmethod
     def stored(cls, root: Storage, address: str) -> Self:
@@ -81,15 +80,15 @@ class CodeArchive:
             content = b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise DataError(
-                f"{root.address(path)} is not there any more, or is not the code that its name says; cancel this flow "
-                "run, and start a new one"
+                f"{root.address(path)} is not there any more, or is not the code that its name says",
+                fix="cancel this flow run, and start a new one",
             )
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return cls(sha256=digest, content=content, paths=tuple(tar.getnames()))
 
     @property
     def path(self) -> str:
-        """The archive below the root."""
+        """Below the root."""
         return f"{CODE}/{archive_name(self.sha256)}"
 
     def ship(self, root: Storage) -> bool:
@@ -109,8 +108,8 @@ class CodeArchive:
             there = root.stat(self.path)
         if (there.size, there.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
             raise DataError(
-                f"{root.address(self.path)} is not the code that its name says; see who writes there, remove it, and "
-                "run again"
+                f"{root.address(self.path)} is not the code that its name says",
+                fix="see who writes there, remove it, and run again",
             )
         return False
 
@@ -126,7 +125,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         folder = Path(mount).expanduser().resolve()
         paths = _paths(mount, folder, root)
     except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
-        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}; mend it, or leave it out") from error
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix="mend it, or leave it out") from error
     content = io.BytesIO()
     try:
         before = _sizes(folder, paths)
@@ -136,9 +135,9 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         # tarfile's own error, of a file that became shorter, has no number.
         changed = error.errno is None or isinstance(error, FileNotFoundError)
         if not changed:
-            raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
+            raise ConfigProblem(f"code.mount={mount}: {error}", fix="make it readable, or leave it out") from error
     if changed:
-        raise ConfigProblem(f"files in code.mount={mount} change while they are read; wait, then run again")
+        raise ConfigProblem(f"files in code.mount={mount} change while they are read", fix="wait, then run again")
     if content.tell() > MOST_ARCHIVE:
         raise ConfigProblem(
             f"code.mount={mount} makes an archive of {bytes_text(content.tell())}, and nodes take "
@@ -157,14 +156,13 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
 
 
 def _paths(mount: str, folder: Path, root: str) -> list[str]:
-    """The files of the folder that ship, sorted."""
     if not folder.is_dir():
-        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
+        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder", fix="give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
     if below == folder:
         raise ConfigProblem(
-            f"root={root} and code.mount are one folder, so that each run would be part of the next one's code; give "
-            "the root a folder of its own, such as output"
+            f"root={root} and code.mount are one folder, so that each run would be part of the next one's code",
+            fix="give the root a folder of its own, such as output",
         )
     if below is not None and below.is_relative_to(folder):  # what a run writes would make other code of it each time
         left_out.append(re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix()))
@@ -179,8 +177,8 @@ def _paths(mount: str, folder: Path, root: str) -> list[str]:
     for path in paths:
         if (target := (folder / path).resolve()) not in ships:
             raise ConfigProblem(
-                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do; "
-                "put the file there, or name the link in .dockerignore"
+                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do",
+                fix="put the file there, or name the link in .dockerignore",
             )
     sizes = _sizes(folder, paths)
     if (total := sum(sizes.values())) > MOST_BYTES:

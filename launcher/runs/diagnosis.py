@@ -1,7 +1,5 @@
 """The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do.
 
-Pure but for `write_verdict`: reports and exit codes in, a verdict out.
-
 Most nodes of a failed job are victims. One loses the connection to a peer that died, one waits for a peer until its
 patience is over, one is asked to leave because another has ended. What such a node says is evidence of the cause only
 where nothing else is, and it points to those that complain of nothing.
@@ -16,12 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from signal import Signals
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from launcher.job import MACHINE, JobStatus, LogLine
-from litgpt_demo.documents import sealed
-from litgpt_demo.errors import Fault, fault_of_exception, fault_of_exit_code
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
+
+from launcher.job import MACHINE, JobFault, JobStatus, LogLine
+from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.findings import Finding
+from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
 VERDICT = "verdict.json"
@@ -38,20 +39,11 @@ class Action(StrEnum):
     RESTART = "new attempt, as far as the budget of its class goes"
 
 
-ACTIONS: Mapping[Fault, Action] = {
-    Fault.USER: Action.STOP,
-    Fault.DATA: Action.STOP,
-    Fault.OUT_OF_MEMORY: Action.STOP,
-    # A disk does not empty itself, and the next attempt's machines mount the same one or are of the same size.
-    Fault.DISK_FULL: Action.STOP,
-    Fault.NODE: Action.RESTART,
-    Fault.NETWORK: Action.RESTART,
-    Fault.HANG: Action.RESTART,
-    Fault.PREEMPTED: Action.RESTART,
-    # An exit code that is not ours: a crash in native code or a bug. Restarting would hide it at a GPU's price.
-    Fault.UNKNOWN: Action.STOP,
-}
-"""The consequence of each class by itself, as its default rule has it (litgpt_demo.config.RestartSettings)."""
+RESTARTED = {Fault.NODE, Fault.NETWORK, Fault.HANG, Fault.PREEMPTED}
+"""The classes that a new attempt may follow, as their default rules have it (litgpt_demo.config.RestartSettings).
+
+A disk does not empty itself, and the next attempt's machines mount the same one or are of the same size. An exit code
+that is not ours is a crash in native code or a bug: restarting would hide it at a GPU's price."""
 
 _OF_MACHINES = {Fault.NODE, Fault.HANG}
 """The classes that are held against the culprit's machine. A lost peer is somebody else's fault, and a machine that was
@@ -94,7 +86,7 @@ class Verdict:
 
     @property
     def action(self) -> Action:
-        return ACTIONS[self.fault]
+        return Action.RESTART if self.fault in RESTARTED else Action.STOP
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -103,7 +95,6 @@ class Verdict:
 
     @property
     def finding(self) -> Finding:
-        """The verdict as a finding."""
         code = f"attempt.{self.fault.replace(' ', '-')}"
         return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", ADVICE[self.fault], self.fault)
 
@@ -121,8 +112,7 @@ class Verdict:
 
 
 def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
-    """Leave verdict.json in the attempt's folder, for people and for scripts, unless another orchestrator has; return
-    whether this one did."""
+    """Leave verdict.json in the attempt's folder unless another orchestrator has; return whether this one did."""
     document = {
         "format": 1,
         # The finding's stable name, which scripts may rely on.
@@ -140,10 +130,80 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
+# --- the reports of the nodes -----------------------------------------------------------------------------------------
+
+# A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
+_Number = Annotated[int, Field(ge=0, lt=1_000_000)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
+
+
+class _RankReport(BaseModel):
+    """A node's report of a rank that failed; fields that are not needed here are ignored."""
+
+    rank: _Number | None
+    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)] | None = None
+    message: _Text = ""
+    traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
+    time: FiniteFloat | None = None
+    waits: bool = False
+    held: bool = False
+
+
+class _Trace(BaseModel):
+    """A line that a node picked from its kernel's log or its ranks' output (litgpt_demo.node.evidence)."""
+
+    source: Literal["kernel", "memory", "output", "recorder"]
+    text: Annotated[str, AfterValidator(lambda text: text[:500])]
+    rank: _Number | None = None
+
+
+class _NodeReport(BaseModel):
+    """A node's report of its end."""
+
+    node: _Number
+    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
+    """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
+    fault: JobFault | None
+    message: _Text
+    ended: FiniteFloat
+    asked: FiniteFloat | None = None
+    started: FiniteFloat | None = None
+    gate_seconds: _Seconds = 0.0
+    stage_seconds: _Seconds = 0.0
+    host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
+    """The machine, by its platform's name; a name of DNS has 253 characters at the most."""
+    stopped: Annotated[tuple[_Number, ...], Field(max_length=1024)] = ()
+    """The ranks that were stopped because of others, and had failed at nothing."""
+    traces: Annotated[tuple[_Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
+    ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
+
+
+def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
+    """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
+
+    A damaged one, or one in another node's file, counts as none: the node's exit code is left, as for a node that was
+    killed. `bad` counts both.
+    """
+    found = []
+    # Below a node's own folder torchrun leaves JSON files too.
+    for name in (path for path in attempt.list() if re.fullmatch(NODE_REPORT, path)):
+        try:
+            content = attempt.read(name, most=MOST_NODE_REPORT)
+            report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
+            if name != f"node-{report.node}.json":
+                raise DataError(f"{attempt.address(name)} is signed by node {report.node}", fix="read the node's log")
+            found.append(report.model_dump(mode="json"))
+        except DataError as error:
+            if bad is not None:
+                bad.add(str(error))
+    return found
+
+
 # --- the culprit -----------------------------------------------------------------------------------------------------
 
 Report: TypeAlias = Mapping[str, Any]
-"""A node's report as `launcher.runs.evidence` has validated it."""
+"""One of `node_reports`."""
 
 # Of two causes the one that says more comes first.
 _SEVERITY = (
@@ -235,11 +295,8 @@ def diagnose(
         evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else words
         # A job that ended without any word is taken for one whose machine died.
         return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=evidence, logs=logs)
-    # A node of which neither a report nor an exit code is there: its machine is gone, or it never began.
-    missing, nothing = (
-        set(range(nodes or 0)) - known - status.exit_codes.keys(),
-        "the node left neither a report nor an exit code",
-    )
+    nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began
+    missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
     suspects += [_Suspect(fault=Fault.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
     first = min(one.ended for one in suspects)
     failed = any(one.part is Part.CAUSE and not one.terminated for one in suspects)

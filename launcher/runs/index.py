@@ -15,6 +15,7 @@ overwrite each other.
 from __future__ import annotations
 
 import getpass
+import json
 import re
 import secrets
 import socket
@@ -63,13 +64,9 @@ T = TypeVar("T")
 class DamagedRecords(Unreadable):
     """A count of the records that nobody can read, which also knows whose they are."""
 
+    what: str = "records of the run index"
     runs: dict[str, str] = field(default_factory=dict)
     """The run of each, with what is wrong."""
-
-
-def damaged_records() -> DamagedRecords:
-    """Return the count of damaged records, before any is."""
-    return DamagedRecords("records of the run index")
 
 
 class AttemptRecord(Settings):
@@ -148,15 +145,8 @@ class AttemptVerdict(Settings):
 
     @property
     def progressed(self) -> bool:
-        """Return True if the attempt committed a new checkpoint."""
+        """True if the attempt committed a new checkpoint."""
         return self.after > self.before
-
-
-class LogPlace(Settings):
-    """The place in an attempt's log up to which an orchestrator has handed the lines on."""
-
-    position: str = Field(max_length=1 << 20)
-    """The place as the platform gave it (LogPage)."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +157,6 @@ class Index:
 
     @classmethod
     def of(cls, root: str) -> Index:
-        """Return the index of the root at this address."""
         return cls(open_storage(root))
 
     @property
@@ -194,24 +183,24 @@ class Index:
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first.
 
-        Args:
-            bad: counts damaged records, which must not stop a verb that is about another run; without it one raises.
+        `bad` counts damaged records, which must not stop a verb that is about another run; without it one raises.
         """
-        last = dict(self._attempts(_RECORD))
 
-        def read(which: tuple[str, int]) -> AttemptRecord | None:
+        def read(which: tuple[str, int]) -> AttemptRecord | str:
             try:
                 return self._record(which)
             except DataError as error:
                 if bad is None:
                     raise
-                bad.runs[which[0]] = str(error)
-                return None
+                return str(error)
 
-        records = [record for record in self._read_all(read, last.items()) if record is not None]
-        if bad is not None:
-            for run in (run for run in last if run in bad.runs):
-                bad.add(bad.runs[run])
+        last, records = dict(self._attempts(_RECORD)), list[AttemptRecord]()
+        for run, read_as in zip(last, self._read_all(read, last.items()), strict=True):
+            if isinstance(read_as, AttemptRecord):
+                records.append(read_as)
+            elif bad is not None:
+                bad.runs[run] = read_as
+                bad.add(read_as)
         return sorted(records, key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
@@ -243,16 +232,16 @@ class Index:
         return list(self._numbered(AttemptVerdict, run, _VERDICT, "its attempt is then not counted").values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
-        """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""
-        with suppress(TrainLitgptError):
-            replace(self._folder, durable=False).write(
-                f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position))
-            )
+        """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
+        place = sealed(json.dumps({"position": position}, indent=1).encode(), "record")
+        with suppress(TrainLitgptError):  # the lines are then handed on again
+            replace(self._folder, durable=False).write(f"{record.run}/{record.attempt}.read.json", place)
 
     def place_in_log(self, record: AttemptRecord) -> str:
         """Return that place; the beginning where nothing tells of one."""
         with suppress(FileNotFoundError, DataError):
-            return self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew").position
+            path = f"{record.run}/{record.attempt}.read.json"
+            return self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
         return ""
 
     # --- cancellations ---
@@ -294,7 +283,6 @@ class Index:
         return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
 
     def _numbered(self, kind: type[T], run: str, name: str, otherwise: str) -> dict[int, T]:
-        """Read what is known of each attempt of a run, oldest first."""
         numbers = [number for _, number in self._attempts(name, run)]
         read = partial(self._read, kind, fix=f"remove that file; {otherwise}")
         return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
@@ -307,7 +295,7 @@ class Index:
         run, number = which
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
-            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}", fix=FIX)
         place = f"runs/{run}/{ATTEMPTS}/{number}"
         own = self.root.address(place)
         above, found, rest = record.directory.rpartition(place)

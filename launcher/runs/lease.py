@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 from typing import Literal, Self, TypeVar
@@ -64,15 +64,6 @@ class Released(Settings):
     """The attempt after which the holder decided that none follows; 0 where it decided no such thing."""
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """A sign of life of another holder, and when it was first seen."""
-
-    term: int
-    beat: bytes | None
-    at: float
-
-
 class Lease:
     """One orchestrator's side of the lease of a run. While it is entered, what it took is kept alive by a thread."""
 
@@ -86,7 +77,8 @@ class Lease:
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock
         self._term = 0
-        self._seen: _Seen | None = None
+        self._seen: tuple[int, int | None, float] = (0, None, 0.0)
+        """The term of another holder, its last beat, and when that was first seen."""
         self._lived = False
         self._stop = Event()
         self._beating: Thread | None = None
@@ -108,7 +100,7 @@ class Lease:
         Args:
             unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
         """
-        newest = max(self._terms(), default=0)
+        newest = self._newest()
         if self._term and newest == self._term:
             return True
         self._lose()
@@ -126,16 +118,14 @@ class Lease:
 
     def stopped_after(self, attempt: int) -> bool:
         """Return whether the last holder let go because none may follow this attempt."""
-        newest = max(self._terms(), default=0)
-        released = self._released(newest) if newest else None
+        released = self._released(self._newest())
         return bool(attempt) and released is not None and released.stopped == attempt
 
-    def beat_of(self, flow_run: str) -> tuple[int, bytes | None] | None:
+    def beat_of(self, flow_run: str) -> tuple[int, int | None] | None:
         """Return the term of a flow run and its last beat; None if it does not hold the lease."""
-        newest = max(self._terms(), default=0)
-        content = self._read(f"{newest}.json") if newest and self._released(newest) is None else None
-        holder = None if content is None else _parsed(content, Holder, newest)
-        return (newest, self._read(f"{newest}.beat")) if holder and holder.flow_run == flow_run else None
+        newest = self._newest()
+        holder = self._read(f"{newest}.json", Holder) if self._released(newest) is None else None
+        return (newest, self._read(f"{newest}.beat", int)) if holder and holder.flow_run == flow_run else None
 
     def release(self, *, stopped: int = 0) -> None:
         """Let go of it, if it is held; the next may take it at once."""
@@ -145,33 +135,34 @@ class Lease:
             content = sealed(Released(stopped=stopped).model_dump_json(indent=1).encode(), "record")
             self._folder.create(f"{term}.released.json", content)
 
-    def _terms(self) -> list[int]:
-        return [int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))]
+    def _newest(self) -> int:
+        return max((int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))), default=0)
 
     def _is_free(self, term: int, unless_stopped_after: int) -> bool:
         """Return whether a term is over: given back, or without a beat for DEAD seconds of this one's clock."""
         if (released := self._released(term)) is not None:
             self._lived = False  # it counted to its end
             return not (unless_stopped_after and released.stopped == unless_stopped_after)
-        beat, now = self._read(f"{term}.beat"), self._clock()
-        if self._seen is None or self._seen.term != term:
-            content = self._read(f"{term}.json")
-            self.holder, self._lived = None if content is None else _parsed(content, Holder, term), False
-            self._seen = _Seen(term, beat, now)
-        elif self._seen.beat != beat:
+        beat, now, (seen, before, _) = self._read(f"{term}.beat", int), self._clock(), self._seen
+        if seen != term:
+            self.holder, self._lived = self._read(f"{term}.json", Holder), False
+            self._seen = (term, beat, now)
+        elif beat != before:
             self._lived = True
-            self._seen = _Seen(term, beat, now)
-        return now - self._seen.at >= DEAD
-
-    def _read(self, path: str) -> bytes | None:
-        try:
-            return self._folder.read(path, most=_MOST)
-        except (FileNotFoundError, DataError):  # not there yet, or nothing that a holder writes
-            return None
+            self._seen = (term, beat, now)
+        return now - self._seen[2] >= DEAD
 
     def _released(self, term: int) -> Released | None:
-        content = self._read(f"{term}.released.json")
-        return None if content is None else _parsed(content, Released, term) or Released()
+        return self._read(f"{term}.released.json", Released, damaged=Released())
+
+    def _read(self, path: str, kind: type[T], *, damaged: T | None = None) -> T | None:
+        """None where it is not there yet, `damaged` where it is nothing that a holder writes."""
+        try:
+            return parse_json(self._folder.read(path, most=_MOST), kind, where=path, fix="its holder counts as dead")
+        except FileNotFoundError:
+            return None
+        except DataError:
+            return damaged
 
     def _beat(self, term: int, stop: Event) -> None:
         count = 0
@@ -187,9 +178,3 @@ class Lease:
         if self._beating is not None:
             self._beating.join(timeout=BEAT)
             self._beating = None
-
-
-def _parsed(content: bytes, kind: type[T], term: int) -> T | None:
-    with suppress(DataError):
-        return parse_json(content, kind, where=f"lease {term}", fix="it counts as a holder that is dead")
-    return None

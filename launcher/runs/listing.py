@@ -1,31 +1,196 @@
-"""The runs of a root as rows, and what dead ones have left on their platforms.
+"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left on their platforms.
 
-Leftovers are machines or processes that nobody works with, and somebody pays for. A run is dead when its last attempt
-is known to have ended. Of a run that lives, or whose state is not known, nothing is listed and nothing removed.
+No key is computed to find a run, so that a corpus that has changed, moved or gone hides no job.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from pydantic import ValidationError
+
+from launcher.benchmark import BenchmarkConfig
+from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
+from launcher.errors import ConfigProblem, UnknownRun
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobId, JobState
-from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
+from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
-from launcher.runs.run import RunManifest
-from litgpt_demo.errors import TrainLitgptError
+from launcher.runs.run import RunManifest, plan_script, sweep_name
+from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.runs import read_metrics
+from litgpt_demo.storage import Storage, is_remote
 
+LAST = "@last"
 DONE = "done"
 """The state of a run that was trained, collected and reported."""
 
+_SHOWN = 10  # candidates in a message
 _AT_ONCE = 8  # runs looked at side by side: each is a few small reads and perhaps a question or two to a platform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One run, or all runs of a sweep or a network benchmark."""
+
+    index: Index
+    name: str
+    """The run's or the sweep's name, which a cancellation is requested for."""
+    runs: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
+    """The damage of each unreadable record that may belong to one of the sweep's trials."""
+    open: OpenPlatform = recorded_platform
+
+    @property
+    def attempts(self) -> list[Attempts]:
+        return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
+
+    def storage(self, run: str) -> Storage:
+        """Return the folder of a run."""
+        return self.index.root.within(f"runs/{run}")
+
+
+def find(words: str, *, root: str) -> Target:
+    """Return the run or sweep that `words` mean: a name, its unique beginning, `@last`, or the folder of a run.
+
+    An UnknownRun where there is none, or there are several.
+    """
+    if "/" in words:  # `<root>/runs/<run>`, or something below it
+        folder, runs, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
+        if not runs:
+            raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
+        index, run = Index.of(folder), rest.partition("/")[0]
+        if not index.records(run):
+            there = _listed(index.newest(DamagedRecords())) or "  none"
+            raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
+        return Target(index=index, name=run, runs=(run,))
+    index = Index.of(root)
+    newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
+    if not newest:
+        raise UnknownRun(
+            f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
+        )
+    if words == LAST:
+        return _target(index, newest, newest[0].sweep or newest[0].run, bad)
+    names = {name for record in newest for name in (record.run, record.sweep) if name}
+    if words in names:
+        return _target(index, newest, words, bad)
+    found = {name for name in names if name.startswith(words)}
+    # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
+    found -= {record.run for record in newest if record.sweep in found}
+    if len(found) == 1:
+        return _target(index, newest, found.pop(), bad)
+    if not found:
+        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
+    raise UnknownRun(
+        f"{words!r} is the beginning of {len(found)} names; give more of one:\n"
+        f"{_listed(record for record in newest if {record.run, record.sweep} & found)}"
+    )
+
+
+def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
+    """Return the run or sweep that was started with a config, whatever has become of its corpus since.
+
+    Of several runs with mounted code the one of the present code is meant, or else the only one that lives. An
+    UnknownRun where none was started, or several were, as when the corpus changed in between.
+    """
+    index, beside = Index.of(config.root), opening_beside(config.platform)
+    if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
+        jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
+        there = set(index.runs())
+        names = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
+        if not names:
+            raise UnknownRun(_none_of(index, index.newest(DamagedRecords()), config.name))
+        return Target(index=index, name=names[0], runs=names, open=beside)
+    sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
+
+    def means(record: AttemptRecord) -> bool:
+        return record.sweep == sweep if sweep else _means(config, record)
+
+    newest, bad = _newest(index, means)
+    meant = [record for record in newest if means(record)]
+    if not meant:
+        raise UnknownRun(_none_of(index, newest, config.name))
+    if sweep:
+        return replace(_target(index, newest, sweep, bad), open=beside)
+    if len(meant) > 1 and isinstance(config, ScriptConfig):
+        with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
+            present = plan_script(config).name
+            meant = [record for record in meant if record.run == present] or meant
+        with suppress(TrainLitgptError):  # one of them cannot be asked for
+            runs = {record.run for record in meant if len(meant) > 1}
+            live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
+            meant = [record for record in meant if record.run in live] or meant
+    if len(meant) > 1:
+        raise UnknownRun(
+            f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
+            f"{_listed(meant)}"
+        )
+    return replace(_target(index, newest, meant[0].run, bad), open=beside)
+
+
+def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
+    # The same program out of the same folder, whatever that held, or the same model as far as configs say.
+    theirs: RunConfig | ScriptConfig
+    try:
+        if isinstance(config, ScriptConfig):
+            decisive = {name: record.config[name] for name in record.config.keys() & {"script", "args", "env", "code"}}
+            theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
+            same = (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
+        else:
+            theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
+            outcomes = theirs.train.outcome(), config.train.outcome()
+            same = (theirs.data, theirs.model, outcomes[0]) == (config.data, config.model, outcomes[1])
+    except (KeyError, ValidationError):  # of the other kind, or another version's
+        return False
+    return record.name == config.name and same
+
+
+def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
+    """The last attempt of every run whose record can be read, and those that cannot; a DataError if one is meant."""
+    newest = index.newest(bad := DamagedRecords())
+    if bad.count and not any(map(means, newest)):
+        raise DataError(str(bad))
+    return newest, bad
+
+
+def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: DamagedRecords) -> Target:
+    trials = tuple(sorted(record.run for record in newest if record.sweep == name))
+    if not trials:
+        return Target(index=index, name=name, runs=(name,))
+    # A sweep's trials have the name of its config, as it has; only their keys differ.
+    damaged = tuple(why for run, why in bad.runs.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
+    return Target(index=index, name=name, runs=trials, damaged=damaged)
+
+
+def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
+    there = [record for record in newest if record.name == name] or newest
+    if not there:
+        return f"nothing has been started under {index.root.address()}"
+    return (
+        f"nothing has been started with this config under {index.root.address()}; if one of these is meant, name it:\n"
+        f"{_listed(there)}"
+    )
+
+
+def _listed(records: Iterable[AttemptRecord]) -> str:
+    rows = [
+        f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
+        f"{duration_text(time.time() - record.created)} ago)"
+        for record in records
+    ]
+    more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
+    return "\n".join([*rows[:_SHOWN], *more])
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +219,8 @@ class RunRow:
 
     @property
     def live(self) -> bool:
-        """Return whether a job runs, as far as is known."""
+        """True if a job runs, as far as is known."""
         return self.state in {JobState.PENDING.value, JobState.RUNNING.value, JobState.UNKNOWN.value}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the same for a program."""
-        return asdict(self)
 
 
 def run_rows(
@@ -71,10 +232,8 @@ def run_rows(
 ) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
-    A platform that does not answer makes that run's state unknown, with the reason.
-
-    Args:
-        bad: counts runs that have no row, because their records are damaged; without it one raises.
+    A platform that does not answer makes that run's state unknown, with the reason. `bad` counts runs that have no row,
+    because their records are damaged; without it one raises.
     """
     followers = index.followers()
 
@@ -136,49 +295,36 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """The things that are left of one attempt that has ended."""
+    """The machines or processes that an attempt which has ended left behind: nobody works with them, somebody pays."""
 
     run: str
-    record: AttemptRecord
-    what: tuple[str, ...]
-
-    @property
-    def job_id(self) -> JobId:
-        return self.record.job_id
+    job_id: JobId | None
+    """None where the run's state is not known: nothing of it is touched."""
+    what: str
+    """The sentence that says what is left, or why nothing is known."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.run}, attempt {self.record.attempt}, on {self.record.platform.get('kind')}: {', '.join(self.what)}"
-        )
+        return self.what
 
 
-@dataclass(frozen=True, kw_only=True)
-class Untold:
-    """A run of which it cannot be known whether something is left; nothing of it is touched."""
-
-    run: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.run} is left alone, for its state is not known: {self.why}"
-
-
-def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover | Untold]:
-    """Return what every dead run of an index has left, by run and attempt.
+def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover]:
+    """Return what every dead run of an index has left, by run and attempt: its last attempt is known to have ended.
 
     A job of another machine, which that one alone can ask for, is passed over.
     """
 
-    def of(run: str) -> list[Leftover | Untold]:
-        attempts, found = Attempts(index=index, run=run, open=open), list[Leftover | Untold]()
+    def of(run: str) -> list[Leftover]:
+        attempts, found = Attempts(index=index, run=run, open=open), list[Leftover]()
         try:
             for record in attempts.records() if _is_dead(attempts) else ():
                 if attempts.is_out_of_reach(record):
                     continue
-                if what := attempts.platform_of(record).left(record.job_id):
-                    found.append(Leftover(run=run, record=record, what=what))
+                if there := attempts.platform_of(record).left(record.job_id):
+                    what = f"{run}, attempt {record.attempt}, on {record.platform.get('kind')}: {', '.join(there)}"
+                    found.append(Leftover(run=run, job_id=record.job_id, what=what))
         except TrainLitgptError as error:
-            return [Untold(run=run, why=str(error))]
+            what = f"{run} is left alone, for its state is not known: {error}"
+            return [Leftover(run=run, job_id=None, what=what)]
         return found
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -186,19 +332,15 @@ def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[L
 
 
 def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:
-    """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone.
-
-    Raises:
-        PlatformUnreachable, PlatformRefused: something of it does not go.
-    """
+    """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone."""
     attempts = Attempts(index=index, run=leftover.run, open=open)
-    if not _is_dead(attempts):
+    those = [record for record in attempts.records() if record.job_id == leftover.job_id]
+    if not those or not _is_dead(attempts):
         return False
-    attempts.platform_of(leftover.record).cancel(leftover.job_id)
+    attempts.platform_of(those[0]).cancel(those[0].job_id)
     return True
 
 
 def _is_dead(attempts: Attempts) -> bool:
-    """Return whether the run's last attempt is known to have ended."""
     last = attempts.last()
     return last is not None and last.status.state.final

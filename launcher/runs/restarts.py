@@ -33,16 +33,12 @@ _HELPS: Mapping[Fault, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Another attempt follows, unless it is a `Stop`."""
+    """What follows an attempt that ended badly."""
 
-    wait: float = 0.0
-    """Seconds before it."""
+    wait: float | None = None
+    """Seconds before another attempt; None where none follows."""
     why: str = ""
-    """The reason for the wait; of a Stop, where the last attempt's verdict is not all of it."""
-
-
-class Stop(Decision):
-    """No attempt follows."""
+    """The reason for the wait; where none follows, only what the attempt's verdict does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +51,7 @@ class Budget:
     settings: RestartSettings = field(default_factory=RestartSettings)
 
     def rule(self, fault: Fault) -> RestartRule | None:
-        """Return the rule for a class of failures, its number filled in; None for a user error, which has none."""
+        """The rule for a class of failures, its number filled in; None for a user error, which has none."""
         rule: RestartRule | None = getattr(self.settings, _setting(fault), None)
         if rule is None or rule.attempts is not None:
             return rule
@@ -66,11 +62,11 @@ class Budget:
 
         An attempt that was started after the budget had said to stop was a person's decision, and begins a new count.
         """
-        decision = Decision()
+        decision = Decision(wait=0.0)
         spent: Counter[Fault] = Counter()
         idle = 0
         for one in verdicts:
-            if isinstance(decision, Stop):
+            if decision.wait is None:
                 spent, idle = Counter(), 0
             if one.progressed:
                 spent = Counter({fault: count for fault, count in spent.items() if not self._forgives(fault)})
@@ -80,10 +76,7 @@ class Budget:
         return decision
 
     def _forgives(self, fault: Fault) -> bool:
-        """Return whether an attempt that left a new checkpoint is not counted.
-
-        Who allows none gets none. A preemption alone is no failure of anything: only its own rule can forbid it.
-        """
+        # Who allows none gets none. A preemption alone is no failure of anything: only its own rule can forbid it.
         rule = self.rule(fault)
         if rule is None or not rule.forgive:
             return False
@@ -92,29 +85,28 @@ class Budget:
     def _decided(self, last: AttemptVerdict, spent: int, idle: int) -> Decision:
         fault, rule = last.fault, self.rule(last.fault)
         if rule is None:
-            return Stop()
+            return Decision()
         if spent > (rule.attempts or 0):
             if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
-                return Stop()  # the class has no budget by itself, and its verdict says what to do
+                return Decision()  # the class has no budget by itself, and its verdict says what to do
             counted = " without a new checkpoint" if rule.forgive else ""
-            return Stop(
+            return Decision(
                 why=f"no new attempt is left after {fault}: {spent} attempts ended so{counted}, and "
                 f"restarts.{_setting(fault)} allows {rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or "
                 "raise max_restarts"
             )
         if not spent:  # what costs nothing must not come back without a pause
-            wait = min(rule.wait, self.settings.longest_wait)
-            return Decision(wait=wait, why=f"the attempt ended as {fault}, and left a new checkpoint")
+            why = f"the attempt ended as {fault}, and left a new checkpoint"
+            return Decision(wait=min(rule.wait, self.settings.longest_wait), why=why)
         why = f"{fault}: {spent} of {rule.attempts} new attempts"
         if not idle:
-            return Decision(why=why)
+            return Decision(wait=0.0, why=why)
         whole = min(rule.wait * 2.0 ** min(idle - 1, 32), self.settings.longest_wait)
         jitter = _JITTER * crc32(f"{self.run}-{last.attempt}".encode()) / 2**32  # the same attempt has the same wait
         idly = f"{why}; attempts in a row that committed no new checkpoint: {idle}"
         return Decision(wait=whole * (1 - jitter), why=idly)
 
     def __str__(self) -> str:
-        """The budgets in words, for a plan."""
         rules = {fault: rule for fault in JOB_FAULTS if (rule := self.rule(fault)) is not None and rule.attempts}
         told = [
             f"{fault} {rule.attempts}" + (" (a new checkpoint clears the count)" if rule.forgive else "")

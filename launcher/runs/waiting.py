@@ -1,4 +1,4 @@
-"""Waiting for a job and tailing its logs, written once for all platforms. Time is a parameter."""
+"""Waiting for a job and tailing its logs, once for all platforms, and its lines in words. Time is a parameter."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from launcher.errors import LoginProblem, PlatformUnreachable
+from launcher.formatting import bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
 from litgpt_demo.errors import NetworkError, was_given_up
+from litgpt_demo.metrics import METRICS_MARK, Row, parsed
 
 T = TypeVar("T")
 
@@ -46,6 +47,50 @@ _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 
 
+async def asked(
+    ask: Callable[[], T],
+    *,
+    platform: str,
+    about: str,
+    on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
+    patience: float = PATIENCE,
+    bears: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
+    pauses: tuple[float, float] = (1.0, 15.0),
+    clock: Clock | None = None,
+) -> T:
+    """Return the answer of a platform, which is asked again while it does not answer.
+
+    Args:
+        about: the job or run that it is asked about, for the message.
+        on_silence: called once when it has refused the credentials, or has not answered for half a minute.
+        bears: what counts as no answer.
+        pauses: seconds before it is asked again, at first and at the most.
+
+    Raises:
+        PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
+        LoginProblem: the same of the credentials, where that is borne.
+    """
+    clock = clock or Clock()
+    begun, told, wait = clock.now(), False, pauses[0]
+    while True:
+        try:
+            return await asyncio.to_thread(ask)
+        except bears as error:
+            if was_given_up(error):
+                raise
+            if (seconds := clock.now() - begun) > patience:
+                raise type(error)(
+                    f"{about} on {platform}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
+                    "run the same command again to take up where this left off",
+                    given_up=True,
+                ) from error
+            if not told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
+                told = True
+                on_silence(error)
+        await clock.sleep(wait)
+        wait = min(2 * wait, pauses[1])
+
+
 async def follow(
     platform: Platform,
     job_id: JobId,
@@ -64,109 +109,50 @@ async def follow(
     Args:
         poll: seconds between two looks.
         on_status: told of every look, before the lines that were found with it.
-        on_silence: called once whenever the platform has begun to refuse the credentials, or has not answered for half
-            a minute: waiting goes on.
+        on_silence: as `asked` calls it, for each silence; waiting goes on.
         position: where to begin in the logs; the beginning, if it is not said.
         on_position: told of the place behind the lines that were handed on, whenever some were.
         patience: seconds a platform may stay silent, refuse the credentials, or not know the job, before waiting is
             given up. The job itself is not touched: a new call takes up again.
 
     Raises:
-        PlatformUnreachable: silent for longer than that.
-        LoginProblem: the credentials were refused for longer than that.
+        PlatformUnreachable, LoginProblem: for longer than that.
     """
     clock = clock or Clock()
-    silence = _Silence(platform=platform.name, about=job_id, patience=patience, clock=clock, on_silence=on_silence)
+    known = clock.now()
+
+    def look() -> tuple[JobStatus, LogPage]:
+        # Status first: what the job wrote before it ended is then surely in the page that follows.
+        status = platform.status(job_id)
+        return status, platform.logs(job_id, position)
+
     while True:
-        try:
-            # Status first: what the job wrote before it ended is then surely in the page that follows.
-            status = await asyncio.to_thread(platform.status, job_id)
-            page = await asyncio.to_thread(platform.logs, job_id, position)
-        except (PlatformUnreachable, LoginProblem) as error:
-            silence.lasts(error)
-        else:
-            on_status(status)
-            on_lines(page.lines)
-            position = page.position
-            if page.lines:
-                await asyncio.to_thread(on_position, position)
-            silence.ends(known=page.more or status.state is not JobState.ABSENT)
-            if page.more:
-                continue  # to what is there already, without a pause
-            if status.state.final:
-                return status
-        await clock.sleep(poll)
-
-
-async def asked(
-    ask: Callable[[], T],
-    *,
-    platform: str,
-    about: str,
-    on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
-    patience: float = PATIENCE,
-    clock: Clock | None = None,
-) -> T:
-    """Return the answer of a platform, which is asked again while it does not answer.
-
-    Args:
-        about: the job or run that it is asked about, for the message.
-
-    Raises:
-        PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
-    """
-    clock = clock or Clock()
-    silence = _Silence(platform=platform, about=about, patience=patience, clock=clock, on_silence=on_silence)
-    wait = 1.0
-    while True:
-        try:
-            return await asyncio.to_thread(ask)
-        except PlatformUnreachable as error:
-            if was_given_up(error):
-                raise
-            silence.lasts(error)
-        await clock.sleep(wait)
-        wait = min(2 * wait, 15.0)
-
-
-@dataclass(kw_only=True)
-class _Silence:
-    """The time for which a platform has said nothing of a job, and what follows from it."""
-
-    platform: str
-    about: str
-    """The job or run that it is asked about, for the message."""
-    patience: float
-    clock: Clock
-    on_silence: Callable[[PlatformUnreachable | LoginProblem], None]
-    told: bool = False
-
-    def __post_init__(self) -> None:
-        self.heard = self.clock.now()
-
-    def lasts(self, error: PlatformUnreachable | LoginProblem) -> None:
-        """Give up after a platform that has not answered for too long; tell of one that has begun not to."""
-        seconds = self.clock.now() - self.heard
-        if seconds > self.patience:
-            raise type(error)(
-                f"{self.about} on {self.platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
-                "running: run the same command again to take up where this left off",
-                given_up=True,
-            ) from error
-        if not self.told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
-            self.told = True
-            self.on_silence(error)
-
-    def ends(self, *, known: bool) -> None:
-        """Begin anew after an answer, unless it is that there is no such job, and has been for too long."""
-        now, self.told = self.clock.now(), False
-        if known:
-            self.heard = now
-        elif now - self.heard > self.patience:
+        status, page = await asked(
+            look,
+            platform=platform.name,
+            about=job_id,
+            on_silence=on_silence,
+            patience=patience,
+            bears=(PlatformUnreachable, LoginProblem),
+            pauses=(poll, poll),
+            clock=clock,
+        )
+        on_status(status)
+        on_lines(page.lines)
+        position = page.position
+        if page.lines:
+            await asyncio.to_thread(on_position, position)
+        if page.more or status.state is not JobState.ABSENT:
+            known = clock.now()
+        elif (seconds := clock.now() - known) > patience:
             raise PlatformUnreachable(
-                f"{self.platform} has not known {self.about} for {now - self.heard:.0f} s; was it removed by hand?",
-                given_up=True,
+                f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", given_up=True
             )
+        if page.more:
+            continue  # to what is there already, without a pause
+        if status.state.final:
+            return status
+        await clock.sleep(poll)
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
@@ -175,3 +161,60 @@ async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[It
     while page.more:
         page = await asyncio.to_thread(platform.logs, job_id, page.position)
         on_lines(page.lines)
+
+
+# --- lines in words ---------------------------------------------------------------------------------------------------
+
+
+def readable(line: LogLine) -> str:
+    """Return the line as it is printed, a metrics row in words. Whatever torchrun put before the row stays."""
+    row = parsed(line.text)
+    if row is None:
+        return str(line)
+    before = line.text.partition(METRICS_MARK)[0].rstrip()
+    try:
+        words = _words(row)
+    except (KeyError, TypeError, ValueError, OverflowError):  # no row of ours looks so, for a node may write anything
+        words = ", ".join(f"{name} {value}" for name, value in row.items())
+    words = " ".join(words.splitlines())  # a text in a row must not pass for a line of another node
+    return str(LogLine(line.node, f"{before} {words}".lstrip()))
+
+
+def _words(row: Row) -> str:
+    step = f"step {row['step']}  " if row["kind"] != "network" else ""
+    match row["kind"]:
+        case "start":
+            goes_on = f"goes on after step {row['step']} of {row['steps']}"
+            ranks = f"{row['world_size']} ranks on {row['device_name']}, {row['precision']}"
+            begins = goes_on if row["step"] else f"starts, {row['steps']} steps"
+            return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
+        case "step":
+            used = f"  MFU {share_text(row['mfu'])}" if row.get("mfu") is not None else ""
+            waited = float(row["data_seconds"])
+            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * float(row["step_seconds"]) else ""
+            return (
+                f"{step}loss {loss_text(float(row['loss']))}  gradient {float(row['grad_norm']):.3g}  "
+                f"learning rate {float(row['learning_rate']):.3g}  {rate_text(row['tokens_per_second'])}  "
+                f"{bytes_text(row['memory'])}{used}{late}"
+            )
+        case "evaluation":
+            loss = loss_text(float(row["validation_loss"]))
+            return f"{step}validation loss {loss} ({duration_text(row['seconds'])})"
+        case "checkpoint":
+            stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
+            return (
+                f"{step}saved {row['path']}, {bytes_text(row['bytes'])} "
+                f"(training stood still for {stood}, committed after {saved})"
+            )
+        case "skip":
+            return f"{step}its update is left out: {row['why']}"
+        case "leave":
+            return f"{step}leaves: {row['why']}"
+        case "network":
+            floor = f", at least {row['floor']:.3g} are asked for" if "floor" in row else ""
+            among = f"{row['ranks']} ranks on {row['nodes']} nodes"
+            speed = f"{row['busbw']:.3g} GB/s (busbw)"
+            return f"network: all-reduce of {bytes_text(row['bytes'])} among {among}, {speed}{floor}"
+        case "end":
+            return f"{step}ends after {duration_text(row['seconds'])}"
+    raise ValueError(row["kind"])

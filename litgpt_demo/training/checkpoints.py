@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import FileRecord, bring, read_manifest, write_manifest
+from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage
 
 FORMAT = 2
@@ -85,28 +84,27 @@ def committed(
     return sorted(found, key=lambda manifest: -manifest.step)
 
 
-def newest_step(run: Storage, *, most: int | None = None) -> int:
-    """Return the step of the run's newest committed checkpoint, 0 where there is none.
+def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
+    """Return the step of the run's newest checkpoint that verifies, 0 where there is none.
 
-    A manifest is not believed alone: it has to name files, and they have to be there in their sizes.
+    Its manifest names an index and other files, and they are there in their sizes and checksums. A bucket knows those
+    itself, so that nothing is fetched; of a folder the newest checkpoint is read.
 
     Args:
         most: the steps of the training; no checkpoint is further than its end.
+        least: bytes of the model's weights; no checkpoint has fewer.
     """
-    there = {}  # of one listing: no file is read
-    if run.local_path() is None:
-        there = {stored.path: stored.size for stored in run.inventory(_ALL)}
-    else:
-        for path in run.list(_ALL):
-            with suppress(FileNotFoundError):  # removed since it was listed
-                there[path] = Path(run.address(path)).stat().st_size
-    steps = [
-        manifest.step
-        for manifest in committed(run)
-        if manifest.files
-        and all(there.get(f"{folder_of(manifest.step)}/{file.path}") == file.size for file in manifest.files)
-    ]
-    newest = max(steps, default=0)
+
+    def verifies(manifest: CheckpointManifest) -> bool:
+        place, said = run.within(folder_of(manifest.step)), manifest.files
+        if INDEX not in {file.path for file in said} or len(said) < 2 or manifest.size < least:
+            return False
+        if (folder := place.local_path()) is not None:
+            return not differences(folder, said)
+        there = {stored.path: (stored.size, stored.crc32c) for stored in place.inventory()}
+        return all(there.get(file.path) == (file.size, file.crc32c) for file in said)
+
+    newest = next((manifest.step for manifest in committed(run) if verifies(manifest)), 0)
     return newest if most is None else min(newest, most)
 
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, JsonValue
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import Verdict, diagnose
-from launcher.runs.evidence import node_reports
+from launcher.runs.diagnosis import Verdict, diagnose, node_reports
 from litgpt_demo.errors import Fault
 from litgpt_demo.storage import open_storage
 

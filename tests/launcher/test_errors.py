@@ -13,8 +13,6 @@ from launcher.errors import JobFailed
 from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
-
-
 KINDS = {
     kind
     for module in (litgpt_demo.errors, launcher.errors)

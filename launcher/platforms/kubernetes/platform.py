@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import finding_of
+from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes import cluster as api

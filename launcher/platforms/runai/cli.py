@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
-from launcher.findings import finding_of
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.platforms.runai.flags import DOCUMENTED, EXCLUDE, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig

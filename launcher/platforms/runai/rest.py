@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
-from launcher.findings import finding_of
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.platforms.runai.flags import preemptibility
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig

@@ -13,8 +13,7 @@ from registry_server import OCI_MANIFEST, Running, registry
 
 from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.config import RunConfig, ScriptConfig, validated
-from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem
-from launcher.findings import require
+from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem, require
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
 from litgpt_demo.findings import Finding

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
-from launcher.runs.run import plan_run, preview_run
-from launcher.runs.sweeps import trials
+from launcher.runs.run import plan_run, preview_run, trials
+from litgpt_demo.data.corpus import Source
+from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, UserError
 from litgpt_demo.export import FinalManifest
@@ -65,6 +67,16 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, t
     ]
     assert {row["what"]: row["arithmetic"] for row in planned.arithmetic}["FLOPs in all"] == "1,024 tokens"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny({"workers.count": 2})
+    assert "scratch" not in would(config)["dataset"]
+    files = [Source(address=f"gs://b/{n}", name=f"{n}", size=n * 10**9, version="crc32c:0") for n in range(1, 6)]
+    planned = replace(plan_dataset(config.data), sources=tuple(files))
+    monkeypatch.setattr("launcher.runs.run.preview_dataset", lambda data: planned)
+    scratch = f"with about 18.0 GB of scratch in {config.root}/.scratch/{planned.path.rpartition('/')[2]}"
+    assert would(config)["dataset"].endswith(f"{scratch}, and 24.0 GB while half of that disk is free")
 
 
 def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: Tiny) -> None:

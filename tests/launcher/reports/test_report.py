@@ -19,8 +19,8 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
 from launcher.runs.diagnosis import Verdict
-from launcher.runs.log_text import readable
 from launcher.runs.run import trained_seconds
+from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof

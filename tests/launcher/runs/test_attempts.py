@@ -42,7 +42,7 @@ def claim(claim_named: Callable[..., Claim]) -> Claim:
 
 
 def live_job(claim: Claim) -> JobId | None:
-    return live.job_id if (live := claim.attempts.live()) else None
+    return live.record.job_id if (live := claim.attempts.live()) else None
 
 
 def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform) -> None:
@@ -171,22 +171,19 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
     claim_named: Callable[..., Claim],
 ) -> None:
     trial = claim_named(RUN, start=StartSettings(sweep="gpt-aaaaaaaaaa"))
-    trial.attempts.cancel()
-    watch = CancelWatch(trial.attempts.index, trial.names)
-    watch.check()
-    trial.attempts.cancel()
-    with pytest.raises(JobCancelled):
+    index = trial.attempts.index
+    for name in (RUN, RUN, "gpt-aaaaaaaaaa"):
+        watch = CancelWatch(index, trial.names)
         watch.check()
-    watch = CancelWatch(trial.attempts.index, trial.names)
-    trial.attempts.index.request_cancel("gpt-aaaaaaaaaa")
-    with pytest.raises(JobCancelled, match="gpt-aaaaaaaaaa was cancelled"):
-        watch.check()
+        index.request_cancel(name)
+        with pytest.raises(JobCancelled, match=f"{name} was cancelled"):
+            watch.check()
 
 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> None:
     """As the pipeline does before it starts anything, for another key of the same name."""
-    start = StartSettings.model_validate({"others": others, "sweep": sweep})
-    settle_others(claim.attempts.index, start, name="gpt", run="gpt-9999999999", open=claim.attempts.open)
+    start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}
+    settle_others(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
 
 
 def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so(
@@ -240,7 +237,7 @@ def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
     old.rename(new)
     moved = claim_on(platform, new, RUN)
     [found] = moved.attempts.all()
-    assert (found.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
+    assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
     with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was: .*--cancel-old"):
         moved.take()
     assert moved.attempts.cancel() == [job_id]

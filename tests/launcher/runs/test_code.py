@@ -17,10 +17,10 @@ import pytest
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.runs import code
-from launcher.runs.attempts import claim_script, script_of_flow_run
+from launcher.runs.attempts import claim_at, script_of_flow_run
 from launcher.runs.code import CodeArchive, pack_code
+from launcher.runs.listing import find_started_with
 from launcher.runs.run import plan_script
-from launcher.runs.targets import find_started_with
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 
@@ -168,7 +168,7 @@ def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mi
     assert script.code is not None
     assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
     script.code.ship(script.root)
-    replace(claim_script(script), flow_runs=["mine"]).take()
+    replace(claim_at(script), flow_runs=["mine"]).take()
     (mine / "train.py").write_text("print('edited')")
     assert script_of_flow_run(config, "mine") == script
     assert find_started_with(config).runs == (script.name,)

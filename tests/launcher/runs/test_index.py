@@ -8,9 +8,8 @@ import pytest
 
 from launcher.job import JobId, JobState, JobStatus
 from launcher.runs.attempts import recorded_platform
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, damaged_records, this_machine
-from launcher.runs.listing import run_rows
-from launcher.runs.targets import find
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, this_machine
+from launcher.runs.listing import find, run_rows
 from litgpt_demo.errors import DataError, Fault
 
 RUN = "gpt-0123456789"
@@ -99,15 +98,13 @@ def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp
 def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index, tmp_path: Path) -> None:
     index.create(record())
     folder = tmp_path / INDEX
-    (folder / "cut-0123456789").mkdir()
-    (folder / "cut-0123456789" / "1.json").write_text('{"format":')
-    (folder / "forged-0123456789").mkdir()
-    (folder / "forged-0123456789" / "1.json").write_bytes((folder / RUN / "1.json").read_bytes())
+    for name, content in (("cut", b'{"format":'), ("forged", (folder / RUN / "1.json").read_bytes())):
+        (folder / f"{name}-0123456789").mkdir()
+        (folder / f"{name}-0123456789" / "1.json").write_bytes(content)
     (folder / RUN / f"{'9' * 200}.json").write_text("{}")
-    bad = damaged_records()
-    assert [one.run for one in index.newest(bad)] == [RUN]
-    assert bad.count == 2
-    assert [row.run for row in run_rows(index, bad=damaged_records())] == [RUN]
+    newest = index.newest(bad := DamagedRecords())
+    assert ([one.run for one in newest], bad.count) == ([RUN], 2)
+    assert [row.run for row in run_rows(index, bad=DamagedRecords())] == [RUN]
     assert find(RUN, root=str(tmp_path)).runs == (RUN,)
     for words in ("forged", "@last"):  # either may be the one that is meant
         with pytest.raises(DataError, match="2 records of the run index could not be read"):

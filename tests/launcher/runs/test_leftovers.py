@@ -20,7 +20,7 @@ from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
-from launcher.runs.listing import Untold, leftovers, remove_leftover
+from launcher.runs.listing import leftovers, remove_leftover
 
 
 class Runs:
@@ -66,7 +66,7 @@ def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_
     assert runs.left() == []
     assert runs.platform.left(dead)
     runs.platform.silence(True)
-    assert [type(one) for one in runs.left()] == [Untold]
+    assert [one.job_id for one in runs.left()] == [None]
 
 
 def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,19 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.runs.diagnosis import ACTIONS, Action
+from launcher.runs.diagnosis import RESTARTED
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
-from launcher.runs.restarts import Budget, Stop, blamed
+from launcher.runs.restarts import Budget, blamed
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import JOB_FAULTS, Fault
 
 Ending = tuple[Fault, bool]
 """How an attempt ended, and whether it committed a new checkpoint."""
-COUNTED = [fault for fault in JOB_FAULTS if ACTIONS[fault] is Action.RESTART]
-
-
-def setting(fault: Fault) -> str:
-    return fault.value.replace(" ", "_")
+COUNTED = [fault for fault in JOB_FAULTS if fault in RESTARTED]
 
 
 def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts: Any) -> float | None:
@@ -32,8 +28,7 @@ def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts:
         made.append(AttemptVerdict(attempt=number, fault=fault, before=step, after=step + 10 * progressed))
         step = made[-1].after
     settings = RestartSettings.model_validate(restarts)
-    decided = Budget(run=run, max_restarts=max_restarts, settings=settings).after(made)
-    return None if isinstance(decided, Stop) else decided.wait
+    return Budget(run=run, max_restarts=max_restarts, settings=settings).after(made).wait
 
 
 def goes_on(*endings: Ending, **given: Any) -> bool:
@@ -48,12 +43,12 @@ def test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_g
 def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_away() -> None:
     for fault in (Fault.NODE, Fault.NETWORK):
         assert not goes_on((fault, True), max_restarts=0)
-        assert not goes_on((fault, True), max_restarts=9, **{setting(fault): 0})
+        assert not goes_on((fault, True), max_restarts=9, **{fault.replace(" ", "_"): 0})
     assert goes_on(*[(Fault.PREEMPTED, True)] * 500, max_restarts=0)
     assert not goes_on((Fault.PREEMPTED, True), max_restarts=9, preempted=0)
     before_the_newest = AttemptVerdict(attempt=3, fault=Fault.PREEMPTED, before=100, after=90)
     again = Budget(run="owt", max_restarts=0).after([before_the_newest])
-    assert isinstance(again, Stop), "training again what was trained before is no progress"
+    assert again.wait is None, "training again what was trained before is no progress"
 
 
 def test_each_class_has_a_budget_of_its_own() -> None:
@@ -61,8 +56,8 @@ def test_each_class_has_a_budget_of_its_own() -> None:
         others = [(other, False) for other in COUNTED if other is not fault]
         assert goes_on(*others * 2, *[(fault, False)] * 2, max_restarts=2)
         assert not goes_on(*[(fault, False)] * 3, max_restarts=2)
-        assert goes_on(*[(fault, False)] * 4, **{setting(fault): 4})
-        assert not goes_on(*[(fault, False)] * 5, **{setting(fault): {"attempts": 4}})
+        assert goes_on(*[(fault, False)] * 4, **{fault.replace(" ", "_"): 4})
+        assert not goes_on(*[(fault, False)] * 5, **{fault.replace(" ", "_"): {"attempts": 4}})
 
 
 def test_what_comes_back_is_not_tried_again_unless_its_class_is_given_a_budget() -> None:
@@ -119,15 +114,11 @@ def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(
     assert 0 < (wait or 0) <= 60
 
 
-def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
-    """The machines to avoid after attempts that blamed these."""
-    return blamed(
-        [AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=0, machine=machine) for machine in machines],
-        times=times,
-    )
-
-
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:
+    def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
+        one = AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=0)
+        return blamed([one.model_copy(update={"machine": machine}) for machine in machines], times=times)
+
     assert avoided("gke-a", "gke-b") == ()
     assert avoided("b", "", "a", "a", "", "c", "b", "c", "c") == ("a", "b", "c")
     assert avoided("gke-a", times=1) == ("gke-a",)

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.runs.run import Run, plan_run, plan_script, run_of, trained_seconds, training_job
-from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, trials
+from launcher.runs import run as module
+from launcher.runs.attempts import claim_at
+from launcher.runs.run import Outcome, Run, Trial, best_yaml, plan_run, plan_script, ranking, run_of, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.training import checkpoints
 
 
 def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\ntwo\nthree\n") -> Run:
@@ -86,18 +89,29 @@ def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Pa
 
 def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
     def secrets(wandb: dict[str, Any] | None) -> tuple[str, ...]:
-        return training_job(run(tmp_path, {"train.wandb": wandb}), attempt=1, image=None).secrets
+        return run(tmp_path, {"train.wandb": wandb}).job(attempt=1, image=None).secrets
 
     assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
     assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
     assert secrets({"project": "pages", "secret": None}) == secrets(None) == ()
 
 
+def test_a_checkpoint_that_is_too_small_for_the_model_is_no_progress(tmp_path: Path) -> None:
+    training, folder = run(tmp_path), checkpoints.folder_of(8)
+    stored = [training.storage.write(f"{folder}/{name}", b"x") for name in (checkpoints.INDEX, "__0_0.distcp")]
+    manifest = checkpoints.CheckpointManifest(
+        format=2, run=training.name, step=8, tokens=0, dataset_key="k", validation_loss=None, world_size=1,
+        versions={}, files=tuple(FileRecord.of(one, relative_to=folder) for one in stored),
+    )  # fmt: skip
+    checkpoints.commit(training.storage, manifest)
+    assert (checkpoints.newest_step(training.storage), claim_at(training).progress()) == (8, 0)
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 19))
 def test_steps_that_were_repeated_after_a_restart_count_once_and_pauses_too(seconds: list[float], back_to: int) -> None:
     rows = [{"kind": "step", "step": number, "step_seconds": took} for number, took in enumerate(seconds, start=1)]
     pauses = [{"kind": "evaluation", "step": 1, "seconds": 5.0}, {"kind": "checkpoint", "step": 1, "seconds": 1.0}]
-    assert trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
+    assert module.trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
 
 
 BASE = {"train": {"global_batch": 16, "micro_batch": 4, "max_steps": 200}}

@@ -11,8 +11,8 @@ import pytest
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.runs.attempts import claim_of
-from launcher.runs.sweeps import sweep_name, trials
-from launcher.runs.targets import find, find_started_with
+from launcher.runs.listing import find, find_started_with
+from launcher.runs.run import sweep_name, trials
 
 Tiny = Callable[..., RunConfig]
 
@@ -101,6 +101,5 @@ def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:
         find_started_with(sweep)
     runs = {started(trial.config) for trial in trials(sweep)}
     for found in (find_started_with(sweep), find(sweep_name(sweep), root=root), find("tiny", root=root)):
-        assert (set(found.runs), found.is_sweep, found.name) == (runs, True, sweep_name(sweep))
-    alone = find(min(runs), root=root)
-    assert (alone.runs, alone.is_sweep) == ((min(runs),), False)
+        assert (set(found.runs), found.name) == (runs, sweep_name(sweep))
+    assert find(min(runs), root=root).runs == (min(runs),)

@@ -19,8 +19,7 @@ from launcher.job import JobId, JobState, LogPage
 from launcher.runs.waiting import Clock, follow, pause
 from litgpt_demo.errors import NetworkError
 
-Fate = tuple[float, Callable[[], object]]
-"""When something happens, and what."""
+Fate = tuple[float, Callable[[], object]]  # when something happens, and what
 
 REFUSED = LoginProblem("the credentials are refused; log in again")
 

@@ -69,6 +69,19 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
     assert run.exists(f"{folder_of(8)}/__0_0.distcp")  # what is to be looked at is not thinned out
 
 
+def test_what_does_not_verify_is_no_progress(place: Storage) -> None:
+    keep(place, pair(1), 4)
+    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, most=3)) == (4, 3)
+    whole, shard = keep(place, pair(2), 8), f"{folder_of(8)}/__0_0.distcp"
+    without_index = tuple(file for file in whole.files if file.path != checkpoints.INDEX)
+    commit(place, whole.model_copy(update={"files": without_index}))
+    assert checkpoints.newest_step(place) == 4
+    commit(place, whole)
+    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, least=10**9)) == (8, 0)
+    place.write(shard, bytes(place.stat(shard).size))
+    assert checkpoints.newest_step(place) == 4
+
+
 def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: Storage) -> None:
     files = keep(place, pair(1), 4).files
     first = open_storage(checkpoints.set_aside(place, folder_of(4), "a bit is wrong"))
