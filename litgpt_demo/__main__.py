@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import MappingProxyType
 
@@ -49,8 +50,23 @@ def main(argv: Sequence[str]) -> int:
         return fault.exit_code
 
 
+def _leave(ended: Sequence[int]) -> None:
+    """End the process of a command that has returned, after all other exit handlers and before Python is taken down.
+
+    A thread of gloo's that still holds a tensor needs Python to let go of it, and in a Python that is half gone this
+    aborts the rank, whose training is complete (https://github.com/pytorch/pytorch/pull/179291, torch 2.13).
+    """
+    gc.freeze()  # else a process ends with several collections of garbage; each looks at all objects of torch
+    if ended:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
+        os._exit(ended[0])
+
+
 if __name__ == "__main__":
-    # A process ends with several collections of garbage; each looks at all objects of torch.
-    atexit.register(gc.freeze)
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # the first that is registered is called last
     drop_what_does_not_fit()
-    sys.exit(main(sys.argv[1:]))
+    codes.append(main(sys.argv[1:]))
+    sys.exit(codes[0])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 from hypothesis import given
@@ -83,3 +85,10 @@ def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> 
     assert replace(failure(1, chain[-1]), traceback=chain).fault is Fault.DISK_FULL
     assert replace(failure(1, chain[-1]), traceback=chain[2:]).fault is Fault.UNKNOWN
     assert replace(failure(1, "KeyError: 'x'"), traceback=chain).fault is Fault.USER
+
+
+def test_a_command_that_has_returned_is_gone_before_python_is_taken_down() -> None:
+    """Native threads that need Python would abort the process: `-v` tells what it removes at its end."""
+    told = [sys.executable, "-v", "-m", "litgpt_demo", "-h"]
+    done = subprocess.run(told, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("`python -m litgpt_demo") and "# cleanup" not in done.stderr
