@@ -74,8 +74,6 @@ SHM = 250 * net.GIB
 
 
 class Options(net.PluginOptions):
-    """The settings of gIB."""
-
     network_attach: Literal["networks", "dra"] = "networks"
     """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
     extra_nic: bool = False
@@ -152,19 +150,4 @@ def installer(image: str) -> Object:
         f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
         f"cp -R /var/lib/gib/. /target{ROOT}",
     )
-    return {
-        "name": "nccl-plugin-installer",
-        "image": image,
-        "command": ["/bin/sh", "-c", "; ".join(commands)],
-        "volumeMounts": [net.mount("gib", f"/target{ROOT}")],
-    }
-
-
-PROFILE = net.Profile(
-    name="gib",
-    summary="GPUDirect-RDMA of A3 Ultra, A4 and A4X",
-    options=Options,
-    make=network,
-    carried_by=frozenset({net.NetworkCapability.PODS}),
-    machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
-)
+    return net.installer("nccl-plugin-installer", image, commands, net.mount("gib", f"/target{ROOT}"))

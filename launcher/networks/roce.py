@@ -49,9 +49,13 @@ class Options(Settings):
 
 def network(choice: net.Choice, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
-    (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100)."""
-    gpus = choice.machine.gpus if choice.machine else 0
-    by_site = net.NetworkCapability.SITE_NAMES in choice.carries
+    (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100).
+
+    On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
+    readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
+    https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
+    """
+    by_site = choice.site_names
     attached = options.roce_network or (ATTACHMENT if by_site else "")
     attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
     counts = (one.partition("=") for one in (options.roce_resource or (RESOURCE if by_site else "")).split(",") if one)
@@ -68,7 +72,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             nccl_net="IB",
             interfaces=interfaces,
             hca="mlx5",
-            gpus=gpus,
+            gpus=choice.machine.gpus if choice.machine else 0,
             shm_bytes=net.GIB,
             # Of one site's cards; what others' reach is not known.
             floor_gbytes=FLOOR if by_site else {},
@@ -103,16 +107,3 @@ def problems(
     if unqualified := [name for name in resources if "/" not in name]:
         what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
         yield Finding("error", "network.roce-resource", what, "name it as kubectl describe node does: rdma/shared")
-
-
-PROFILE = net.Profile(
-    name="roce",
-    summary="RDMA over Ethernet on clusters of other machines",
-    options=Options,
-    make=network,
-    # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
-    # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
-    # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
-    carried_by=frozenset({net.NetworkCapability.PODS, net.NetworkCapability.MULTUS}),
-    unlisted=True,
-)

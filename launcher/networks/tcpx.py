@@ -120,8 +120,6 @@ SHM = 128 * net.GIB
 
 
 class Options(net.DaemonOptions):
-    """The settings of TCPX."""
-
     disable_pmtu: bool = False
     """Keep TCP from probing for the MTU of its path (net.ipv4.tcp_mtu_probing=0), as the demo of 2023 did. A pod with
     its own network never does; with host_network its machine is set so."""
@@ -211,20 +209,8 @@ def daemon(image: str, *, privileged: bool) -> Object:
 def installer(image: str) -> Object:
     """Brings plug-in and NCCL into the pod, for nodes without Google's installer
     (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
-    return {
-        "name": "tcpx-nccl-plugin-installer",
-        "image": image,
-        "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
-        "resources": {"requests": {"cpu": "150m"}},
-        "volumeMounts": [net.mount("tcpx-plugin", "/var/lib/tcpx")],
-    }
-
-
-PROFILE = net.Profile(
-    name="tcpx",
-    summary="GPUDirect of A3 High",
-    options=Options,
-    make=network,
-    carried_by=frozenset({net.NetworkCapability.PODS}),
-    machines=("a3-highgpu-8g",),
-)
+    commands, target = (
+        ("/scripts/container_entry.sh install --install-nccl",),
+        net.mount("tcpx-plugin", "/var/lib/tcpx"),
+    )
+    return net.installer("tcpx-nccl-plugin-installer", image, commands, target, cpu="150m")
