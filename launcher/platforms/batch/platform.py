@@ -54,7 +54,7 @@ class BatchPlatform:
     """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
 
     Args:
-        grace: seconds that the peers of a failed node have to end by themselves.
+        grace: seconds that the peers of a failed node have to end by themselves, and to say what they saw.
         settle: seconds that the last lines may take to Cloud Logging.
         patience: seconds that a cancelled job may take to end.
     """
@@ -314,8 +314,6 @@ def _plain(value: Any) -> Any:
     """Cloud Logging keeps numbers as floats; whole ones were whole."""
     if hasattr(value, "items"):
         return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, str | bool) or value is None:
-        return value
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
+    if isinstance(value, str | bool | float) or value is None:
+        return int(value) if isinstance(value, float) and value.is_integer() else value
     return [_plain(item) for item in value]

@@ -90,13 +90,7 @@ def node_of(name: str) -> int:
 
 
 def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, settle: float) -> JobStatus:
-    """The job's state.
-
-    Args:
-        now: seconds since the epoch.
-        grace: seconds that the peers of a node that failed have to end by themselves, and to say what they saw.
-        settle: seconds that the last log lines may take to come.
-    """
+    """The job's state at `now`, in seconds since the epoch; BatchPlatform says what `grace` and `settle` are."""
     native, done = job.status.state.name, ended(job, tasks)
     state = STATES.get(native, JobState.UNKNOWN)
     words = [native]

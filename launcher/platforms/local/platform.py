@@ -233,18 +233,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _live(directory: Path) -> bool:
-    """Return True if a supervisor, or a submitter about to start one, holds the lock.
-
-    Asking takes a shared lock for a moment.
-    """
+    # A supervisor, or a submitter about to start one, holds the lock. Asking takes a shared one for a moment.
     try:
-        lock = os.open(directory / LOCK, os.O_RDONLY)
+        with (directory / LOCK).open("rb") as lock:
+            return not _locked(lock.fileno(), fcntl.LOCK_SH)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    try:
-        return not _locked(lock, fcntl.LOCK_SH)
-    finally:
-        os.close(lock)
 
 
 def _locked(lock: int, how: int) -> bool:

@@ -219,11 +219,9 @@ class Cli:
         self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
-        """The workload's state in Run:ai's word, None where there is none of that name."""
         return self._workloads().get(name)
 
     def delete(self, name: str) -> None:
-        """Ask for it to be gone; already gone is success."""
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
         self._run(*command, name, "--project", self._settings.project, unless=_GONE)
 
