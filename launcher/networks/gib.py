@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from launcher.job import Object
 from launcher.networks import profile as net
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
 from litgpt_demo.node.network import NodeNetwork
@@ -104,6 +103,15 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
         # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
         tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
+    # Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
+    commands = (
+        "set -ex",
+        "/scripts/container_entry.sh install --install-nccl",
+        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
+        f"cp -R /var/lib/gib/. /target{ROOT}",
+    )
+    target = net.mount("gib", f"/target{ROOT}")
+    install = net.installer("nccl-plugin-installer", release.plugin, commands, target)
     return net.Network(
         node=NodeNetwork(
             name="gib",
@@ -116,7 +124,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             **release.node,
         ),
         annotations=net.interface_annotations(attached) if named else {},
-        init_containers=(installer(release.plugin),) if in_pod else (),
+        init_containers=(install,) if in_pod else (),
         volumes=(
             net.host_path("libraries", "/home/kubernetes/bin/nvidia"),
             {"name": "gib", "emptyDir": {}} if in_pod else net.host_path("gib", "/home/kubernetes/bin/gib"),
@@ -140,14 +148,3 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         shm_bytes=SHM,
         **release.network,
     )
-
-
-def installer(image: str) -> Object:
-    """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
-    commands = (
-        "set -ex",
-        "/scripts/container_entry.sh install --install-nccl",
-        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
-        f"cp -R /var/lib/gib/. /target{ROOT}",
-    )
-    return net.installer("nccl-plugin-installer", image, commands, net.mount("gib", f"/target{ROOT}"))

@@ -4,8 +4,6 @@ interfaces come to the pod by Multus or are those of the host's network.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
 from pydantic import Field
 
 from launcher.networks import profile as net
@@ -66,6 +64,24 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     interfaces = tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
     if options.roce_interface:
         interfaces = tuple(options.roce_interface.split(","))
+    # Names that only the cluster's administrator knows and that are missing, or that have no meaning.
+    problems = []
+    if not resources:
+        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
+        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
+        problems.append(("resource", what, fix))
+    if not attachments and not choice.host_network:
+        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
+        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
+        problems.append(("network", what, fix))
+    if choice.host_network and options.roce_network:
+        what = (
+            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
+        )
+        problems.append(("network", what, "leave out platform.roce_network or platform.host_network"))
+    if unqualified := [name for name in resources if "/" not in name]:
+        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
+        problems.append(("resource", what, "name it as kubectl describe node does: rdma/shared"))
     return net.Network(
         node=NodeNetwork(
             name="roce",
@@ -83,27 +99,5 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         environment=(*ENVIRONMENT, *net.reported(source=_EPFL)),
         shm_bytes=16 * net.GIB,
-        problems=tuple(problems(choice, options, attachments, resources)),
+        problems=tuple(Finding("error", f"network.roce-{name}", what, fix) for name, what, fix in problems),
     )
-
-
-def problems(
-    choice: net.Choice, options: Options, attachments: Collection[str], resources: Collection[str]
-) -> Iterator[Finding]:
-    """Yield the names that only the cluster's administrator knows and that are missing, or that have no meaning."""
-    if not resources:
-        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
-        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
-        yield Finding("error", "network.roce-resource", what, fix)
-    if not attachments and not choice.host_network:
-        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
-        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
-        yield Finding("error", "network.roce-network", what, fix)
-    if choice.host_network and options.roce_network:
-        what = (
-            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
-        )
-        yield Finding("error", "network.roce-network", what, "leave out platform.roce_network or platform.host_network")
-    if unqualified := [name for name in resources if "/" not in name]:
-        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
-        yield Finding("error", "network.roce-resource", what, "name it as kubectl describe node does: rdma/shared")

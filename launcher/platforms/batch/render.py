@@ -136,26 +136,6 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:
-    def script(name: str, text: str) -> dict[str, Any]:
-        return {"displayName": name, "script": {"text": text}}
-
-    if settings.node_gpus:
-        yield script("gpus", _DEBIAN_GPUS if settings.os == "debian" else _COS_GPUS)
-    if job.nodes > 1:
-        # All VMs are there behind it, and so is the list of them.
-        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
-        if settings.os == "cos":
-            yield script("firewall", _COS_FIREWALL)
-    yield script("node", _node_variables(job.attempt_name, job.nodes))
-    yield {"displayName": "train", "container": _container(job, settings, shm)}
-    if job.nodes > 1:
-        # The VM of a node that is done would be taken away, and with it node 0's store, which others may still need.
-        # Who is not there within ten minutes has failed, which is told elsewhere.
-        barrier = {"displayName": "all-done", "barrier": {"name": "all-done"}}
-        yield {**barrier, "timeout": "600s", "ignoreExitStatus": True}
-
-
-def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, Any]:
     volumes = [f"{HOME}:{DIRECTORY}"]
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
@@ -175,7 +155,7 @@ def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, A
     else:  # a training needs no capability, as root or as any other user
         options += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
         options += ["--runtime=nvidia", "--gpus=all"] if settings.node_gpus else []
-    return {
+    container = {
         "imageUri": job.image or UNBUILT,
         "entrypoint": "python",
         # The same on all nodes. Batch keeps the words apart: no quoting.
@@ -193,6 +173,24 @@ def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, A
         # (https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container).
         **_given(username=settings.registry_username, password=settings.registry_password),
     }
+
+    def script(name: str, text: str) -> dict[str, Any]:
+        return {"displayName": name, "script": {"text": text}}
+
+    if settings.node_gpus:
+        yield script("gpus", _DEBIAN_GPUS if settings.os == "debian" else _COS_GPUS)
+    if job.nodes > 1:
+        # All VMs are there behind it, and so is the list of them.
+        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
+        if settings.os == "cos":
+            yield script("firewall", _COS_FIREWALL)
+    yield script("node", _node_variables(job.attempt_name, job.nodes))
+    yield {"displayName": "train", "container": container}
+    if job.nodes > 1:
+        # The VM of a node that is done would be taken away, and with it node 0's store, which others may still need.
+        # Who is not there within ten minutes has failed, which is told elsewhere.
+        barrier = {"displayName": "all-done", "barrier": {"name": "all-done"}}
+        yield {**barrier, "timeout": "600s", "ignoreExitStatus": True}
 
 
 def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:

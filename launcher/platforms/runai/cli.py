@@ -93,63 +93,6 @@ _GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORE
 _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Phase", "Status")
 
 
-def rows(work: Workload, dialect: Dialect) -> list[Row]:
-    settings, job = work.settings, work.job
-    # The page has one spelling, its snippet another; before 2.10 there was neither.
-    spellings = {"--pvc-exists": "claimname={},path={}", "--pvc-exist": "claimname={},path={}", "--pvc": "{}:{}"}
-    pvc = next((flag for flag in spellings if flag in dialect.flags), " or ".join(spellings))
-    v1_claims = [spellings.get(pvc, "").format(claim.name, claim.path) for claim in settings.claims]
-    v2_claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
-    topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
-    gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
-    early = dialect.submit[0] == "distributed"
-
-    def pairs(given: Mapping[str, object]) -> list[str]:
-        return [f"{name}={value}" for name, value in given.items()]
-
-    return [
-        ("PyTorch", early and "PyTorch", None, "--framework"),
-        ("image", job.image or UNBUILT, "--image", "--image"),
-        # Pinned by digest: what is there is right.
-        ("image", "IfNotPresent", "--image-pull-policy", "--image-pull-policy"),
-        ("platform.nodes", str(job.nodes - 1), "--workers", "--workers"),
-        # A gang cannot heal pod by pod: a new attempt is ours to make.
-        ("restarts", "0", "--backoff-limit", "--backoff-limit"),
-        ("labels", pairs(job.all_labels), "--label", "--label"),
-        # The programs take a value apart at its commas.
-        ("platform.network", any("," in value for value in work.network.annotations.values()), _REST, _REST),
-        ("platform.network", pairs(work.network.annotations), "--annotation", "--annotation"),
-        ("platform.network", pairs(work.network.resources), "--extended-resource", "--extended-resource"),
-        # The long form names an asset in the newest releases; the short one always sets a variable.
-        ("env", pairs(work.variables), "-e", "-e"),
-        ("platform.secrets", bool(settings.secrets), _REST, _REST),
-        ("platform.node_type", settings.node_type, "--node-type", "--node-type"),
-        ("platform.topology", settings.topology, topology, topology),
-        ("platform.large_shm", settings.large_shm, "--large-shm", "--large-shm"),
-        ("platform.run_as_user", settings.run_as_user, "--run-as-user", "--run-as-user"),
-        ("platform.uid", str(settings.uid or ""), "--run-as-uid", "--run-as-uid"),
-        ("platform.gid", str(settings.gid or ""), "--run-as-gid", "--run-as-gid"),
-        ("platform.gpus", gpus, "--gpu", None),
-        ("platform.gpus", settings.gpus > 0 and ("1" if is_part else gpus), None, "--gpu-devices-request"),
-        ("platform.gpus", is_part and "portion", None, "--gpu-request-type"),
-        ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
-        ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
-        ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
-        ("platform.claims", v1_claims, pvc, None),
-        ("platform.claims", v2_claims, None, "--existing-pvc"),
-        # One string, in order; that commas separate them is INFERRED.
-        ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
-        ("platform.node_pools", settings.node_pools, None, "--node-pools"),
-        ("platform.priority", settings.priority, "--priority", "--priority"),
-        ("platform.preemptible", settings.preemptible, "--preemptible", None),
-        ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
-        # `avoidable` has said where it cannot.
-        ("the machines to avoid", job.exclude_nodes if EXCLUDE in dialect.flags else (), None, EXCLUDE),
-        # Which machine a pod is on, for verdicts.
-        ("LITGPT_HOST", _HOST in dialect.flags and "LITGPT_HOST=spec.nodeName", None, _HOST),
-    ]
-
-
 class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
@@ -185,10 +128,63 @@ class Cli:
         return EXCLUDE in self.dialect.flags
 
     def render(self, work: Workload) -> Mapping[str, Any]:
-        dialect, program, project = self.dialect, self._settings.cli, self._settings.project
+        settings, job, dialect = work.settings, work.job, self.dialect
+        # The page has one spelling, its snippet another; before 2.10 there was neither.
+        spellings = {"--pvc-exists": "claimname={},path={}", "--pvc-exist": "claimname={},path={}", "--pvc": "{}:{}"}
+        pvc = next((flag for flag in spellings if flag in dialect.flags), " or ".join(spellings))
+        v1_claims = [spellings.get(pvc, "").format(claim.name, claim.path) for claim in settings.claims]
+        v2_claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+        topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
+        gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
+        early = dialect.submit[0] == "distributed"
+
+        def pairs(given: Mapping[str, object]) -> list[str]:
+            return [f"{name}={value}" for name, value in given.items()]
+
+        rows: list[Row] = [
+            ("PyTorch", early and "PyTorch", None, "--framework"),
+            ("image", job.image or UNBUILT, "--image", "--image"),
+            # Pinned by digest: what is there is right.
+            ("image", "IfNotPresent", "--image-pull-policy", "--image-pull-policy"),
+            ("platform.nodes", str(job.nodes - 1), "--workers", "--workers"),
+            # A gang cannot heal pod by pod: a new attempt is ours to make.
+            ("restarts", "0", "--backoff-limit", "--backoff-limit"),
+            ("labels", pairs(job.all_labels), "--label", "--label"),
+            # The programs take a value apart at its commas.
+            ("platform.network", any("," in value for value in work.network.annotations.values()), _REST, _REST),
+            ("platform.network", pairs(work.network.annotations), "--annotation", "--annotation"),
+            ("platform.network", pairs(work.network.resources), "--extended-resource", "--extended-resource"),
+            # The long form names an asset in the newest releases; the short one always sets a variable.
+            ("env", pairs(work.variables), "-e", "-e"),
+            ("platform.secrets", bool(settings.secrets), _REST, _REST),
+            ("platform.node_type", settings.node_type, "--node-type", "--node-type"),
+            ("platform.topology", settings.topology, topology, topology),
+            ("platform.large_shm", settings.large_shm, "--large-shm", "--large-shm"),
+            ("platform.run_as_user", settings.run_as_user, "--run-as-user", "--run-as-user"),
+            ("platform.uid", str(settings.uid or ""), "--run-as-uid", "--run-as-uid"),
+            ("platform.gid", str(settings.gid or ""), "--run-as-gid", "--run-as-gid"),
+            ("platform.gpus", gpus, "--gpu", None),
+            ("platform.gpus", settings.gpus > 0 and ("1" if is_part else gpus), None, "--gpu-devices-request"),
+            ("platform.gpus", is_part and "portion", None, "--gpu-request-type"),
+            ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
+            ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
+            ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
+            ("platform.claims", v1_claims, pvc, None),
+            ("platform.claims", v2_claims, None, "--existing-pvc"),
+            # One string, in order; that commas separate them is INFERRED.
+            ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
+            ("platform.node_pools", settings.node_pools, None, "--node-pools"),
+            ("platform.priority", settings.priority, "--priority", "--priority"),
+            ("platform.preemptible", settings.preemptible, "--preemptible", None),
+            ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
+            # `avoidable` has said where it cannot.
+            ("the machines to avoid", job.exclude_nodes if EXCLUDE in dialect.flags else (), None, EXCLUDE),
+            # Which machine a pod is on, for verdicts.
+            ("LITGPT_HOST", _HOST in dialect.flags and "LITGPT_HOST=spec.nodeName", None, _HOST),
+        ]
         words: list[str] = []
         missing: list[str] = []
-        for setting, value, *flags in rows(work, dialect):
+        for setting, value, *flags in rows:
             flag = flags[dialect.generation == "v2"]
             if flag is None or not value:
                 continue
@@ -200,11 +196,12 @@ class Cli:
                 words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
         if missing:
             raise ConfigProblem(
-                f"`{program} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
+                f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
                 "setting out, install a newer runai, or submit by REST (platform.url)"
             )
-        name = [*(("--name",) if dialect.generation == "v1" else ()), work.job.attempt_name, "--project", project]
-        return {"argv": [program, *dialect.submit, *name, *words, "--command", "--", *work.words]}
+        name = ["--name"] if dialect.generation == "v1" else []
+        head = [settings.cli, *dialect.submit, *name, job.attempt_name, "--project", settings.project]
+        return {"argv": [*head, *words, "--command", "--", *work.words]}
 
     def check_access(self, sent: Mapping[str, Any] | None = None) -> None:
         """Prove that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
