@@ -72,8 +72,7 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
     # The network.
     network: InPods = DEFAULT
     """How nodes reach each other: plain (TCP, which every cluster has), gib (GPUDirect-RDMA of A3 Ultra, A4 and A4X),
-    roce (RDMA over Ethernet on clusters of other machines), tcpx (GPUDirect of A3 High), tcpxo (GPUDirect of A3 Mega).
-    """
+    roce (RDMA over Ethernet on other machines), tcpx (GPUDirect of A3 High), tcpxo (GPUDirect of A3 Mega)."""
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     network_policy: bool = True

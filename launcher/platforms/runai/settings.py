@@ -74,8 +74,7 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
 
     # The network.
     network: ByMultus = DEFAULT
-    """How nodes reach each other: plain (TCP, which every cluster has), roce (RDMA over Ethernet on clusters of other
-    machines)."""
+    """How nodes reach each other: plain (TCP, which every cluster has), roce (RDMA over Ethernet on other machines)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
 
