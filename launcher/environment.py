@@ -62,9 +62,12 @@ def combined(
         ConfigProblem: names every clash, and what to do.
     """
     mine = {entry.name: entry for entry in platform}
-    network = {one.name: _of_profile(one, "profile") for one in profile}
-    by_script = {one.name: _of_profile(one, "script") for one in scripted}
-    users = {}
+
+    def named(variables: Sequence[Variable], origin: Origin) -> dict[str, Entry]:
+        rows = [(one.name, one.value, "; ".join(filter(None, (one.why, one.source)))) for one in variables]
+        return {name: Entry(name=name, value=value, origin=origin, why=why) for name, value, why in rows}
+
+    network, by_script, users = named(profile, "profile"), named(scripted, "script"), {}
     for name, value in overrides.items():
         replaced = network.get(name) or by_script.get(name)
         why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
@@ -95,19 +98,14 @@ def combined(
     return [*sent.values(), *(entry for name, entry in own.items() if name not in sent), *told]
 
 
-def _of_profile(variable: Variable, origin: Origin) -> Entry:
-    why = f"{variable.why}; {variable.source}" if variable.why else variable.source
-    return Entry(name=variable.name, value=variable.value, origin=origin, why=why)
-
-
 def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:
     """The variables as a table, for people."""
     return [
         {
-            "variable": entry.name,
-            "value": entry.value if entry.field is None else f"({entry.field})",
-            "from": entry.origin,
-            "why": entry.why,
+            "variable": one.name,
+            "value": f"({one.field})" if one.field else one.value,
+            "from": one.origin,
+            "why": one.why,
         }
-        for entry in entries
+        for one in entries
     ]

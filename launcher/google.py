@@ -48,35 +48,28 @@ def google_errors(service: Service, doing: str) -> Iterator[None]:
         LoginProblem: credentials are missing or were refused.
         LauncherError: the service's `refused` if it said no, `away` without an answer that says anything.
     """
+    # Not chained: a traceback may show the headers that were sent, and the token is one of them.
     try:
         from google.api_core import exceptions as api
         from google.auth import exceptions as auth
-    except ImportError as error:
-        raise _not_installed(service, doing, error) from error
-    # Not chained: a traceback may show the headers that were sent, and the token is one of them.
-    try:
-        yield
-    except ImportError as error:
-        raise _not_installed(service, doing, error) from error
-    except auth.TransportError as error:
-        raise service.away(f"{doing}: {words_of(error)}") from None
-    except (auth.GoogleAuthError, api.Unauthenticated) as error:
-        kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
-        raise kind(
-            f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
-            "GOOGLE_APPLICATION_CREDENTIALS"
-        ) from None
-    except api.PermissionDenied as error:
-        raise service.refused(f"{doing}: {words_of(error.message)}; {service.roles}") from None
-    except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
-        raise service.away(f"{doing}: {words_of(error.message)}") from None
-    except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
-        words = words_of(error.message)
-        raise service.refused(f"{doing}: {words}; fix what it names in the {service.settings} settings") from None
-    except (api.GoogleAPICallError, api.RetryError) as error:
-        raise service.away(f"{doing}: {words_of(error)}") from None
 
-
-def _not_installed(service: Service, doing: str, error: ImportError) -> NotInstalled:
-    extra = f'pip install "train-litgpt[{service.extra}]"'
-    return NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}")
+        try:
+            yield
+        except (auth.GoogleAuthError, api.Unauthenticated) as error:
+            if isinstance(error, auth.TransportError):
+                raise service.away(f"{doing}: {words_of(error)}") from None
+            kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+            fix = "run `gcloud auth application-default login`, or name a key in GOOGLE_APPLICATION_CREDENTIALS"
+            raise kind(f"{doing}: {words_of(error)}", fix=fix) from None
+        except api.PermissionDenied as error:
+            raise service.refused(f"{doing}: {words_of(error.message)}", fix=service.roles) from None
+        except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
+            raise service.away(f"{doing}: {words_of(error.message)}") from None
+        except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: later no better
+            fix = f"fix what it names in the {service.settings} settings"
+            raise service.refused(f"{doing}: {words_of(error.message)}", fix=fix) from None
+        except (api.GoogleAPICallError, api.RetryError) as error:
+            raise service.away(f"{doing}: {words_of(error)}") from None
+    except ImportError as error:
+        extra = f'pip install "train-litgpt[{service.extra}]"'
+        raise NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}") from error

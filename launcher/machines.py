@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -125,14 +124,6 @@ def machine_named(name: str) -> Machine:
         f"platform.machine={name!r} is not in the table of machines; {meant}Any other machine: leave it out and give "
         "platform.gpus, and cpus and memory if they matter"
     )
-
-
-def one_rank_per_gpu(given: Any) -> Any:
-    """A `platform` section that does not say how many ranks a node has, with one for each of its GPUs."""
-    if not isinstance(given, Mapping) or given.get("processes") is not None:
-        return given
-    machine = MACHINES.get(str(given.get("machine")))
-    return {**given, "processes": machine.gpus or 1 if machine else given.get("gpus") or 1}
 
 
 def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:

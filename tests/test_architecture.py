@@ -111,7 +111,7 @@ def test_every_python_is_started_without_the_current_folder_on_its_path() -> Non
 # --- platforms and networks: a place each, and nobody asks which one it is ------------------------------------------
 
 KINDS = {*PLATFORMS, *(name.split(".")[2] for name in PLATFORMS.values())}
-REGISTRY = "launcher/platforms/__init__.py"
+REGISTRY, _NAMED = "launcher/platforms/__init__.py", {"__init__", *NETWORKS}
 MAY_NAME_A_NETWORK = {
     "litgpt_demo/node/network.py": "what a node has that is told of no network",
     "launcher/images/stacks.py": "a stack is named after the network that it was made for",
@@ -136,7 +136,7 @@ def test_nobody_asks_which_platform_or_network_it_is() -> None:
     """A comparison needs the name, which stands in its own file or folder alone; a look for a setting `getattr`."""
 
     def asked(path: str) -> Iterator[tuple[int, str]]:
-        network = path in MAY_NAME_A_NETWORK or path in {f"launcher/networks/{name}.py" for name in NETWORKS}
+        network = path in MAY_NAME_A_NETWORK or path in {f"launcher/networks/{name}.py" for name in _NAMED}
         known = {*(NETWORKS if network else ()), *(KINDS if platform_of(path) or path == REGISTRY else ())}
         for node in source()[path]:
             match node:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from launcher.job import Object
 from launcher.networks import profile as net
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
 from litgpt_demo.node.network import NodeNetwork
@@ -74,8 +73,6 @@ SHM = 250 * net.GIB
 
 
 class Options(net.PluginOptions):
-    """The settings of gIB."""
-
     network_attach: Literal["networks", "dra"] = "networks"
     """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
     extra_nic: bool = False
@@ -106,6 +103,15 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
         # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
         tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
+    # Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
+    commands = (
+        "set -ex",
+        "/scripts/container_entry.sh install --install-nccl",
+        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
+        f"cp -R /var/lib/gib/. /target{ROOT}",
+    )
+    target = net.mount("gib", f"/target{ROOT}")
+    install = net.installer("nccl-plugin-installer", release.plugin, commands, target)
     return net.Network(
         node=NodeNetwork(
             name="gib",
@@ -118,7 +124,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             **release.node,
         ),
         annotations=net.interface_annotations(attached) if named else {},
-        init_containers=(installer(release.plugin),) if in_pod else (),
+        init_containers=(install,) if in_pod else (),
         volumes=(
             net.host_path("libraries", "/home/kubernetes/bin/nvidia"),
             {"name": "gib", "emptyDir": {}} if in_pod else net.host_path("gib", "/home/kubernetes/bin/gib"),
@@ -142,29 +148,3 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         shm_bytes=SHM,
         **release.network,
     )
-
-
-def installer(image: str) -> Object:
-    """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
-    commands = (
-        "set -ex",
-        "/scripts/container_entry.sh install --install-nccl",
-        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
-        f"cp -R /var/lib/gib/. /target{ROOT}",
-    )
-    return {
-        "name": "nccl-plugin-installer",
-        "image": image,
-        "command": ["/bin/sh", "-c", "; ".join(commands)],
-        "volumeMounts": [net.mount("gib", f"/target{ROOT}")],
-    }
-
-
-PROFILE = net.Profile(
-    name="gib",
-    summary="GPUDirect-RDMA of A3 Ultra, A4 and A4X",
-    options=Options,
-    make=network,
-    carried_by=frozenset({net.NetworkCapability.PODS}),
-    machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
-)

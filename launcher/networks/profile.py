@@ -1,17 +1,15 @@
-"""The vocabulary of network profiles: what pods and nodes need for one fabric, with the source of each value.
+"""The vocabulary of networks: what pods and nodes need for one fabric, with the source of each value.
 
-Each module next to this one describes one network as its `PROFILE`. What a job gets is made for a choice and for the
-network's options, because a fabric looks different on the host's network, with the plug-in from the node or from the
-pod, and from one plug-in version to the next.
+What a job gets is made for a choice and for the network's options, because a fabric looks different on the host's
+network, with the plug-in from the node or from the pod, and from one plug-in version to the next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -39,17 +37,7 @@ REGISTRY = "us-docker.pkg.dev"
 """The registry of Google's plug-ins and daemons, which a mirror stands in for."""
 
 
-class NetworkCapability(StrEnum):
-    """A thing that a platform can give a job's nodes, and that networks need."""
-
-    PODS = "volumes, sidecars, capabilities, claims, GKE's Network objects and the host's network of a job's own pods"
-    MULTUS = "further interfaces by Multus, and devices as extended resources"
-    SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
-
-
 class PluginOptions(Settings):
-    """The settings of a network whose NCCL plug-in is an image."""
-
     network_plugin: str | None = Field(None, pattern=RELEASE)
     """Release of the network's NCCL plug-in, a tag or a whole registry/path:tag; empty is the one that the publisher's
     installer puts on nodes. Must be what the nodes have."""
@@ -62,8 +50,6 @@ class PluginOptions(Settings):
 
 
 class DaemonOptions(PluginOptions):
-    """The settings of a network that has a receive daemon next to its plug-in."""
-
     network_daemon: str | None = Field(None, pattern=RELEASE)
     """Release of the network's receive daemon, a tag or a whole registry/path:tag; empty is the one released with the
     plug-in."""
@@ -83,7 +69,6 @@ class Variable:
 
 
 def variables(values: Mapping[str, str], *, source: str, why: str = "", after: bool = False) -> tuple[Variable, ...]:
-    """Variables that share a source."""
     return tuple(Variable(name, value, source, why, after) for name, value in values.items())
 
 
@@ -132,19 +117,16 @@ class Installer:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The setting that a network is used in."""
+    """The machine, and whether pods share its network: what a network is made for."""
 
     machine: Machine | None = None
-    carries: frozenset[NetworkCapability] = frozenset()
-    """The capabilities that the platform offers."""
+    site_names: bool = False
+    """Attachments and resources have the same names in all clusters, so that a network can have defaults."""
     host_network: bool = False
-    """Pods share the network namespace of their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network made for one choice and its options."""
-
     node: NodeNetwork
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -190,27 +172,6 @@ class Network:
         return bool(self.capabilities)
 
 
-Options = TypeVar("Options", bound=Settings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile(Generic[Options]):
-    """One network: all that shared code knows of it. A file of this package that has a `PROFILE` is a network."""
-
-    name: str
-    summary: str
-    """A description in a few words, for the setting's help."""
-    options: type[Options]
-    """Its settings: they become settings of every platform that can carry it."""
-    make: Callable[[Choice, Options], Network]
-    carried_by: frozenset[NetworkCapability] = frozenset()
-    """A platform needs one of these to carry it; where there are none, any does."""
-    machines: tuple[str, ...] = ()
-    """Machine types that have its hardware."""
-    unlisted: bool = False
-    """Machines that are not in our table may have it."""
-
-
 INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
 
@@ -235,6 +196,13 @@ def mount(name: str, path: str, *, read_only: bool = False) -> Object:
     return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
 
 
+def installer(name: str, image: str, commands: Iterable[str], target: Object, *, cpu: str | None = None) -> Object:
+    """The init container that brings plug-in and NCCL into the pod, onto the volume that `target` mounts."""
+    resources = {"resources": {"requests": {"cpu": cpu}}} if cpu else {}
+    command = ["/bin/sh", "-c", "; ".join(commands)]
+    return {"name": name, "image": image, "command": command, **resources, "volumeMounts": [target]}
+
+
 MULTUS = "k8s.v1.cni.cncf.io/networks"
 """Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 
@@ -244,12 +212,11 @@ class Released(NamedTuple):
 
     pair: ReleasePair
     plugin: str
-    """The image to pull."""
     daemon: str
+    """The images to pull."""
     node: dict[str, Any]
-    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
     network: dict[str, Any]
-    """The fields of a Network that follow from the release."""
+    """The fields of a NodeNetwork, by which a node judges the NCCL and the driver that it finds, and of a Network."""
 
 
 def released(
@@ -280,19 +247,18 @@ def released(
         given["network_daemon"] = options.network_daemon
     tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
     releases = ", ".join(one.plugin for one in pairs)
-    for setting, tag in tags.items():
-        if tag == "latest":
-            raise ConfigProblem(
-                f"platform.{setting}=latest is another build each time, and the plug-in and its daemon have to match; "
-                f"name a release: {releases}"
-            )
+    if loose := [setting for setting, tag in tags.items() if tag == "latest"]:
+        raise ConfigProblem(
+            f"platform.{loose[0]}=latest is another build each time, and the plug-in and its daemon have to match",
+            fix=f"name a release: {releases}",
+        )
     tag, daemon_tag = tags["network_plugin"], tags.get("network_daemon")
     chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
     if chosen is None:
         if daemon_tag is None and pairs[0].daemon is not None:
             raise ConfigProblem(
-                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs; "
-                f"give platform.network_daemon too, or take one of {releases}"
+                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs",
+                fix=f"give platform.network_daemon too, or take one of {releases}",
             )
         chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
     elif daemon_tag not in {None, chosen.daemon}:

@@ -4,8 +4,6 @@ interfaces come to the pod by Multus or are those of the host's network.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
 from pydantic import Field
 
 from launcher.networks import profile as net
@@ -49,9 +47,13 @@ class Options(Settings):
 
 def network(choice: net.Choice, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
-    (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100)."""
-    gpus = choice.machine.gpus if choice.machine else 0
-    by_site = net.NetworkCapability.SITE_NAMES in choice.carries
+    (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100).
+
+    On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
+    readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
+    https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
+    """
+    by_site = choice.site_names
     attached = options.roce_network or (ATTACHMENT if by_site else "")
     attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
     counts = (one.partition("=") for one in (options.roce_resource or (RESOURCE if by_site else "")).split(",") if one)
@@ -62,13 +64,31 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     interfaces = tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
     if options.roce_interface:
         interfaces = tuple(options.roce_interface.split(","))
+    # Names that only the cluster's administrator knows and that are missing, or that have no meaning.
+    problems = []
+    if not resources:
+        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
+        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
+        problems.append(("resource", what, fix))
+    if not attachments and not choice.host_network:
+        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
+        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
+        problems.append(("network", what, fix))
+    if choice.host_network and options.roce_network:
+        what = (
+            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
+        )
+        problems.append(("network", what, "leave out platform.roce_network or platform.host_network"))
+    if unqualified := [name for name in resources if "/" not in name]:
+        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
+        problems.append(("resource", what, "name it as kubectl describe node does: rdma/shared"))
     return net.Network(
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
             interfaces=interfaces,
             hca="mlx5",
-            gpus=gpus,
+            gpus=choice.machine.gpus if choice.machine else 0,
             shm_bytes=net.GIB,
             # Of one site's cards; what others' reach is not known.
             floor_gbytes=FLOOR if by_site else {},
@@ -79,40 +99,5 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         environment=(*ENVIRONMENT, *net.reported(source=_EPFL)),
         shm_bytes=16 * net.GIB,
-        problems=tuple(problems(choice, options, attachments, resources)),
+        problems=tuple(Finding("error", f"network.roce-{name}", what, fix) for name, what, fix in problems),
     )
-
-
-def problems(
-    choice: net.Choice, options: Options, attachments: Collection[str], resources: Collection[str]
-) -> Iterator[Finding]:
-    """Yield the names that only the cluster's administrator knows and that are missing, or that have no meaning."""
-    if not resources:
-        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
-        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
-        yield Finding("error", "network.roce-resource", what, fix)
-    if not attachments and not choice.host_network:
-        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
-        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
-        yield Finding("error", "network.roce-network", what, fix)
-    if choice.host_network and options.roce_network:
-        what = (
-            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
-        )
-        yield Finding("error", "network.roce-network", what, "leave out platform.roce_network or platform.host_network")
-    if unqualified := [name for name in resources if "/" not in name]:
-        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
-        yield Finding("error", "network.roce-resource", what, "name it as kubectl describe node does: rdma/shared")
-
-
-PROFILE = net.Profile(
-    name="roce",
-    summary="RDMA over Ethernet on clusters of other machines",
-    options=Options,
-    make=network,
-    # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
-    # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
-    # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
-    carried_by=frozenset({net.NetworkCapability.PODS, net.NetworkCapability.MULTUS}),
-    unlisted=True,
-)

@@ -120,8 +120,6 @@ SHM = 128 * net.GIB
 
 
 class Options(net.DaemonOptions):
-    """The settings of TCPX."""
-
     disable_pmtu: bool = False
     """Keep TCP from probing for the MTU of its path (net.ipv4.tcp_mtu_probing=0), as the demo of 2023 did. A pod with
     its own network never does; with host_network its machine is set so."""
@@ -137,6 +135,9 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     former = release.pair.plugin in {known.plugin for known in PAIRS[1:]}
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, GPUS)}
+    # Brings plug-in and NCCL into the pod, for nodes without Google's installer (AIP's helm).
+    command, target = "/scripts/container_entry.sh install --install-nccl", net.mount("tcpx-plugin", "/var/lib/tcpx")
+    install = net.installer("tcpx-nccl-plugin-installer", release.plugin, [command], target, cpu="150m")
     return net.Network(
         node=NodeNetwork(
             name="tcpx",
@@ -152,7 +153,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         ),
         annotations={} if on_host else attached,
         init_containers=(
-            *((installer(release.plugin),) if in_pod else ()),
+            *((install,) if in_pod else ()),
             daemon(release.daemon, privileged=on_host),
         ),
         volumes=(
@@ -206,25 +207,3 @@ def daemon(image: str, *, privileged: bool) -> Object:
             net.mount("proc-sys", "/hostprocsysfs"),
         ],
     }  # fmt: skip
-
-
-def installer(image: str) -> Object:
-    """Brings plug-in and NCCL into the pod, for nodes without Google's installer
-    (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
-    return {
-        "name": "tcpx-nccl-plugin-installer",
-        "image": image,
-        "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
-        "resources": {"requests": {"cpu": "150m"}},
-        "volumeMounts": [net.mount("tcpx-plugin", "/var/lib/tcpx")],
-    }
-
-
-PROFILE = net.Profile(
-    name="tcpx",
-    summary="GPUDirect of A3 High",
-    options=Options,
-    make=network,
-    carried_by=frozenset({net.NetworkCapability.PODS}),
-    machines=("a3-highgpu-8g",),
-)

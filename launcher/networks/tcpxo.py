@@ -91,7 +91,11 @@ SHM = 250 * net.GIB
 
 
 def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
-    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
+    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
+
+    Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
+    gke-tcpxo-networking).
+    """
     release = net.released(
         options, PAIRS, network="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
     )
@@ -207,21 +211,4 @@ def installer(image: str) -> Object:
         "/scripts/container_entry.sh install --install-nccl",
         f"cp -r /var/lib/tcpxo/* {OWN}/",
     )
-    return {
-        "name": "nccl-plugin-installer",
-        "image": image,
-        "command": ["/bin/sh", "-c", "; ".join(commands)],
-        "volumeMounts": [net.mount("nccl-plugin", OWN)],
-    }
-
-
-PROFILE = net.Profile(
-    name="tcpxo",
-    summary="GPUDirect of A3 Mega",
-    # Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
-    # gke-tcpxo-networking).
-    options=net.DaemonOptions,
-    make=network,
-    carried_by=frozenset({net.NetworkCapability.PODS}),
-    machines=("a3-megagpu-8g",),
-)
+    return net.installer("nccl-plugin-installer", image, commands, net.mount("nccl-plugin", OWN))

@@ -7,7 +7,7 @@ A new platform is a folder with its settings (launcher.platforms.settings) and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 from launcher.platforms.settings import PlatformSettings
@@ -25,16 +25,11 @@ PLATFORMS: Mapping[str, str] = MappingProxyType(
 
 def settings_classes() -> tuple[type[PlatformSettings], ...]:
     """Return the class of each platform's settings, in the order of the registry."""
-    return tuple(_imported(name) for name in PLATFORMS.values())
+    return tuple(map(resolve_name, PLATFORMS.values()))
 
 
 def default_settings() -> PlatformSettings:
     """Return the settings of a config that names no platform."""
     kind, name = next(iter(PLATFORMS.items()))
-    return _imported(name).model_validate({"kind": kind})
-
-
-def _imported(name: str) -> type[PlatformSettings]:
-    module, _, attribute = name.partition(":")
-    found: type[PlatformSettings] = getattr(import_module(module), attribute)
-    return found
+    settings: type[PlatformSettings] = resolve_name(name)
+    return settings.model_validate({"kind": kind})

@@ -33,11 +33,7 @@ def without_default(schema: dict[str, Any]) -> None:
 def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]) -> None:
     """Put each inherited setting after the one that it follows in the base; the others stand as the class has them."""
     properties = schema["properties"]
-    # Networks' options are added to a platform's own class by a class below it (launcher.networks.with_networks).
-    section = next(
-        one for one in reversed(model.__mro__) if issubclass(one, PlatformSettings) and one.__module__ != __name__
-    )
-    order = [name for name in get_annotations(section) if name in properties]
+    order = [name for name in get_annotations(model) if name in properties]
     for before, name in pairwise(properties):
         if name not in order:
             order.insert(order.index(before) + 1, name)
@@ -106,7 +102,7 @@ class PlatformSettings(Settings):
         """Return the network between the nodes, None where the platform has no choice of them.
 
         Raises:
-            ConfigProblem: the machine has not got it, or its release is not known.
+            ConfigProblem: its release is not known.
         """
         return None
 
@@ -133,6 +129,18 @@ class ClusterSettings(PlatformSettings):
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rank_per_gpu(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("processes") is not None:
+            return given
+        machine = MACHINES.get(str(given.get("machine")))
+        try:
+            gpus = int(float(machine.gpus if machine else given.get("gpus") or 0))
+        except (TypeError, ValueError, OverflowError):  # no number: its own field says so
+            return given
+        return {**given, "processes": max(1, gpus)}
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that `secrets` does not name."""

@@ -114,7 +114,7 @@ def calls(files: str, receiver: str) -> set[str]:
     ("part", "service", "files", "receiver"),
     [
         ("batch", "batch.BatchService", "platforms/batch/*.py", "_batch"),
-        ("batch", "logging.LoggingServiceV2", "platforms/batch/logs.py", "client"),
+        ("batch", "logging.LoggingServiceV2", "platforms/batch/*.py", "_logging"),
         ("gke", "container.ClusterManager", "platforms/kubernetes/connection.py", "clusters"),
         ("cloudbuild", "cloudbuild.CloudBuild", "images/cloudbuild.py", "_client"),
     ],

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES
 from launcher.networks import networks_of, open_network, tcpx
 from launcher.networks.profile import Choice
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NcclFit
 
-HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
-MEGA = Choice(machine=MACHINES["a3-megagpu-8g"])
-ULTRA = Choice(machine=MACHINES["a3-ultragpu-8g"])
-A4X = Choice(machine=MACHINES["a4x-highgpu-4g"])
+NAMES = ("a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4x-highgpu-4g")
+HIGH, MEGA, ULTRA, A4X = (Choice(machine=MACHINES[name]) for name in NAMES)
 DIGEST = "@sha256:" + 64 * "0"
 
 
@@ -24,19 +24,19 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "choice", "options", "message"),
+    ("network", "machine", "options", "message"),
     [
-        ("tcpx", HIGH, {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
-        ("tcpxo", MEGA, {"network_daemon": f"my.example/daemon:latest@sha256:{64 * '0'}"}, "network_daemon=latest"),
-        ("tcpx", HIGH, {"network_plugin": "v9.9.9"}, "no tcpx release that we know.*give platform.network_daemon too"),
-        ("tcpx", MEGA, {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or plain"),
-        ("tcpxo", Choice(), {}, "belongs to particular machines"),
-        ("ethernet", HIGH, {}, "'ethernet' is no network; there are plain, gib"),
+        ("tcpx", "a3-highgpu-8g", {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
+        ("tcpxo", "a3-megagpu-8g", {"network_daemon": f"my.example/d:latest{DIGEST}"}, "network_daemon=latest"),
+        ("tcpx", "a3-highgpu-8g", {"network_plugin": "v9.9.9"}, "no tcpx release.*give platform.network_daemon too"),
+        ("tcpx", "a3-megagpu-8g", {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or plain"),
+        ("tcpxo", None, {}, "belongs to particular machines"),
+        ("ethernet", "a3-highgpu-8g", {}, "'plain', 'gib'"),
     ],
 )
-def test_what_is_not_to_be_had_is_refused(network: str, choice: Choice, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ConfigProblem, match=message):
-        open_network(network, choice, **options)
+def test_what_is_not_to_be_had_is_refused(network: str, machine: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises((ConfigProblem, ValidationError), match=message):
+        _ = GkePlatformConfig.model_validate({"kind": "gke", "network": network, "machine": machine, **options}).fabric
 
 
 def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() -> None:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from launcher import google
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.google import google_errors
-from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.google import Service, google_errors
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.machines import MACHINES
+from launcher.networks import DEFAULT, networks_of
 from launcher.platforms.base import Avoidable, Capability
-from launcher.platforms.batch import lint, logs, states
-from launcher.platforms.batch import render as rendering
+from launcher.platforms.batch import states
+from launcher.platforms.batch.render import container_of, group_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.log_files import PAGE
 from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.storage import is_remote
 
 if TYPE_CHECKING:
     from google.cloud import batch_v1
     from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
-BATCH = google.Service(
+BATCH = Service(
     extra="batch", settings="platform's", refused=PlatformRefused, away=PlatformUnreachable,
     emulator="BATCH_EMULATOR_HOST",
     roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
@@ -37,13 +42,19 @@ LOGGING = replace(BATCH, emulator="LOGGING_EMULATOR_HOST")
 
 _LIMIT = 30.0
 """Seconds that one call may take."""
+_OVERLAP = timedelta(seconds=60)
+"""Entries of logs come late and not in order; each look goes back so far and leaves out what it has seen."""
+# `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
+_TASK = re.compile(r"-([0-9]{1,6})/")
+
+Answer = TypeVar("Answer")
 
 
 class BatchPlatform:
     """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
 
     Args:
-        grace: seconds that the peers of a failed node have to end by themselves.
+        grace: seconds that the peers of a failed node have to end by themselves, and to say what they saw.
         settle: seconds that the last lines may take to Cloud Logging.
         patience: seconds that a cancelled job may take to end.
     """
@@ -53,16 +64,10 @@ class BatchPlatform:
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
-        self,
-        settings: BatchPlatformConfig,
-        *,
-        grace: float = 20.0,
-        settle: float = 10.0,
-        patience: float = 300.0,
-        clock: Callable[[], float] = time.time,
+        self, settings: BatchPlatformConfig, *, grace: float = 20.0, settle: float = 10.0, patience: float = 300.0
     ) -> None:
         self._settings = settings
-        self._grace, self._settle, self._patience, self._clock = grace, settle, patience, clock
+        self._grace, self._settle, self._patience = grace, settle, patience
 
     @cached_property
     def _batch(self) -> batch_v1.BatchServiceClient:
@@ -79,12 +84,70 @@ class BatchPlatform:
             return LoggingServiceV2Client(transport=LOGGING.transport(LoggingServiceV2Client))
 
     def render(self, job: Job) -> Submission:
-        """The Batch job that would be created."""
-        return rendering.render(job, self._settings)
+        return render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """Yield the mistakes that the submission itself shows."""
-        yield from lint.lint(submission, self._settings)
+        """Yield the mistakes that the submission itself shows: what Batch would refuse, or run other than meant."""
+        settings = self._settings
+
+        def found(code: str, what: str, fix: str, severity: Severity = "error") -> Finding:
+            return Finding(severity, f"batch.{code}", what, fix)
+
+        machine = settings.machine_type
+        if machine is None and settings.gpus is None:
+            what = f"platform.machine={settings.machine} is no machine type with GPUs that we know"
+            fix = f"take one of {', '.join(MACHINES)}; or say how many it has: platform.gpus (0 trains on CPUs)"
+            yield found("machine", what, fix)
+        if machine is not None and machine.arch != "amd64":
+            what = f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images"
+            yield found("machine", what, "take platform.kind=gke")
+        if machine is not None and settings.nodes > 1 and (best := networks_of(machine)[0]) != DEFAULT:
+            what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
+            yield found("network", what, "for the full speed take platform.kind=gke", "warning")
+        hyperdisk_only = settings.machine.startswith(("a4-", "a4x-", "a3-ultragpu"))
+        if hyperdisk_only and not settings.boot_disk_type.startswith("hyperdisk"):
+            what = f"platform.boot_disk_type={settings.boot_disk_type} does not go with {settings.machine}"
+            yield found("boot-disk", what, "take hyperdisk-balanced")
+
+        image = settings.boot_image or f"batch-{settings.os}"
+        cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
+        if cos and settings.os == "debian" and settings.node_gpus:
+            what = (
+                f"the boot image {image} is Container-Optimized OS, which has no nvidia-ctk, and whose root cannot be "
+                "written: the way of Debian's images does not go there"
+            )
+            yield found("cos", what, "set platform.os=cos, which mounts the driver instead")
+        if not cos and settings.os == "cos":
+            yield found("cos", f"platform.os=cos, and the boot image is {image}", "set platform.os=debian")
+        if settings.gvnic and not cos and not settings.boot_image:
+            what = "platform.gvnic with Batch's Debian image, which may not support it"
+            yield found("gvnic", what, "leave it out, or name a platform.boot_image that does", "warning")
+
+        commands = container_of(submission.body)["commands"]
+        folder, inside = commands[commands.index("--log-uri") + 1], f"{settings.nfs_path.rstrip('/')}/"
+        if not is_remote(folder) and settings.nfs is None:
+            what = f"the run's folder {folder} is on this machine, where VMs do not see it"
+            fix = "set root to gs://bucket/prefix, or mount a file server that has it: platform.nfs"
+            yield found("root", what, fix)
+        elif not is_remote(folder) and not folder.startswith(inside):
+            yield found("root", f"the run's folder {folder} is not in platform.nfs_path={inside}", "set root below it")
+
+        if settings.nodes > 1 and (settings.vpc or settings.subnetwork):
+            what = f"the VMs of {settings.subnetwork or settings.vpc} have to reach each other on all TCP ports"
+            fix = "as default-allow-internal does in the default network: gcloud compute firewall-rules create …"
+            yield found("firewall", what, fix, "info")
+        where = settings.location
+        if settings.subnetwork and f"/regions/{where}/" not in f"/{settings.subnetwork}":
+            what = f"platform.subnetwork={settings.subnetwork} is not in platform.location={where}"
+            yield found("subnetwork", what, f"name one of {where}: projects/…/regions/{where}/subnetworks/…")
+        if not settings.external_ip and not settings.subnetwork:
+            what = "VMs without external addresses reach Google's services through Private Google Access only"
+            fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
+            yield found("external-ip", what, fix, "warning")
+        for name, value in group_of(submission.body)["taskSpec"]["environment"]["variables"].items():
+            if "\n" in value:
+                # INFERRED: variables reach the container through a file of lines.
+                yield found("environment", f"{name} has more than one line", "put the text into a file")
 
     def avoidable(self, job: Job) -> Avoidable:
         """No machine: an AllocationPolicy has no field for it, and each attempt gets VMs of new names anyway.
@@ -98,23 +161,20 @@ class BatchPlatform:
         )
 
     def check_access(self) -> str:
-        """Prove that Batch answers for the project, and lets us see its jobs."""
         where = self._settings.parent
         with google_errors(BATCH, f"asking for the jobs of {where}"):
             from google.api_core import exceptions
-            from google.cloud import batch_v1
 
             try:
-                self._batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
+                self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
                 raise LoginProblem(f"{where}: {words_of(error.message)}", fix=BATCH.roles) from None
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:
         """Create the job; one that is there, in whatever state, is left as it is."""
-        image = rendering.container_of(submission.body)["imageUri"]
-        if image == UNBUILT:
-            raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
+        if container_of(submission.body)["imageUri"] == UNBUILT:
+            raise PlatformRefused(f"{submission.job_id} has no image", fix="build one (image: {kind: docker, …}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
         with google_errors(BATCH, f"submitting {submission.job_id}"):
@@ -128,19 +188,15 @@ class BatchPlatform:
                 # The client does not repeat what creates; with an id, Batch knows a repeated call for the same.
                 request_id=str(uuid.uuid4()),
             )
-            again = retry.Retry(
-                predicate=retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded),
-                timeout=_LIMIT,
-            )
-            try:
+            unanswered = retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
+            again = retry.Retry(predicate=unanswered, timeout=_LIMIT)
+            with suppress(exceptions.AlreadyExists):  # somebody was quicker: adopted
                 self._batch.create_job(request, retry=again, timeout=_LIMIT)
-            except exceptions.AlreadyExists:
-                return submission.job_id  # somebody was quicker: adopted
         return submission.job_id
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id is the job's resource name."""
-        return job_id == rendering.job_id_of(self._settings, attempt_name)
+        return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that Batch reports. A job has failed when one of its tasks has; the others then linger."""
@@ -149,21 +205,52 @@ class BatchPlatform:
             return JobStatus(state=JobState.ABSENT, native="absent")
         pending = states.STATES.get(job.status.state.name) is JobState.PENDING
         tasks = [] if pending else self._tasks(job_id)
-        return states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
+        return states.status_of(job, tasks, now=time.time(), grace=self._grace, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """The lines of all tasks that Cloud Logging has after `position`."""
         job = self._job(job_id)
         if job is None:
             return LogPage((), position)
+        # Where reading stopped: the timestamp of the newest entry that was read, and the ids of those that the next
+        # look finds again. A position in another job's log is none.
+        there = json.loads(position or "{}")
+        if there.get("uid") != job.uid:
+            there = {"uid": job.uid, "newest": "", "seen": []}
+        since = (datetime.fromisoformat(there["newest"]) if there["newest"] else job.create_time) - _OVERLAP
+        project = job_id.split("/")[1]
+        request = {
+            "resource_names": [f"projects/{project}"],
+            # The agent's own log is another one: batch_agent_logs.
+            "filter": f'logName="projects/{project}/logs/batch_task_logs" AND labels.job_uid="{job.uid}" '
+            f'AND timestamp>="{since.astimezone(UTC).isoformat()}"',
+            "order_by": "timestamp asc",
+            "page_size": 1000,  # entries that an answer of Cloud Logging holds
+        }
+        known, size, more = set(there["seen"]), 0, False
+        lines: list[LogLine] = []
+        times: list[tuple[datetime, str]] = []
         with google_errors(BATCH, f"reading the log of {job_id}"):
-            project, created = job_id.split("/")[1], job.create_time
-            return logs.read(self._logging, project=project, uid=job.uid, created=created, position=position)
+            for entry in self._logging.list_log_entries(request=request):
+                if more := size > PAGE:
+                    break
+                times.append((entry.timestamp, entry.insert_id))
+                task = _TASK.search(entry.labels.get("task_id", ""))
+                if entry.insert_id in known or task is None:
+                    continue
+                text, payload = str(entry.text_payload), entry.json_payload
+                if not text and payload:  # a line that is JSON arrives as its fields
+                    text = str(payload["message"]) if set(payload) == {"message"} else json.dumps(_plain(payload))
+                size += len(text)
+                lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
+        if times:
+            newest = max(moment for moment, _ in times)
+            seen = [name for moment, name in times if moment >= newest - _OVERLAP]
+            there = {"uid": job.uid, "newest": newest.isoformat(), "seen": seen}
+        return LogPage(tuple(lines), json.dumps(there), more)
 
     def cancel(self, job_id: JobId) -> None:
-        """Let Batch stop the job, and return when it and all of its tasks have ended."""
-        give_up = self._clock() + self._patience
-        asked = False
+        give_up = time.monotonic() + self._patience
+        asked, request = False, {"name": job_id, "request_id": str(uuid.uuid4())}
         while (job := self._job(job_id)) is not None:
             native = job.status.state.name
             ended = states.STATES.get(native, JobState.UNKNOWN).final
@@ -172,18 +259,17 @@ class BatchPlatform:
                 return
             if not (asked or ended or native == "CANCELLATION_IN_PROGRESS"):
                 asked = True
-                with google_errors(BATCH, f"cancelling {job_id}"):
-                    from google.api_core import exceptions
-                    from google.cloud import batch_v1
-
-                    request = batch_v1.CancelJobRequest(name=job_id, request_id=str(uuid.uuid4()))
-                    # It has ended, or is gone, in the meantime: the next look tells.
-                    with suppress(exceptions.NotFound, exceptions.FailedPrecondition):
-                        self._batch.cancel_job(request, timeout=_LIMIT)
-            if self._clock() > give_up:
+                # It has ended, or is gone, in the meantime: the next look tells.
+                self._ask(
+                    f"cancelling {job_id}",
+                    lambda: self._batch.cancel_job(request, timeout=_LIMIT),
+                    "NotFound",
+                    "FailedPrecondition",
+                )
+            if time.monotonic() > give_up:
                 there = "".join(f", task {node}" for node in left)
                 raise PlatformUnreachable(
-                    f"{job_id} is {native}{there} {self._patience:.0f} s after it was cancelled; cancel it again"
+                    f"{job_id} is {native}{there} {self._patience:.0f} s after it was cancelled", fix="cancel it again"
                 )
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
@@ -195,27 +281,39 @@ class BatchPlatform:
         ended = states.STATES.get(state, JobState.UNKNOWN).final
         return tasks if ended else (f"job {job_id} ({state})", *tasks)
 
-    def _job(self, job_id: JobId) -> batch_v1.Job | None:
-        """None where there is none."""
-        with google_errors(BATCH, f"asking for {job_id}"):
+    def _ask(self, doing: str, call: Callable[[], Answer], *unless: str) -> Answer | None:
+        """What a call gives; None where it ends with one of these errors of Google's."""
+        with google_errors(BATCH, doing):
             from google.api_core import exceptions
 
             try:
-                return self._batch.get_job(name=job_id, timeout=_LIMIT)
-            except exceptions.NotFound:
+                return call()
+            except tuple(getattr(exceptions, name) for name in unless):
                 return None
 
-    def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        with google_errors(BATCH, f"asking for the tasks of {job_id}"):
-            from google.api_core import exceptions
+    def _job(self, job_id: JobId) -> batch_v1.Job | None:
+        return self._ask(f"asking for {job_id}", lambda: self._batch.get_job(name=job_id, timeout=_LIMIT), "NotFound")
 
-            try:
-                return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
-            except exceptions.NotFound:  # deleted since we asked for the job
-                return []
+    def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
+        parent = f"{job_id}/taskGroups/group0"
+        found = self._ask(
+            f"asking for the tasks of {job_id}",
+            lambda: list(self._batch.list_tasks(parent=parent, timeout=_LIMIT)),
+            "NotFound",  # deleted since we asked for the job
+        )
+        return found or []
 
     def _running(self, job: batch_v1.Job) -> list[int]:
         """Nodes whose tasks have not ended."""
         tasks = self._tasks(JobId(job.name))
         over = {one.node for one in states.ended(job, tasks)}
         return [node for task in tasks if (node := states.node_of(task.name)) not in over]
+
+
+def _plain(value: Any) -> Any:
+    """Cloud Logging keeps numbers as floats; whole ones were whole."""
+    if hasattr(value, "items"):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, str | bool | float) or value is None:
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+    return [_plain(item) for item in value]

@@ -1,4 +1,9 @@
-"""Rendering of a job as a Batch job. Pure: no cloud, no clock, no disk."""
+"""Rendering of a job as a Batch job, and the scripts that run on a VM before its container does. Pure: no cloud, no
+clock, no disk.
+
+Scripts are POSIX sh, run as root, one runnable each. They end with the exit code of a node fault where the VM is not
+fit, so that another one is tried.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice
-from launcher.platforms.batch import scripts
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.network import NETWORK
@@ -19,6 +23,14 @@ from litgpt_demo.node.network import NETWORK
 PORT = 29500
 DIRECTORY = "/run/litgpt"
 """The folder in the container for the node's own logs, error files and staged data."""
+HOME = "/var/lib/litgpt"
+"""The node's own folder on the VM: not /run, which is memory; on COS only /var, /tmp and /home can be written."""
+VARIABLES = f"{HOME}/node.env"
+"""The script that writes what only the VM knows, for `docker run --env-file`."""
+NVIDIA = "/var/lib/nvidia"
+"""The folder in which Batch puts the driver on COS."""
+HOSTS = "/etc/cloudbatch-taskgroup-hosts"
+"""The file in which Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
 
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -38,63 +50,10 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", job.attempt_name):
         raise ConfigProblem(
             f"{job.attempt_name!r} cannot be the name of a Batch job: at most 63 lower-case letters, digits and "
-            "dashes, which begin with a letter and do not end with a dash; choose another `name`"
+            "dashes, which begin with a letter and do not end with a dash",
+            fix="choose another `name`",
         )
     shm, environment = _shm_and_environment(job, settings)
-    body = {
-        "parent": settings.parent,
-        "jobId": job.attempt_name,
-        "job": {
-            **_given(priority=settings.priority),
-            "taskGroups": [_task_group(job, settings, shm, environment)],
-            "allocationPolicy": _allocation(job, settings),
-            "labels": labels_of(job),
-            "logsPolicy": {"destination": "CLOUD_LOGGING"},
-        },
-    }
-    return Submission(
-        platform=settings.kind,
-        job_id=job_id_of(settings, job.attempt_name),
-        body=body,
-        environment=tuple(as_rows(environment)),
-    )
-
-
-def group_of(body: Object) -> Object:
-    """The one task group of a submission's job."""
-    group: Object = body["job"]["taskGroups"][0]
-    return group
-
-
-def container_of(body: Object) -> Object:
-    """The container that trains."""
-    runnables = group_of(body)["taskSpec"]["runnables"]
-    container: Object = next(one["container"] for one in runnables if "container" in one)
-    return container
-
-
-def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
-    """Return the id of the job that the attempt of this name is."""
-    return JobId(f"{settings.parent}/jobs/{attempt_name}")
-
-
-def labels_of(job: Job) -> dict[str, str]:
-    """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
-    given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
-
-    def fit(text: str) -> str:
-        return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
-
-    return {fit(key): fit(value) for key, value in given.items()}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is Batch's own default."""
-    return {name: value for name, value in fields.items() if value}
-
-
-def _task_group(job: Job, settings: BatchPlatformConfig, shm: int, environment: list[Entry]) -> dict[str, Any]:
-    """One task per VM, all at once: with less parallelism the first would wait at the barrier forever."""
     machine, resources, lifecycle = settings.machine_type, None, None
     # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only
     # decides how many tasks it would put on one VM, and that is said elsewhere.
@@ -108,7 +67,8 @@ def _task_group(job: Job, settings: BatchPlatformConfig, shm: int, environment: 
         lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(STOPS)}}]
     server, _, path = (settings.nfs or "").partition(":")
     nfs = {"nfs": {"server": server, "remotePath": path}, "mountPath": settings.nfs_path}
-    return {
+    # One task per VM, all at once: with less parallelism the first would wait at the barrier forever.
+    tasks = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, shm)),
             **_given(computeResource=resources),
@@ -129,32 +89,54 @@ def _task_group(job: Job, settings: BatchPlatformConfig, shm: int, environment: 
         "schedulingPolicy": "AS_SOON_AS_POSSIBLE",
         **_given(requireHostsFile=job.nodes > 1),
     }
+    sent = {
+        **_given(priority=settings.priority),
+        "taskGroups": [tasks],
+        "allocationPolicy": _allocation(job, settings),
+        "labels": labels_of(job),
+        "logsPolicy": {"destination": "CLOUD_LOGGING"},
+    }
+    return Submission(
+        platform=settings.kind,
+        job_id=job_id_of(settings, job.attempt_name),
+        body={"parent": settings.parent, "jobId": job.attempt_name, "job": sent},
+        environment=tuple(as_rows(environment)),
+    )
+
+
+def group_of(body: Object) -> Object:
+    group: Object = body["job"]["taskGroups"][0]
+    return group
+
+
+def container_of(body: Object) -> Object:
+    """The container that trains."""
+    runnables = group_of(body)["taskSpec"]["runnables"]
+    container: Object = next(one["container"] for one in runnables if "container" in one)
+    return container
+
+
+def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
+    return JobId(f"{settings.parent}/jobs/{attempt_name}")
+
+
+def labels_of(job: Job) -> dict[str, str]:
+    """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
+    given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
+
+    def fit(text: str) -> str:
+        return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
+
+    return {fit(key): fit(value) for key, value in given.items()}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that ask for something: what is left out is Batch's own default."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:
-    """The runnables in the order of their start, on every VM."""
-
-    def script(name: str, text: str) -> dict[str, Any]:
-        return {"displayName": name, "script": {"text": text}}
-
-    if settings.node_gpus:
-        yield script("gpus", scripts.debian_gpus() if settings.os == "debian" else scripts.cos_gpus())
-    if job.nodes > 1:
-        # All VMs are there behind it, and so is the list of them.
-        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
-        if settings.os == "cos":
-            yield script("firewall", scripts.cos_firewall())
-    yield script("node", scripts.node_variables(job.attempt_name, nodes=job.nodes, port=PORT))
-    yield {"displayName": "train", "container": _container(job, settings, shm)}
-    if job.nodes > 1:
-        # The VM of a node that is done would be taken away, and with it node 0's store, which others may still need.
-        # Who is not there within ten minutes has failed, which is told elsewhere.
-        barrier = {"displayName": "all-done", "barrier": {"name": "all-done"}}
-        yield {**barrier, "timeout": "600s", "ignoreExitStatus": True}
-
-
-def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, Any]:
-    volumes = [f"{scripts.HOME}:{DIRECTORY}"]
+    volumes = [f"{HOME}:{DIRECTORY}"]
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
     options = [
@@ -163,17 +145,17 @@ def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, A
         f"--shm-size={shm}",
         "--ulimit=memlock=-1",
         f"--stop-timeout={settings.grace + 20}",
-        f"--env-file={scripts.VARIABLES}",
+        f"--env-file={VARIABLES}",
     ]
     if settings.node_gpus and settings.os == "cos":
         # No toolkit there: the driver's files are mounted, and its devices come with --privileged
         # (https://cloud.google.com/batch/docs/create-run-job-gpus).
         options.append("--privileged")
-        volumes += [f"{scripts.NVIDIA}/{part}:/usr/local/nvidia/{part}:ro" for part in ("lib64", "bin")]
+        volumes += [f"{NVIDIA}/{part}:/usr/local/nvidia/{part}:ro" for part in ("lib64", "bin")]
     else:  # a training needs no capability, as root or as any other user
         options += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
         options += ["--runtime=nvidia", "--gpus=all"] if settings.node_gpus else []
-    return {
+    container = {
         "imageUri": job.image or UNBUILT,
         "entrypoint": "python",
         # The same on all nodes. Batch keeps the words apart: no quoting.
@@ -192,9 +174,26 @@ def _container(job: Job, settings: BatchPlatformConfig, shm: int) -> dict[str, A
         **_given(username=settings.registry_username, password=settings.registry_password),
     }
 
+    def script(name: str, text: str) -> dict[str, Any]:
+        return {"displayName": name, "script": {"text": text}}
+
+    if settings.node_gpus:
+        yield script("gpus", _DEBIAN_GPUS if settings.os == "debian" else _COS_GPUS)
+    if job.nodes > 1:
+        # All VMs are there behind it, and so is the list of them.
+        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
+        if settings.os == "cos":
+            yield script("firewall", _COS_FIREWALL)
+    yield script("node", _node_variables(job.attempt_name, job.nodes))
+    yield {"displayName": "train", "container": container}
+    if job.nodes > 1:
+        # The VM of a node that is done would be taken away, and with it node 0's store, which others may still need.
+        # Who is not there within ten minutes has failed, which is told elsewhere.
+        barrier = {"displayName": "all-done", "barrier": {"name": "all-done"}}
+        yield {**barrier, "timeout": "600s", "ignoreExitStatus": True}
+
 
 def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
-    """The VMs."""
     machine, image = settings.machine_type, settings.boot_image or f"batch-{settings.os}"
     accelerators = None
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
@@ -232,8 +231,8 @@ def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, 
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
     shm = network.shm_bytes
     if settings.shm is not None:
-        number, unit = re.fullmatch(r"(\d+)(\w+)", settings.shm).groups()  # type: ignore[union-attr]  # as its pattern says
-        shm = int(number) * _UNITS[unit]
+        number = settings.shm.rstrip("MGTi")
+        shm = int(number) * _UNITS[settings.shm.removeprefix(number)]
     cos_gpus = settings.node_gpus and settings.os == "cos"
     node = network.node.model_copy(
         update={
@@ -257,3 +256,100 @@ def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, 
         [Entry(name=name, value=value, origin="platform", why=why) for name, value, why in own],
         profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env,
     )  # fmt: skip
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+_HEAD = f"""\
+set -eu
+fail() {{
+  echo "error [$1] $2 -> $3"
+  exit {EXIT_CODES[Fault.NODE]}
+}}
+"""
+
+# Let Docker give GPUs to containers. The images have NVIDIA's toolkit, but not configured, so that containers would
+# find no libcuda in their linker's cache, which triton and others look through.
+_DEBIAN_GPUS = f"""{_HEAD}\
+nvidia-smi -L || fail batch.driver "nvidia-smi shows no GPU" "leave platform.gpu_driver out, or name one for this GPU"
+command -v nvidia-ctk || fail batch.toolkit "the boot image has no nvidia-ctk" "take os: cos, or a newer boot_image"
+nvidia-ctk runtime configure --runtime=docker
+systemctl restart docker
+tries=0
+until docker info > /dev/null 2>&1; do
+  tries=$((tries + 1))
+  [ "$tries" -lt 30 ] || fail batch.docker "Docker does not come back" "see journalctl -u docker on the VM"
+  sleep 1
+done
+ldconfig -p | grep libcuda.so.1 || fail batch.libcuda "the VM has no libcuda.so.1" "see batch_agent_logs on the driver"
+"""
+
+# Check what is mounted into containers. The root file system cannot be written, so there is no nvidia-ctk; the driver's
+# programs lie on a file system that COS mounts noexec
+# (https://cloud.google.com/container-optimized-os/docs/how-to/run-gpus).
+_COS_GPUS = f"""{_HEAD}\
+ls {NVIDIA}/lib64/libcuda.so.1 || fail batch.libcuda "no driver in {NVIDIA}" "see batch_agent_logs on its installation"
+mount --bind {NVIDIA} {NVIDIA}
+mount -o remount,exec {NVIDIA}
+{NVIDIA}/bin/nvidia-smi -L || fail batch.driver "nvidia-smi shows no GPU" "see batch_agent_logs on its installation"
+"""
+
+# Let the other VMs in, whom COS's own firewall keeps out; nobody else.
+_COS_FIREWALL = f"""{_HEAD}\
+for host in $(cat "${{BATCH_HOSTS_FILE:-{HOSTS}}}"); do
+  iptables -w -A INPUT -s "$host" -j ACCEPT
+done
+"""
+
+
+def _node_variables(attempt: str, nodes: int) -> str:
+    """Leave rank, node 0's address and the attempt's name for the container.
+
+    BATCH_TASK_INDEX and BATCH_TASK_RETRY_ATTEMPT are documented. BATCH_MAIN_NODE_HOSTNAME and BATCH_NODE_INDEX occur in
+    Google's samples only, and go together (INFERRED: the main node is the one with index 0); where they are missing,
+    the hosts file decides both who is first and who is who, so that node 0 is where the others look for it.
+    """
+    place = f"""\
+rank=0
+master=127.0.0.1:{PORT}"""
+    if nodes > 1:
+        place = f"""\
+hosts="${{BATCH_HOSTS_FILE:-{HOSTS}}}"
+tries=0
+until [ "$(grep -c . "$hosts" 2> /dev/null)" = {nodes} ]; do
+  tries=$((tries + 1))
+  [ "$tries" -lt 60 ] || fail batch.hosts "$hosts does not list {nodes} VMs: $(cat "$hosts")" "try again"
+  sleep 2
+done
+if [ -n "${{BATCH_MAIN_NODE_HOSTNAME:-}}" ]; then
+  main=$BATCH_MAIN_NODE_HOSTNAME
+  rank="${{BATCH_NODE_INDEX:-$BATCH_TASK_INDEX}}"
+else
+  main=$(grep -m 1 . "$hosts")
+  rank=
+  number=0
+  for other in $(cat "$hosts"); do
+    case " $host $(hostname -f 2> /dev/null || true) $(hostname -I 2> /dev/null || true) " in
+      *" $other "*) rank=$number ;;
+    esac
+    number=$((number + 1))
+  done
+  [ -n "$rank" ] || fail batch.rank "$host is not in $hosts: $(cat "$hosts")" "report this; there is no rank to take"
+fi
+[ "$rank" = "$BATCH_TASK_INDEX" ] || echo "warning [batch.rank] task $BATCH_TASK_INDEX is node $rank"
+master=$main:{PORT}"""
+    return f"""{_HEAD}\
+mkdir -p {HOME}
+chmod 0777 {HOME}  # containers do not run as root
+host=$(hostname)
+life="${{BATCH_TASK_RETRY_ATTEMPT:-0}}"
+{place}
+{{
+  echo "LITGPT_NODE_RANK=$rank"
+  echo "LITGPT_MASTER=$master"
+  echo "LITGPT_HOST=$host"
+  echo "LITGPT_RESTART=$life"
+  echo "LITGPT_ATTEMPT={attempt}-$life"
+}} > {VARIABLES}
+cat {VARIABLES}
+"""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from launcher.machines import one_rank_per_gpu, require_gpus
+from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount
 
@@ -103,23 +103,19 @@ class BatchPlatformConfig(ClusterSettings):
 
     @property
     def driver(self) -> str | None:
-        """Return the version that Batch is asked to install."""
         return self.gpu_driver
 
     def open(self) -> Platform:
-        """Return GCP Batch as a platform."""
         from launcher.platforms.batch.platform import BatchPlatform
 
         return BatchPlatform(self)
 
     @property
     def hardware(self) -> str | None:
-        """Return the machine type, as the config names it."""
         return self.machine
 
     @property
     def ends_by_preemption(self) -> bool:
-        """Return whether these are Spot VMs."""
         return self.spot
 
     @property
@@ -141,8 +137,6 @@ class BatchPlatformConfig(ClusterSettings):
                 fix = "write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
                 raise ValueError(f"is no name of a secret; {fix}")
         return given
-
-    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

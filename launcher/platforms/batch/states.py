@@ -6,12 +6,11 @@ One task that has failed is the end of all: Batch would leave its peers alone, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.job import JobState, JobStatus
+from launcher.platforms.batch.settings import LONGEST
 from litgpt_demo.errors import BATCH_CODES, EXIT_CODES, Fault
 
 if TYPE_CHECKING:
@@ -30,12 +29,9 @@ STATES: Mapping[str, JobState] = {
 
 _TOO_LONG = 50005
 """The exit code of a task, or one of its runnables, that has run longer than it may."""
-_LONGEST = timedelta(days=14)
-"""The time after which Batch ends a task that has no limit of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """A task that has ended, in the last of its lives."""
 
     node: int
@@ -78,16 +74,14 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
 
 
 def _waited_in_vain(job: Job, events: Sequence[StatusEvent]) -> bool:
-    """Return whether a task that ran too long did so at a barrier: Batch has one code for both timeouts.
-
-    https://cloud.google.com/batch/docs/set-timeouts
-    """
+    """Whether it was at a barrier: Batch has one code for both timeouts
+    (https://cloud.google.com/batch/docs/set-timeouts)."""
     spec = job.task_groups[0].task_spec
     if not any("barrier" in one and one.timeout and not one.ignore_exit_status for one in spec.runnables):
         return False
     begun = [_seconds(event) for event in events if event.task_state.name == "RUNNING"]
-    limit: Any = spec.max_run_duration or _LONGEST
-    return not begun or _seconds(events[-1]) - begun[-1] < limit.total_seconds() - 1
+    limit: Any = spec.max_run_duration
+    return not begun or _seconds(events[-1]) - begun[-1] < (limit.total_seconds() if limit else LONGEST) - 1
 
 
 def node_of(name: str) -> int:
@@ -96,22 +90,13 @@ def node_of(name: str) -> int:
 
 
 def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, settle: float) -> JobStatus:
-    """The job's state.
-
-    Args:
-        now: seconds since the epoch.
-        grace: seconds that the peers of a node that failed have to end by themselves, and to say what they saw.
-        settle: seconds that the last log lines may take to come.
-    """
+    """The job's state at `now`, in seconds since the epoch; BatchPlatform says what `grace` and `settle` are."""
     native, done = job.status.state.name, ended(job, tasks)
     state = STATES.get(native, JobState.UNKNOWN)
     words = [native]
-    if (
-        state is JobState.PENDING
-        and job.status.status_events
-        and job.status.status_events[-1].type_ != "STATUS_CHANGED"
-    ):
-        words.append(job.status.status_events[-1].description)  # why it waits: no quota, or no such machine just now
+    events = job.status.status_events
+    if state is JobState.PENDING and events and events[-1].type_ != "STATUS_CHANGED":
+        words.append(events[-1].description)  # why it waits: no quota, or no such machine just now
     failed = [one for one in done if one.failed]
     cancelled = _time_of(job, "CANCELLATION_IN_PROGRESS", "CANCELLED")
     first = failed[0] if failed else None
@@ -146,7 +131,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
 
 
 def _time_of(job: Job, *states: str) -> float | None:
-    """When the job went into one of the states. Events say "Job state is set from QUEUED to SCHEDULED for job …"."""
+    # Events say "Job state is set from QUEUED to SCHEDULED for job …".
     for event in job.status.status_events:
         if any(f" to {state} " in f"{event.description} " for state in states):
             return _seconds(event)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
-from launcher.networks import DEFAULT, chosen_network, with_networks
-from launcher.networks.profile import Network, NetworkCapability
+from launcher.machines import machine_named, require_gpus
+from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
+from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
@@ -24,12 +24,10 @@ UID = 1000
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-@with_networks
-class GkePlatformConfig(ClusterSettings):
+class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
-    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(NetworkCapability) - {NetworkCapability.SITE_NAMES}
 
     kind: Literal["gke"] = Kind("gke")
 
@@ -72,7 +70,9 @@ class GkePlatformConfig(ClusterSettings):
     """Never these nodes, by their kubernetes.io/hostname."""
 
     # The network.
-    network: str = DEFAULT
+    network: InPods = DEFAULT
+    """How nodes reach each other: plain (TCP, which every cluster has), gib (GPUDirect-RDMA of A3 Ultra, A4 and A4X),
+    roce (RDMA over Ethernet on other machines), tcpx (GPUDirect of A3 High), tcpxo (GPUDirect of A3 Mega)."""
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     network_policy: bool = True
@@ -156,8 +156,6 @@ class GkePlatformConfig(ClusterSettings):
         """
         return self.network_policy and not self.host_network
 
-    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.machine is not None:
@@ -193,3 +191,5 @@ class GkePlatformConfig(ClusterSettings):
                 "know; name it in platform.service_account"
             )
         return self
+
+    _network_fits = model_validator(mode="after")(require_fit)

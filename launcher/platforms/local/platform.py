@@ -60,7 +60,6 @@ class LocalPlatform:
         self._working_directory = Path.cwd()
 
     def render(self, job: Job) -> Submission:
-        """The nodes' command lines and what is added to their environment."""
         directory = os.path.normpath(
             self._state / job.attempt_name if is_remote(job.directory) else self._working_directory / job.directory
         )
@@ -76,11 +75,11 @@ class LocalPlatform:
         own = [Entry(name=name, value=value, origin="platform", why="for ranks here") for name, value in mine.items()]
         entries = combined(own, profile=(), scripted=(), overrides={}, job=job.env)
         master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
+        env = {entry.name: entry.value for entry in entries}
         nodes = []
         for number in range(job.nodes):
             words = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
-            env = {entry.name: entry.value for entry in entries}
-            nodes.append({"node": number, "argv": [*PYTHON, *words], "env": env})
+            nodes.append({"node": number, "argv": [*PYTHON, *words], "env": dict(env)})
         body = {
             "directory": directory,
             "working_directory": str(self._working_directory),
@@ -94,7 +93,6 @@ class LocalPlatform:
         return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=tuple(as_rows(entries)))
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
         body, directory = submission.body, Path(submission.job_id)
         if problem := _port_problem(body["port"], directory):
             yield Finding("error", "local.port", *problem)
@@ -113,11 +111,9 @@ class LocalPlatform:
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
     def avoidable(self, job: Job) -> Avoidable:
-        """No machine: there is this one."""
         return Avoidable(0, "this machine is the only one")
 
     def check_access(self) -> str:
-        """Nobody has to be asked."""
         return "this machine runs the nodes"
 
     def submit(self, submission: Submission) -> JobId:
@@ -127,9 +123,8 @@ class LocalPlatform:
         if _live(directory) or (directory / SUPERVISOR).exists():
             return submission.job_id
         if missing := _missing(submission):
-            raise PlatformRefused(
-                f"the job needs {', '.join(missing)} in the environment it is submitted from; export it"
-            )
+            what = f"the job needs {', '.join(missing)} in the environment it is submitted from"
+            raise PlatformRefused(what, fix="export it")
         if problem := _port_problem(submission.body["port"], directory):
             raise PlatformRefused(" -> ".join(problem))
         try:
@@ -163,9 +158,8 @@ class LocalPlatform:
         status = partial(JobStatus, scheduled=0.0, pulled=0.0)  # nothing queues here, and no image is pulled
         # In this order: the result is there before the lock is free.
         if _live(directory):
-            return status(
-                state=JobState.RUNNING, native="running", started=_read(directory / SUPERVISOR).get("started")
-            )
+            started = _read(directory / SUPERVISOR).get("started")
+            return status(state=JobState.RUNNING, native="running", started=started)
         told = _read(directory / RESULT)
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
@@ -174,7 +168,6 @@ class LocalPlatform:
         return status(state=state, native=native, exit_codes=codes, started=told["started"], ended=told["ended"])
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """Return the lines that the nodes have logged since `position`, node by node."""
         directory = Path(job_id)
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
         nodes = len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))
@@ -204,7 +197,6 @@ class LocalPlatform:
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the processes that carry the job's mark."""
         return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
 
 
@@ -241,18 +233,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _live(directory: Path) -> bool:
-    """Return True if a supervisor, or a submitter about to start one, holds the lock.
-
-    Asking takes a shared lock for a moment.
-    """
+    # A supervisor, or a submitter about to start one, holds the lock. Asking takes a shared one for a moment.
     try:
-        lock = os.open(directory / LOCK, os.O_RDONLY)
+        with (directory / LOCK).open("rb") as lock:
+            return not _locked(lock.fileno(), fcntl.LOCK_SH)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    try:
-        return not _locked(lock, fcntl.LOCK_SH)
-    finally:
-        os.close(lock)
 
 
 def _locked(lock: int, how: int) -> bool:
@@ -286,9 +272,8 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         )
     if started.returncode != 0:
         (directory / SUBMISSION).unlink()
-        raise PlatformRefused(
-            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; fix this installation"
-        )
+        what = f"the supervisor of {submission.job_id} did not start{_last_words(directory)}"
+        raise PlatformRefused(what, fix="fix this installation")
 
 
 def _last_words(directory: Path) -> str:

@@ -87,7 +87,21 @@ def supervise(directory: Path) -> None:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )
-            _watch(nodes, asked, grace=body["grace"])
+            failed, told = math.inf, False
+            while running := [process for process in nodes.values() if process.poll() is None]:
+                now = time.monotonic()
+                if any(process.poll() for process in nodes.values()):
+                    failed = min(failed, now)
+                cancelled = asked[0] if asked else math.inf
+                if now >= min(cancelled, failed + PEER_GRACE) and not told:
+                    told = True
+                    for process in running:
+                        process.terminate()
+                # Ranks have the grace after SIGTERM on a cancel; two seconds more let the node report them.
+                if now >= min(cancelled + body["grace"] + 2, failed + 2 * PEER_GRACE):
+                    for process in running:
+                        os.killpg(process.pid, signal.SIGKILL)
+                time.sleep(0.1)
         except OSError as error:
             trouble = f"a node could not be started: {error}"
         finally:
@@ -117,29 +131,6 @@ def reserved_ports() -> Iterator[int]:
                 continue
             yield port
             return
-
-
-def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], asked: Sequence[float], *, grace: float) -> None:
-    """Return when every node has ended, by itself or because it was made to.
-
-    Args:
-        asked: filled with the time when the job is cancelled.
-        grace: seconds that ranks have after SIGTERM on a cancel; two more let the node report them.
-    """
-    failed, told = math.inf, False
-    while running := [node for node in nodes.values() if node.poll() is None]:
-        now = time.monotonic()
-        if any(node.poll() for node in nodes.values()):
-            failed = min(failed, now)
-        cancelled = asked[0] if asked else math.inf
-        if now >= min(cancelled, failed + PEER_GRACE) and not told:
-            told = True
-            for node in running:
-                node.terminate()
-        if now >= min(cancelled + grace + 2, failed + 2 * PEER_GRACE):
-            for node in running:
-                os.killpg(node.pid, signal.SIGKILL)
-        time.sleep(0.1)
 
 
 def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "") -> dict[str, Any]:

@@ -1,4 +1,11 @@
-"""Run:ai by its `runai` program: found, asked what it understands, and spoken to accordingly."""
+"""Run:ai by its `runai` program: found, asked what it understands, and spoken to accordingly.
+
+Which flags a release has differs; what is known here, of two generations, is only where to begin. Values hold no commas
+where the program would take them apart (v1: "separate values with a comma or add the flag twice").
+
+v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch/
+v2: https://docs.nvidia.com/run-ai/self-hosted/reference/cli/runai/training/runai-training-pytorch-submit
+"""
 
 from __future__ import annotations
 
@@ -6,21 +13,58 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
-from launcher.platforms.runai.flags import DOCUMENTED, EXCLUDE, SUBMIT, Dialect, Generation, flags_in, submit_words
-from launcher.platforms.runai.render import Workload
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
+from launcher.job import UNBUILT
+from launcher.platforms.runai.render import Workload, preemptibility
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding
 from litgpt_demo.secrets import redacted
 
-# Seconds for one command; v2's submit waits up to a minute for the workload to be created.
-PATIENCE = 120.0
+SUBMIT = {
+    # The newest first; early v2 had one command for all frameworks, later ones an alias.
+    "v2": (("training", "pytorch", "submit"), ("pytorch", "submit"), ("distributed", "submit")),
+    "v1": (("submit-dist", "pytorch"),),
+}
+"""A generation of the program, and its commands for a PyTorch training."""
 
+# Of the flags that are documented, those that we use: both generations', and each one's own.
+_BOTH = (
+    "annotation", "backoff-limit", "extended-resource", "image", "image-pull-policy", "label", "large-shm",
+    "node-pools", "node-type", "preferred-pod-topology-key", "required-pod-topology-key", "run-as-user", "workers",
+)  # fmt: skip
+_DOCUMENTED = {
+    "v1": (*_BOTH, "cpu", "gpu", "memory", "pvc", "pvc-exists"),
+    "v2": (
+        *_BOTH, "cpu-core-request", "cpu-memory-request", "existing-pvc", "gpu-devices-request", "gpu-portion-request",
+        "gpu-request-type", "run-as-gid", "run-as-uid",
+    ),
+}  # fmt: skip
+
+EXCLUDE = "--exclude-node"
+"""A machine to avoid, as the newest releases of v2 have it; that it is named by its host name is INFERRED."""
+_HOST = "--env-pod-field-ref"
+
+Row: TypeAlias = tuple[str, str | Iterable[str] | bool | None, str | None, str | None]
+"""The user's setting; its value, or several for a flag that is repeated, or whether a flag stands alone; the flags of
+v1 and of v2, None in the one that says it by another row. What is said in no flag names what has it instead."""
+_REST = "the REST API"
+
+
+class Dialect(NamedTuple):
+    """The features of one version of the program."""
+
+    generation: str
+    submit: tuple[str, ...]
+    """Its command for a PyTorch training."""
+    flags: frozenset[str]
+    """Long flags of that command."""
+
+
+_PATIENCE = 120.0  # seconds for one command; v2's submit waits up to a minute for the workload to be created
 _PAGE = 500  # workloads of v2's list, which otherwise ends after 50
 
 # The words of a clear refusal: the command was understood, and nothing was made. Every other failure is no answer,
@@ -50,81 +94,135 @@ _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Ph
 
 
 class Cli:
-    """One `runai` program."""
-
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
-        self.name = "cli"
-        self.unknown: tuple[str, ...] = ()
+        self.name, self.unknown = "cli", ()
+        fix = f"see that the project exists and is yours, and that `{settings.cli}` reaches the cluster"
+        self.trouble = "runai.project", f"project {settings.project}: ", fix
 
     @cached_property
     def dialect(self) -> Dialect:
-        """The features of the program."""
         wanted = self._settings.cli_version
         if shutil.which(self._settings.cli) is None:
             if wanted != "auto":  # to look at what would be sent, from a machine without the program
-                return DOCUMENTED[wanted]
-            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli))
-        generations: Sequence[Generation] = ("v2", "v1") if wanted == "auto" else (wanted,)
-        for generation in generations:
-            for command in SUBMIT[generation]:
-                told = self._run(*command, "--help", check=False)
-                flags = flags_in(told.stdout + told.stderr)
-                if told.returncode == 0 and "--workers" in flags:
-                    return Dialect(generation=generation, submit=command, flags=flags)
-        tried = ", ".join(f"`{' '.join(command)}`" for one in generations for command in SUBMIT[one])
+                documented = frozenset(f"--{name}" for name in _DOCUMENTED[wanted])
+                return Dialect(wanted, SUBMIT[wanted][0], documented)
+            raise self._no_program()
+        commands = [(one, command) for one in SUBMIT if wanted in {"auto", one} for command in SUBMIT[one]]
+        for generation, command in commands:
+            told = self._run(*command, "--help", check=False)
+            # Each flag is the first thing on its line, or follows its short form.
+            lines = [line.replace(",", " ").split()[:2] for line in (told.stdout + told.stderr).splitlines()]
+            words = [word for line in lines if line and line[0].startswith("-") for word in line]
+            flags = frozenset(word.partition("=")[0] for word in words if word.startswith("--"))
+            if told.returncode == 0 and "--workers" in flags:
+                return Dialect(generation, command, flags)
+        tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)
         raise ConfigProblem(
-            f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training; install a runai that "
-            "does (2.10 or newer), or submit by REST (platform.url)"
+            f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training",
+            fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)",
         )
 
     @property
     def excludes(self) -> bool:
-        """Return whether this program takes machines to avoid."""
         return EXCLUDE in self.dialect.flags
 
     def render(self, work: Workload) -> Mapping[str, Any]:
-        """The command line."""
-        words = submit_words(work, self.dialect, program=self._settings.cli, project=self._settings.project)
-        return {"argv": words}
+        settings, job, dialect = work.settings, work.job, self.dialect
+        # The page has one spelling, its snippet another; before 2.10 there was neither.
+        spellings = {"--pvc-exists": "claimname={},path={}", "--pvc-exist": "claimname={},path={}", "--pvc": "{}:{}"}
+        pvc = next((flag for flag in spellings if flag in dialect.flags), " or ".join(spellings))
+        v1_claims = [spellings.get(pvc, "").format(claim.name, claim.path) for claim in settings.claims]
+        v2_claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+        topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
+        gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
+        early = dialect.submit[0] == "distributed"
 
-    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]:
-        """Check that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
-        if shutil.which(self._settings.cli) is None:
-            yield finding_of(NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)), "runai.no-cli")
-            return
-        try:
-            self._workloads()
-            if "--dry-run" in self.dialect.flags:  # it starts nothing
-                words = list(sent["argv"][1:])
-                words.insert(words.index("--"), "--dry-run")
-                self._run(*words, unless=_ALREADY_THERE)
-        except LoginProblem as error:
-            yield Finding("error", "runai.login", str(error))
-        except (PlatformRefused, PlatformUnreachable) as error:
-            fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
-            severity = finding_of(error, "runai.project").severity
-            yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
+        def pairs(given: Mapping[str, object]) -> list[str]:
+            return [f"{name}={value}" for name, value in given.items()]
 
-    def check_access(self) -> None:
-        """List the project's workloads."""
+        rows: list[Row] = [
+            ("PyTorch", early and "PyTorch", None, "--framework"),
+            ("image", job.image or UNBUILT, "--image", "--image"),
+            # Pinned by digest: what is there is right.
+            ("image", "IfNotPresent", "--image-pull-policy", "--image-pull-policy"),
+            ("platform.nodes", str(job.nodes - 1), "--workers", "--workers"),
+            # A gang cannot heal pod by pod: a new attempt is ours to make.
+            ("restarts", "0", "--backoff-limit", "--backoff-limit"),
+            ("labels", pairs(job.all_labels), "--label", "--label"),
+            # The programs take a value apart at its commas.
+            ("platform.network", any("," in value for value in work.network.annotations.values()), _REST, _REST),
+            ("platform.network", pairs(work.network.annotations), "--annotation", "--annotation"),
+            ("platform.network", pairs(work.network.resources), "--extended-resource", "--extended-resource"),
+            # The long form names an asset in the newest releases; the short one always sets a variable.
+            ("env", pairs(work.variables), "-e", "-e"),
+            ("platform.secrets", bool(settings.secrets), _REST, _REST),
+            ("platform.node_type", settings.node_type, "--node-type", "--node-type"),
+            ("platform.topology", settings.topology, topology, topology),
+            ("platform.large_shm", settings.large_shm, "--large-shm", "--large-shm"),
+            ("platform.run_as_user", settings.run_as_user, "--run-as-user", "--run-as-user"),
+            ("platform.uid", str(settings.uid or ""), "--run-as-uid", "--run-as-uid"),
+            ("platform.gid", str(settings.gid or ""), "--run-as-gid", "--run-as-gid"),
+            ("platform.gpus", gpus, "--gpu", None),
+            ("platform.gpus", settings.gpus > 0 and ("1" if is_part else gpus), None, "--gpu-devices-request"),
+            ("platform.gpus", is_part and "portion", None, "--gpu-request-type"),
+            ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
+            ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
+            ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
+            ("platform.claims", v1_claims, pvc, None),
+            ("platform.claims", v2_claims, None, "--existing-pvc"),
+            # One string, in order; that commas separate them is INFERRED.
+            ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
+            ("platform.node_pools", settings.node_pools, None, "--node-pools"),
+            ("platform.priority", settings.priority, "--priority", "--priority"),
+            ("platform.preemptible", settings.preemptible, "--preemptible", None),
+            ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
+            # `avoidable` has said where it cannot.
+            ("the machines to avoid", job.exclude_nodes if EXCLUDE in dialect.flags else (), None, EXCLUDE),
+            # Which machine a pod is on, for verdicts.
+            ("LITGPT_HOST", _HOST in dialect.flags and "LITGPT_HOST=spec.nodeName", None, _HOST),
+        ]
+        words: list[str] = []
+        missing: list[str] = []
+        for setting, value, *flags in rows:
+            flag = flags[dialect.generation == "v2"]
+            if flag is None or not value:
+                continue
+            if flag not in dialect.flags and flag != "-e":
+                missing.append(f"{setting} needs {flag}")
+            elif value is True:
+                words.append(flag)
+            else:
+                words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
+        if missing:
+            raise ConfigProblem(
+                f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
+                "setting out, install a newer runai, or submit by REST (platform.url)"
+            )
+        name = ["--name"] if dialect.generation == "v1" else []
+        head = [settings.cli, *dialect.submit, *name, job.attempt_name, "--project", settings.project]
+        return {"argv": [*head, *words, "--command", "--", *work.words]}
+
+    def check_access(self, sent: Mapping[str, Any] | None = None) -> None:
+        """Prove that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
         self._workloads()
+        if sent is not None and "--dry-run" in self.dialect.flags:  # it starts nothing
+            words = list(sent["argv"][1:])
+            words.insert(words.index("--"), "--dry-run")
+            self._run(*words, unless=_ALREADY_THERE)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Run the command line; a workload of that name that is there already is left as it is."""
         self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
-        """The workload's state in Run:ai's word, None where there is none of that name."""
         return self._workloads().get(name)
 
     def delete(self, name: str) -> None:
-        """Ask for it to be gone; already gone is success."""
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
         self._run(*command, name, "--project", self._settings.project, unless=_GONE)
 
     def _workloads(self) -> dict[str, str]:
-        """Name to state of all of the project's."""
         project = ("--project", self._settings.project)
         if self.dialect.generation == "v1":
             # A table, whose first two columns count, below the line that names them.
@@ -144,28 +242,24 @@ class Cli:
     def _run(
         self, *words: str, unless: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """One command of the program.
-
-        Args:
-            unless: words of a failure that is none.
+        """One command of the program; `unless` are words of a failure that is none.
 
         Raises:
-            ConfigProblem: there is no such program.
-            PlatformUnreachable: it did not end, or its end is no clear refusal.
-            LoginProblem: it is not logged in.
+            NotInstalled, LoginProblem: there is no such program, or it is not logged in.
             PlatformRefused: the answer is no.
+            PlatformUnreachable: it did not end, or its end is no clear refusal.
         """
         argv = [self._settings.cli, *words]
         what = f"`{' '.join(argv[:4])}`"
         try:
             done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
+                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=False
             )
         except FileNotFoundError as error:
-            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)) from error
+            raise self._no_program() from error
         except subprocess.TimeoutExpired as error:
             raise PlatformUnreachable(
-                f"{what} has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"
+                f"{what} has not ended for {_PATIENCE:.0f} s", fix="submitting and asking again is safe"
             ) from error
         if done.returncode == 0:
             return done
@@ -178,16 +272,17 @@ class Cli:
         last = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
         told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
         if _LOGIN.search(last):
-            raise LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
+            raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")
         if answered and _REFUSED.search(printed):
             raise PlatformRefused(told)
         raise PlatformUnreachable(told)
 
-
-_NO_PROGRAM = (
-    "there is no program {cli} on PATH; install Run:ai's command line or name it in platform.cli, or submit by REST: "
-    "set platform.url and export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
-)
+    def _no_program(self) -> NotInstalled:
+        return NotInstalled(
+            f"there is no program {self._settings.cli} on PATH",
+            fix="install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url and "
+            "export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET",
+        )
 
 
 def phases_in(text: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeAlias
 
 from launcher.environment import as_rows
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT
 from launcher.platforms.base import Avoidable, Capability
@@ -44,13 +44,18 @@ _WORDS = {
     JobState.CANCELLED: ("Stopped",),
     JobState.ABSENT: ("Deleted",),
 }  # fmt: skip
-STATES = {word: state for state, words in _WORDS.items() for word in words}
-"""Run:ai's words for where a workload is, in ours. One that is not here is UNKNOWN, which stops nothing."""
+
+
+def state_of(phase: str | None) -> JobState:
+    """Return where a workload is in our words. One without a documented word is UNKNOWN, which stops nothing."""
+    if phase is None:
+        return JobState.ABSENT
+    return next((state for state, words in _WORDS.items() if phase in words), JobState.UNKNOWN)
 
 
 Api: TypeAlias = Cli | Rest
 """A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
-that nobody knows."""
+that nobody knows. Its `trouble` are the code, the beginning and the fix of the finding that such an error is."""
 
 
 class RunaiPlatform:
@@ -87,9 +92,7 @@ class RunaiPlatform:
     def render(self, job: Job) -> Submission:
         """The command line or the request, and with it what its one packed word says."""
         work = workload(job, self._settings)
-        reference = WorkloadReference(
-            project=self._settings.project, name=work.name, nodes=job.nodes, directory=job.directory
-        )
+        reference = WorkloadReference(self._settings.project, job.attempt_name, job.nodes, job.directory)
         return Submission(
             platform=self.name,
             job_id=reference.job_id,
@@ -99,11 +102,8 @@ class RunaiPlatform:
         )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """A root that pods do not have, an API that does not answer, a project that is not there."""
-        directory, volumes = (
-            WorkloadReference.of(submission.job_id).directory,
-            [one.path for one in self._settings.claims],
-        )
+        directory = WorkloadReference.of(submission.job_id).directory
+        volumes = [one.path for one in self._settings.claims]
         if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
             what = (
                 f"the root's folder {directory} is on no volume that pods mount (platform.claims: "
@@ -120,10 +120,19 @@ class RunaiPlatform:
             what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
             fix = f"run this in each of them: {submission.body['node']['by_hand']}"
             yield Finding("warning", "runai.interactive", what, fix)
-        yield from self._api.check(submission.body["sent"])
+        try:
+            self._api.check_access(submission.body["sent"])
+        except NotInstalled as error:
+            yield finding_of(error, "runai.no-cli")
+        except LoginProblem as error:
+            yield finding_of(error, "runai.login")
+        except ConfigProblem as error:
+            yield finding_of(error, "runai.project")
+        except (PlatformRefused, PlatformUnreachable) as error:
+            code, about, fix = self._api.trouble
+            yield Finding(finding_of(error, code).severity, code, f"{about}{error}", fix)
 
     def avoidable(self, job: Job) -> Avoidable:
-        """Return that any machine can be avoided, where the API takes their names."""
         if self._api.excludes:
             return Avoidable(None, "ask the cluster's administrator to have the machine mended or cordoned off")
         return Avoidable(
@@ -133,7 +142,6 @@ class RunaiPlatform:
         )
 
     def check_access(self) -> str:
-        """Prove that Run:ai answers, and lets us see the project."""
         self._api.check_access()
         return f"Run:ai answers for the project {self._settings.project}"
 
@@ -141,7 +149,7 @@ class RunaiPlatform:
         """Start the job; one of its name that is there, live or ended, is left as it is."""
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
-            raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
+            raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
         if self._api.phase(reference.name) is None:
             self._launch(reference.name, submission.body["sent"])
         attempt = open_storage(reference.directory)
@@ -189,7 +197,7 @@ class RunaiPlatform:
         """
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
-        state = JobState.ABSENT if phase is None else STATES.get(phase, JobState.UNKNOWN)
+        state = state_of(phase)
         if state.live:
             return JobStatus(state=state, native=str(phase))
         attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
@@ -209,40 +217,36 @@ class RunaiPlatform:
         return JobStatus(state=state, native="deleted after its end", exit_codes=codes)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """Return what the nodes' logs in the run's directory have gained since `position`, node by node."""
         reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
-        ended = phase is None or not STATES.get(phase, JobState.UNKNOWN).live
+        ended = not state_of(phase).live
         return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Delete the workload and return when it is in no list any more."""
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
         if phase is None:
             return
-        if STATES.get(phase, JobState.UNKNOWN).live:
+        if state_of(phase).live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline, pause = time.monotonic() + self._leave, 0.2
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
                 raise PlatformUnreachable(
-                    f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted; cancel it again"
+                    f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted", fix="cancel it again"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 5.0)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the workload, if it is in the project's list."""
         name = WorkloadReference.of(job_id).name
         phase = self._api.phase(name)
         return () if phase is None else (f"workload {name} ({phase})",)
 
 
 def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
-    """REST or the program, as the settings and, with `auto`, the credentials say."""
     return Rest(settings, environ) if uses_rest(settings, environ) else Cli(settings)
 
 

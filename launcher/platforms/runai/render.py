@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
+from launcher.networks.profile import Network
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.node.network import NETWORK
@@ -22,32 +23,26 @@ LOG_EVERY = 10
 """Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One PyTorch training as Run:ai has it."""
+class Workload(NamedTuple):
+    """One PyTorch training as Run:ai has it.
 
-    name: str
-    workers: int
-    """Run:ai counts the master apart: pods are one more. That it takes 0 workers, for one pod, is INFERRED: Kubeflow's
-    PyTorchJob does."""
-    image: str
+    Run:ai counts the master apart: its workers are one fewer than pods. That it takes 0 workers, for one pod, is
+    INFERRED: Kubeflow's PyTorchJob does.
+    """
+
+    job: Job
+    settings: RunaiPlatformConfig
+    network: Network
     words: tuple[str, ...]
     """The command of each pod; no word holds a character that a shell interprets."""
     variables: Mapping[str, str]
     """Variables of the pod, plain words too; the others are packed into the command."""
-    labels: Mapping[str, str]
-    annotations: Mapping[str, str]
-    resources: Mapping[str, int]
-    settings: RunaiPlatformConfig
-    exclude_nodes: tuple[str, ...]
-    """Machines to avoid, by their kubernetes.io/hostname."""
     node: Mapping[str, object]
     """The command and its environment unpacked, for people."""
-    environment: tuple[Entry, ...]
+    environment: list[Entry]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkloadReference:
+class WorkloadReference(NamedTuple):
     """The content of a job's id: enough to find the workload, and what it left when it is gone."""
 
     project: str
@@ -57,12 +52,10 @@ class WorkloadReference:
 
     @property
     def job_id(self) -> JobId:
-        """The job id: runai://project/name?nodes=…&kept=…"""
         return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
 
     @classmethod
     def of(cls, job_id: JobId) -> WorkloadReference:
-        """The reference that an id was made of."""
         url = urlsplit(job_id)
         query = parse_qs(url.query)
         if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
@@ -73,18 +66,18 @@ class WorkloadReference:
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
-    """Return the job as Run:ai's workload."""
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
     if longest > LONGEST_LABEL:
         raise ConfigProblem(
             f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
+            f"{LONGEST_LABEL}",
+            fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter",
         )
     if not RFC_1035.fullmatch(job.attempt_name):
         raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin "
-            "with a letter"
+            f"{job.attempt_name!r} cannot be a workload's name",
+            fix="use lower-case letters, digits and dashes, and begin with a letter",
         )
     network = settings.fabric
     node = network.node.model_copy(
@@ -116,22 +109,16 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         grace=settings.grace,
     )
     packed_command = ("python", *arguments[:3], SPEC, pack(arguments[3:], hidden))
-    return Workload(
-        name=job.attempt_name,
-        workers=job.nodes - 1,
-        image=job.image or UNBUILT,
-        words=("sleep", "infinity") if settings.interactive else packed_command,
-        variables=shown,
-        labels=job.all_labels,
-        annotations=network.annotations,
-        resources=network.resources,
-        settings=settings,
-        exclude_nodes=job.exclude_nodes,
-        node={
-            "image": job.image or UNBUILT,
-            "command": ["python", *arguments],
-            "environment": variables,
-            **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
-        },
-        environment=tuple(entries),
-    )
+    unpacked = {
+        "image": job.image or UNBUILT,
+        "command": ["python", *arguments],
+        "environment": variables,
+        **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
+    }
+    words = ("sleep", "infinity") if settings.interactive else packed_command
+    return Workload(job, settings, network, words, shown, unpacked, entries)
+
+
+def preemptibility(preemptible: bool | None) -> str | None:
+    """The name in REST and CLI v2."""
+    return None if preemptible is None else "preemptible" if preemptible else "non-preemptible"

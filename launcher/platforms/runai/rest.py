@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +17,10 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable, finding_of
-from launcher.platforms.runai.flags import preemptibility
-from launcher.platforms.runai.render import Workload
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
+from launcher.job import UNBUILT
+from launcher.platforms.runai.render import Workload, preemptibility
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from litgpt_demo.findings import Finding
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
@@ -84,9 +83,18 @@ def require_known(recorded: RunaiPlatformConfig, given: RunaiPlatformConfig | No
     raise ConfigProblem(
         f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
         f"{known or 'not set to a URL'}: everybody who may write to the root can write "
-        f"records, so that credentials are not sent where only a record says; if {there} is yours, export "
-        f"{variable}={there}, or give the verb the config instead of the name"
+        "records, so that credentials are not sent where only a record says",
+        fix=f"if {there} is yours, export {variable}={there}, or give the verb the config instead of the name",
     )
+
+
+_GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (
+    lambda known: {
+        "grantType": "client_credentials", "clientId": known.client_id, "clientSecret": known.client_secret,
+    },
+    # Up to 2.20 or so; that the newer one is refused with 400 there is INFERRED.
+    lambda known: {"grantType": "app_token", "AppId": known.client_id, "AppSecret": known.client_secret},
+)  # fmt: skip
 
 
 class Rest:
@@ -95,17 +103,16 @@ class Rest:
     def __init__(
         self, settings: RunaiPlatformConfig, environ: Mapping[str, str] | None = None, *, pause: float = 1.0
     ) -> None:
-        """
-        Args:
-            environ: where the credentials are; this process's own by default.
-            pause: seconds before a request that nobody answered is sent again; each time twice as long.
-        """
+        """Take the credentials from `environ`, by default this process's own; `pause` is how many seconds later a
+        request that nobody answered is sent again, each time twice as long."""
         self._settings, self._pause = settings, pause
         known_to = os.environ if environ is None else environ
         # A function, because a traceback may show the attributes of an object.
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
         self._token, self._until = SecretStr(""), 0.0
-        self._grants = [_client_credentials, _app_token]
+        self._grants = _GRANTS
+        fix = "see that platform.url is the control plane's, and that this machine reaches it"
+        self.trouble = "runai.api", "", fix
         self.name, self.excludes = "rest", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown: tuple[str, ...] = (
@@ -122,20 +129,8 @@ class Rest:
         """The request; ids of project and cluster are filled in when it is sent."""
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
-    def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
-        """Check that the credentials work, and that project and cluster are there."""
-        try:
-            self.check_access()
-        except LoginProblem as error:
-            yield finding_of(error, "runai.login")
-        except ConfigProblem as error:
-            yield Finding("error", "runai.project", str(error))
-        except (PlatformRefused, PlatformUnreachable) as error:
-            fix = "see that platform.url is the control plane's, and that this machine reaches it"
-            yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
-
-    def check_access(self) -> None:
-        """Log in, and find project and cluster."""
+    def check_access(self, _sent: Mapping[str, Any] | None = None) -> None:
+        """Prove that the credentials work, and that project and cluster are there."""
         _ = self._ids
 
     def submit(self, sent: Mapping[str, Any]) -> None:
@@ -157,7 +152,7 @@ class Rest:
     # --- looking things up ---
 
     def _find(self, name: str) -> Mapping[str, Any] | None:
-        """The workload of this name in the project; filters match more than they say, so all is compared here."""
+        # Filters match more than they say, so all is compared here.
         project, _ = self._ids
         filters = [f"name=={name}", f"projectId=={project}"]
         found = self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
@@ -167,7 +162,6 @@ class Rest:
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        """Ids of the project and of its cluster."""
         wanted, where, cluster = self._settings.project, self._settings.cluster, None
         if where is not None:
             found = self._ask("GET", CLUSTERS)
@@ -187,8 +181,8 @@ class Rest:
             return str(here[0]["id"]), str(here[0]["clusterId"])
         if not projects:
             raise ConfigProblem(
-                f"platform.project={wanted} is no project that this application may see; give its name as Run:ai shows "
-                "it, or have an administrator give the application a role in it"
+                f"platform.project={wanted} is no project that this application may see",
+                fix="give its name as Run:ai shows it, or have an administrator give the application a role in it",
             )
         on = ", ".join(sorted(str(one.get("clusterId")) for one in projects))
         raise ConfigProblem(
@@ -199,12 +193,8 @@ class Rest:
     # --- requests: secrets are in no variable here, since a traceback may show those ---
 
     def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
-        """One request with a valid token, and the document of its answer; a token that the server has ended before its
-        time is renewed once.
-
-        Args:
-            tries: how often it is sent where nobody answers.
-            unless: the status of a refusal that is none, after which there is no document.
+        """The document of the answer to one request with a valid token; `unless` is the status of a refusal that is
+        none, after which there is no document. A token that the server has ended before its time is renewed once.
 
         Raises:
             LoginProblem: the application is not let in.
@@ -223,27 +213,26 @@ class Rest:
             self._until = 0.0
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             raise LoginProblem(
-                f"{method} {path} is refused ({answer.status_code}: {self._words(answer)}); have an administrator give "
-                f"the application of platform.credentials={self._settings.credentials} a role in the project that may "
-                "create trainings (ML engineer, L1 researcher)"
+                f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})",
+                fix="have an administrator give the application of "
+                f"platform.credentials={self._settings.credentials} a role in the project that may create trainings "
+                "(ML engineer, L1 researcher)",
             )
         if answer.status_code == unless:
             return None
         if not answer.is_success:
-            what = f"{method} {path} is refused ({answer.status_code})"
-            raise PlatformRefused(f"{what}: {self._words(answer)}; fix what it names in the platform section")
+            what = f"{method} {path} is refused ({answer.status_code}): {self._words(answer)}"
+            raise PlatformRefused(what, fix="fix what it names in the platform section")
         if method == "DELETE":
             return None
         try:
             return answer.json()
         except ValueError:
-            what = f"{method} {self._settings.url}{path}"
-            raise PlatformUnreachable(
-                f"{what} is answered without JSON; see that platform.url is the control plane's"
-            ) from None
+            what = f"{method} {self._settings.url}{path} is answered without JSON"
+            raise PlatformUnreachable(what, fix="see that platform.url is the control plane's") from None
 
     def _log_in(self) -> None:
-        """A token for the application, by whichever of the two grants this version knows."""
+        """A token for the application, by whichever of the grants this version knows."""
         name = self._settings.credentials
         known = self._credentials()
         if known is None:
@@ -251,24 +240,23 @@ class Rest:
                 f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
                 "of an application made under Run:ai's Access settings, or take platform.api=cli"
             )
-        for grant in list(self._grants):
+        for grant in self._grants:
             answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
             status = answer.status_code
             if status == httpx.codes.OK:
                 if granted := Grant.read(answer.content):
-                    self._grants = [grant]
+                    self._grants = (grant,)
                     self._token = granted.token
                     self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
                     return
-                raise LoginProblem(
-                    f"{self._settings.url}{TOKEN} answers without a token; see that platform.url is the control plane's"
-                )
+                what = f"{self._settings.url}{TOKEN} answers without a token"
+                raise LoginProblem(what, fix="see that platform.url is the control plane's")
             if status not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
         raise LoginProblem(
-            f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status}); make new "
-            "ones for the application, and export them"
+            f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})",
+            fix="make new ones for the application, and export them",
         )
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
@@ -285,8 +273,8 @@ class Rest:
             if answer.has_redirect_location:
                 there = origin_of(answer.headers["location"]) or "another path"
                 raise PlatformRefused(
-                    f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked; "
-                    "write the control plane's own address in platform.url"
+                    f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked",
+                    fix="write the control plane's own address in platform.url",
                 )
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
@@ -312,21 +300,12 @@ class Rest:
         return redacted(text, self._token.get_secret_value(), known.client_secret if known else "")
 
 
-def _client_credentials(known: Credentials) -> dict[str, str]:
-    return {"grantType": "client_credentials", "clientId": known.client_id, "clientSecret": known.client_secret}
-
-
-def _app_token(known: Credentials) -> dict[str, str]:
-    """Up to 2.20 or so; that the newer one is refused with 400 there is INFERRED."""
-    return {"grantType": "app_token", "AppId": known.client_id, "AppSecret": known.client_secret}
-
-
 # --- the body ---------------------------------------------------------------------------------------------------------
 
 
 def body(work: Workload) -> dict[str, Any]:
     """A distributed training as the API has it. The server splits `args` at blanks, of which our words have none."""
-    settings = work.settings
+    settings, job = work.settings, work.job
     variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in work.variables.items()]
     # Which machine a pod is on, for verdicts.
     variables.append({"name": "LITGPT_HOST", "podFieldRef": {"path": "spec.nodeName"}})
@@ -337,7 +316,7 @@ def body(work: Workload) -> dict[str, Any]:
     gpus: dict[str, Any] = {"gpuDevicesRequest": int(settings.gpus)} if settings.gpus else {}
     if 0 < settings.gpus < 1:
         gpus = {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
-    extended = [{"resource": name, "quantity": str(count)} for name, count in work.resources.items()]
+    extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
     claims = [
         {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
         for claim in settings.claims
@@ -352,18 +331,18 @@ def body(work: Workload) -> dict[str, Any]:
         user = {"uidGidSource": "fromIdpToken"}
     # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it of a
     # workspace; that a training of several pods takes it for all of them is INFERRED.
-    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(work.exclude_nodes)}
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(job.exclude_nodes)}
     topology = {"type": "Required" if settings.topology_required else "Preferred", "key": settings.topology}
     spec = {
         "distributedFramework": "PyTorch",
-        "numWorkers": work.workers,
-        "image": work.image,
+        "numWorkers": job.nodes - 1,
+        "image": job.image or UNBUILT,
         "imagePullPolicy": "IfNotPresent",
         "command": work.words[0],
         "args": " ".join(work.words[1:]),
         "environmentVariables": variables,
-        "labels": [{"name": name, "value": value} for name, value in work.labels.items()],
-        "annotations": [{"name": name, "value": value} for name, value in work.annotations.items()],
+        "labels": [{"name": name, "value": value} for name, value in job.all_labels.items()],
+        "annotations": [{"name": name, "value": value} for name, value in work.network.annotations.items()],
         "compute": {
             "largeShmRequest": settings.large_shm,
             **gpus,
@@ -372,7 +351,7 @@ def body(work: Workload) -> dict[str, Any]:
         **_given(storage=claims and {"pvc": claims}),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
         **_given(
-            nodeAffinityRequired=work.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
+            nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
             nodePools=list(settings.node_pools),
             nodeType=settings.node_type,
             podAffinity=settings.topology and topology,
@@ -386,7 +365,7 @@ def body(work: Workload) -> dict[str, Any]:
         "terminationGracePeriodSeconds": settings.grace + 20,
     }
     return {
-        "name": work.name,
+        "name": job.attempt_name,
         "projectId": PROJECT_ID.format(settings.project),
         "clusterId": CLUSTER_ID,
         "masterSpecSameAsWorker": True,

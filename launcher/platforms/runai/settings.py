@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from launcher.networks import DEFAULT, chosen_network, with_networks
-from launcher.networks.profile import Network, NetworkCapability
+from launcher.networks import DEFAULT, ByMultus, NetworkSettings, chosen_network, require_fit, roce
+from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected
@@ -32,14 +31,10 @@ class Claim(Settings):
     """The folder where it is mounted."""
 
 
-@with_networks
-class RunaiPlatformConfig(ClusterSettings):
+class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
-    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(
-        {NetworkCapability.MULTUS, NetworkCapability.SITE_NAMES}
-    )
 
     kind: Literal["runai"] = Kind("runai")
 
@@ -78,7 +73,8 @@ class RunaiPlatformConfig(ClusterSettings):
     """Wait for such machines, rather than prefer them."""
 
     # The network.
-    network: str = DEFAULT
+    network: ByMultus = DEFAULT
+    """How nodes reach each other: plain (TCP, which every cluster has), roce (RDMA over Ethernet on other machines)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
 
@@ -108,11 +104,9 @@ class RunaiPlatformConfig(ClusterSettings):
 
     @property
     def fabric(self) -> Network:
-        """Return the network of the pods."""
-        return chosen_network(self)
+        return chosen_network(self, site_names=True)
 
     def open(self) -> Platform:
-        """Return the Run:ai project as a platform."""
         from launcher.platforms.runai.platform import RunaiPlatform
 
         return RunaiPlatform(self)
@@ -139,17 +133,6 @@ class RunaiPlatformConfig(ClusterSettings):
                 "name, which has `runai` in it"
             )
         return given
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_rank_per_gpu(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("processes") is not None:
-            return given
-        try:
-            gpus = int(float(given.get("gpus") or 0))
-        except (TypeError, ValueError):
-            return given
-        return {**given, "processes": max(1, gpus)}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -186,3 +169,5 @@ class RunaiPlatformConfig(ClusterSettings):
                 "name a Kubernetes secret of the project and its entry"
             )
         return self
+
+    _network_fits = model_validator(mode="after")(require_fit)
