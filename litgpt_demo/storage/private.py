@@ -79,8 +79,7 @@ def _close(folder: Path) -> str:
             return f"belongs to {_owner(status)}"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others write"
-        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):  # an older version's
-            os.fchmod(opened, stat.S_IRWXU)
+        os.fchmod(opened, stat.S_IRWXU)  # an older version's
     finally:
         os.close(opened)
     return ""
@@ -119,15 +118,13 @@ def close_folder(folder: Path) -> None:
     looked at is what is closed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
+    with suppress(PermissionError):  # another user's
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # another user's
-        return
-    try:
-        if os.fstat(opened).st_uid == os.geteuid():
-            os.fchmod(opened, stat.S_IRWXU)
-    finally:
-        os.close(opened)
+        try:
+            if os.fstat(opened).st_uid == os.geteuid():
+                os.fchmod(opened, stat.S_IRWXU)
+        finally:
+            os.close(opened)
 
 
 def write_private(file: Path, text: str) -> None:
