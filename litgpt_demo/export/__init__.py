@@ -213,7 +213,7 @@ def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
 def _checkpoint(
     run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
 ) -> tuple[CheckpointManifest, Path]:
-    """The checkpoint that is asked for, and a local folder with its files, every byte verified."""
+    """The checkpoint that is asked for, and a local folder with the files of its weights, every byte verified."""
     damaged: list[str] = []
     there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
     steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
@@ -229,15 +229,24 @@ def _checkpoint(
             f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}; run it again, it goes "
             f"on from there, or collect what is there: --newest, or --step with one of its checkpoints ({steps})"
         )
-    for found in there if newest else there[:1]:
+    from litgpt_demo.training.reading import files_of_weights
+
+    def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:
-            return found, checkpoints.open_checkpoint(run, found, lambda: scratch / "shards")
+            return checkpoints.open_checkpoint(run, found, lambda: scratch / "shards", only=names)
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)
             if step is None and not newest:  # else the run would count as finished, and never train on
                 where = checkpoints.set_aside(run, checkpoints.folder_of(found.step), str(error))
                 damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
+        return None
+
+    for found in there if newest else there[:1]:
+        address = run.address(checkpoints.folder_of(found.step))
+        # Of a 7B model's 84 GB in a bucket two thirds are the optimizer's: they are not fetched.
+        if (folder := sound(found, {checkpoints.INDEX})) and sound(found, files_of_weights(folder, address=address)):
+            return found, folder
     raise DataError("; ".join(damaged))
 
 

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from bucket_faults import FaultyBucket
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from training_runs import NewRun, rows, train
 
@@ -171,7 +172,7 @@ def test_a_run_before_its_end_is_collected_only_by_newest(
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(finished_copy: Path) -> None:
-    (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
+    shard = finished_copy / folder_of(12) / "__0_0.distcp"
     flip_a_bit(shard)
     run = open_storage(str(finished_copy))
     assert export(run, newest=True).step == 8  # the newest one that verifies
@@ -183,10 +184,15 @@ def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(fi
     assert (export(run).step, export(run).complete) == (12, True)
 
 
-def test_a_run_in_a_bucket_is_collected_there(finished: Path, bucket: Storage, collected_run: Collected) -> None:
+def test_a_run_in_a_bucket_is_collected_there_and_nothing_but_its_weights_is_fetched(
+    finished: Path, bucket: Storage, proxy: FaultyBucket, collected_run: Collected
+) -> None:
     for path in filter(Path.is_file, finished.rglob("*")):
         bucket.upload(path, path.relative_to(finished).as_posix())
+    proxy.arm()
     final = export(bucket)
+    stored = sum(file.size for file in bucket.inventory(folder_of(12)))
+    assert proxy.downloaded < 0.5 * stored, "two thirds are the optimizer's state"
     assert exported(bucket) == final == export(bucket)
     assert {f"final/{record.path}" for record in final.files} < set(bucket.list())
     models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
