@@ -83,26 +83,21 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
 
 
 def _traits(config: Config) -> Fields:
-    """All that one architecture computes and another does not."""
+    """All that one architecture computes and another does not: the config's fields, and what follows from several."""
     adjustments = set(config.rope_adjustments or ())
     llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
     rope = "scaled" if adjustments or config.rope_condense_ratio != 1 else "unscaled"
     if adjustments and (config.rope_condense_ratio != 1 or adjustments not in ({"factor"}, llama3)):
         rope = "scaled in two ways"  # which transformers has not
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
-    return {
+    fields: Fields = vars(config)
+    return fields | {
         "block": (config.norm_class_name, config.mlp_class_name),
         # LitGPT itself goes by these words in a model's name: they say how it normalises.
         "gemma": "Gemma" in name,
         "olmo": "OLMo" in name and config.norm_class_name == "LayerNorm",
         "norms": (config.norm_1, config.norm_2, config.post_attention_norm, config.post_mlp_norm),
-        "norm_eps": config.norm_eps,
         "qk_norm": config.norm_qk_type if config.norm_qk else "",
-        "bias": config.bias,
-        "attn_bias": config.attn_bias,
-        "lm_head_bias": config.lm_head_bias,
-        "parallel_residual": config.parallel_residual,
-        "shared_attention_norm": config.shared_attention_norm,
         "square": config.head_size * config.n_head == config.n_embd,
         "queries": {1: "one", config.n_head: "own"}.get(config.n_query_groups, "groups"),
         "windows": _windows(config),
@@ -110,13 +105,10 @@ def _traits(config: Config) -> Fields:
         "whole_rotary": whole_rotary,
         "two_ropes": config.rope_local_base_freq is not None,
         "ropes_by_windows": config.rope_indices in (None, config.sliding_window_indices),
-        "rope_interleave": config.rope_interleave,
         "phi3": name.lower().startswith(("phi-3", "phi-4")) or not whole_rotary,
         "softcaps": (config.attention_logit_softcapping is not None, config.final_logit_softcapping is not None),
         "attention_scale": config.attention_scores_scalar not in (None, config.head_size),
         "latent_attention": config.latent_attention is not None,
-        "scale_embeddings": config.scale_embeddings,
-        "gelu": config.gelu_approximate,
         # Anything but: every expert may be chosen, by a softmax over those that are.
         "grouped_experts": config.mlp_class_name == "LLaMAMoE"
         and bool(
@@ -150,7 +142,7 @@ _LLAMA: Fields = _UNBIASED | {"block": ("RMSNorm", "LLaMAMLP"), "whole_rotary": 
 _LAYER_NORM: Fields = _UNBIASED | {"block": ("LayerNorm", "LLaMAMLP"), "square": True}
 _EXPERTS: Fields = _LLAMA | {"block": ("RMSNorm", "LLaMAMoE")}
 _GEMMA: Fields = _LLAMA | {
-    "block": ("RMSNorm", "GemmaMLP"), "gemma": True, "scale_embeddings": True, "gelu": "tanh",
+    "block": ("RMSNorm", "GemmaMLP"), "gemma": True, "scale_embeddings": True, "gelu_approximate": "tanh",
 }  # fmt: skip
 _LATER_GEMMA: Fields = _GEMMA | {
     "norms": (True, True, True, True),

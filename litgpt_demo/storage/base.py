@@ -94,10 +94,6 @@ class Storage(ABC):
         """The path on this machine that `address(path)` is; None for a bucket."""
 
     @abstractmethod
-    def browse_url(self, path: str) -> str | None:
-        """Return where a browser shows the file; None for a local one, which no page of a server may link to."""
-
-    @abstractmethod
     def list(self, prefix: str = "") -> Names:
         """Every file below the folder `prefix`, however deep, relative to the root and sorted; [] where there is none.
 

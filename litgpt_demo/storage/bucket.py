@@ -31,7 +31,6 @@ from litgpt_demo.storage.base import (
     Position,
     Storage,
     absent,
-    bucket_path,
     clean_file,
     clean_path,
     combined_crc32c,
@@ -80,9 +79,6 @@ class BucketStorage(Storage):
 
     def local_path(self, path: str = "") -> None:
         return None
-
-    def browse_url(self, path: str) -> str:
-        return f"https://storage.cloud.google.com/{bucket_path(self.address(path))}"
 
     def list(self, prefix: str = "") -> Names:
         return [stored.path for stored in self.inventory(prefix)]
@@ -307,8 +303,8 @@ class BucketStorage(Storage):
             except UnsettledError as error:
                 reason = error
         raise DataError(
-            f"{self._address(name)}: did not come out right in {_TRIES} tries, the last time: {reason}; "
-            "see whether something else writes there, else try from another machine"
+            f"{self._address(name)}: did not come out right in {_TRIES} tries, the last time: {reason}",
+            fix="see whether something else writes there, else try from another machine",
         ) from reason
 
     def _each(self, action: Callable[[Item], T], items: Iterable[Item]) -> Sequence[T]:
@@ -345,8 +341,8 @@ class BucketStorage(Storage):
             ]
         except NotFound:
             raise UserError(
-                f"{self._address('')}: there is no bucket {self._bucket!r}; check its name, or make it: "
-                f"gcloud storage buckets create {self._address('')}"
+                f"{self._address('')}: there is no bucket {self._bucket!r}",
+                fix=f"check its name, or make it: gcloud storage buckets create {self._address('')}",
             ) from None
 
     def _put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
@@ -537,10 +533,9 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         raise UnsettledError(f"{type(error).__name__}: {words_of(error)}") from None
     except GoogleAuthError as error:
         if error.retryable:
-            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}; try again") from None
-        raise Unreachable(
-            f"{address}: no usable credentials: {words_of(error)}; run `gcloud auth application-default login`"
-        ) from None
+            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}", fix="try again") from None
+        fix = "run `gcloud auth application-default login`"
+        raise Unreachable(f"{address}: no usable credentials: {words_of(error)}", fix=fix) from None
     except (GoogleAPICallError, RetryError, RequestException) as error:
         code, words = getattr(error, "code", None) or 503, words_of(error)  # without a code: no answer came
         if code in _UNSETTLED:
@@ -548,15 +543,14 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         if code in {401, 403}:
             bucket = address.removeprefix(SCHEME).partition("/")[0]
             raise UserError(
-                f"{address}: bucket {bucket} refused: {words}; {role} allows it: gcloud storage buckets "
-                f"add-iam-policy-binding gs://{bucket} --member=<who runs this> --role={role}"
+                f"{address}: bucket {bucket} refused: {words}",
+                fix=f"{role} allows it: gcloud storage buckets add-iam-policy-binding gs://{bucket} "
+                f"--member=<who runs this> --role={role}",
             ) from None
         if code == 429 or code >= 500:
-            given_up = isinstance(error, RetryError)
-            words = f"{address}: the bucket does not answer: {words}; try again when it does"
-            raise NetworkError(words, given_up=given_up) from None
+            given_up, fix = isinstance(error, RetryError), "try again when it does"
+            raise NetworkError(f"{address}: the bucket does not answer: {words}", fix=fix, given_up=given_up) from None
         raise UserError(f"{address}: the bucket refused: {words}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
-        raise NetworkError(
-            f"{address}: the answer is no bucket's ({words_of(error)}); see whether a proxy sent it, then try again"
-        ) from None
+        fix = "see whether a proxy sent it, then try again"
+        raise NetworkError(f"{address}: the answer is no bucket's ({words_of(error)})", fix=fix) from None

@@ -56,9 +56,6 @@ class LocalStorage(Storage):
     def local_path(self, path: str = "") -> Path:
         return Path(self.address(path))
 
-    def browse_url(self, path: str) -> None:
-        return None
-
     def list(self, prefix: str = "") -> Names:
         root, found = Path(self.root), []
 

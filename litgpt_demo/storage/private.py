@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import explaining, replacing
 
 # Names to keep. Google's are those of google-auth 2 that lead to credentials, to a project's quota and to the metadata
 # server; proxies and certificates are as requests, urllib and OpenSSL know them.
@@ -130,14 +130,9 @@ def close_folder(folder: Path) -> None:
 def write_private(file: Path, text: str) -> None:
     """Write a file that its owner alone can read, aside and then in one piece."""
     close_folder(file.parent)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as aside:
-            aside.write(text)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink()
-        raise
+    with replacing(file) as aside:
+        os.fchmod(aside.fileno(), 0o600)
+        aside.write(text.encode())
 
 
 def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:

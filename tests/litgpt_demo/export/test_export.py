@@ -17,7 +17,10 @@ from training_runs import NewRun, rows, train
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, export, exported, main
+from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export import models as making
+from litgpt_demo.export.models import export, main
+from litgpt_demo.export.weights import Tensors, Weights
 from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
@@ -204,8 +207,6 @@ def test_a_model_that_differs_is_not_handed_out(
     finished_copy: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
     """A weight is not the checkpoint's, as after a bad disk. LitGPT's folder is the model, the other one is extra."""
-    from litgpt_demo.export import models as making
-    from litgpt_demo.export.weights import Tensors, Weights
 
     class Spoilt(Weights):
         def read(self, names: list[str]) -> Tensors:

@@ -18,7 +18,7 @@ from training_runs import NewRun, alike, rows, train, train_elsewhere
 from waiting import until
 
 from litgpt_demo.errors import Fault
-from litgpt_demo.export import export
+from litgpt_demo.export.models import export
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.agent import tagged
