@@ -184,16 +184,6 @@ def _layer_norm_fields(config: Config, **more: Any) -> Fields:
     return {"hidden_act": _gelu(config), "layer_norm_eps": config.norm_eps, **more, **_rope(config)}
 
 
-def _neox_fields(config: Config) -> Fields:
-    return _layer_norm_fields(
-        config,
-        rotary_pct=config.rotary_percentage,
-        rotary_emb_base=config.rope_base,
-        use_parallel_residual=config.parallel_residual,
-        attention_bias=True,
-    )
-
-
 def _partly_rotated_fields(config: Config, **more: Any) -> Fields:
     groups, rotated = config.n_query_groups, config.rotary_percentage
     return _layer_norm_fields(
@@ -228,37 +218,6 @@ def _llama_fields(config: Config, **more: Any) -> Fields:
     }
 
 
-def _phi3_fields(config: Config) -> Fields:
-    window = config.sliding_window_size if _windows(config) == "all" else None
-    # Its default padding token is 32000, which a smaller vocabulary does not have.
-    return _llama_fields(
-        config, partial_rotary_factor=config.rotary_percentage, sliding_window=window, pad_token_id=None
-    )
-
-
-def _mixtral_fields(config: Config) -> Fields:
-    return _llama_fields(
-        config,
-        intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-        num_local_experts=config.n_expert,
-        num_experts_per_tok=config.n_expert_per_token,
-        sliding_window=None,
-    )
-
-
-def _qwen3_moe_fields(config: Config) -> Fields:
-    return _llama_fields(
-        config,
-        moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-        num_experts=config.n_expert,
-        num_experts_per_tok=config.n_expert_per_token,
-        norm_topk_prob=True,  # what a softmax over the chosen experts is
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
-    )
-
-
 def _gemma_fields(config: Config) -> Fields:
     gelu = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     return _llama_fields(config, **gelu)
@@ -279,7 +238,11 @@ _FAMILIES = (  # in the order in which they are tried
     _Family(
         "GPTNeoXForCausalLM", "gpt_neox",
         _OLD | {"bias": True, "shared_attention_norm": False, "queries": "own"},
-        _neox_fields, maps.copy_weights_gpt_neox,
+        lambda config: _layer_norm_fields(
+            config, rotary_pct=config.rotary_percentage, rotary_emb_base=config.rope_base,
+            use_parallel_residual=config.parallel_residual, attention_bias=True,
+        ),
+        maps.copy_weights_gpt_neox,
     ),
     _Family(
         "PhiForCausalLM", "phi",
@@ -301,7 +264,12 @@ _FAMILIES = (  # in the order in which they are tried
         _LLAMA | {
             "windows": {"none", "all"}, "rope": "unscaled", "phi3": True, "square": True, "whole_rotary": {True, False},
         },
-        _phi3_fields, maps.copy_weights_phi, "Phi-3",
+        lambda config: _llama_fields(
+            config, partial_rotary_factor=config.rotary_percentage,
+            sliding_window=config.sliding_window_size if _windows(config) == "all" else None,
+            pad_token_id=None,  # its default is 32000, which a smaller vocabulary does not have
+        ),
+        maps.copy_weights_phi, "Phi-3",
     ),
     _Family("LlamaForCausalLM", "llama", _LLAMA, partial(_llama_fields, mlp_bias=False), maps.copy_weights_llama),
     _Family(
@@ -318,9 +286,24 @@ _FAMILIES = (  # in the order in which they are tried
     ),
     _Family(
         "Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS | {"qk_norm": "default"},
-        _qwen3_moe_fields, maps.copy_weights_qwen_3,
+        lambda config: _llama_fields(
+            config,
+            moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+            num_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token,
+            norm_topk_prob=True,  # what a softmax over the chosen experts is
+            decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False,
+        ),
+        maps.copy_weights_qwen_3,
     ),
-    _Family("MixtralForCausalLM", "mixtral", _EXPERTS, _mixtral_fields, maps.copy_weights_llama),
+    _Family(
+        "MixtralForCausalLM", "mixtral", _EXPERTS,
+        lambda config: _llama_fields(
+            config,
+            intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+            num_local_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token, sliding_window=None,
+        ),
+        maps.copy_weights_llama,
+    ),
     _Family(
         "StableLmForCausalLM", "stablelm", _LAYER_NORM,
         partial(_partly_rotated_fields, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False),
