@@ -254,8 +254,8 @@ def collect(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
-    from litgpt_demo.export import export as collect_models
     from litgpt_demo.export import summary_lines
+    from litgpt_demo.export.models import export as collect_models
 
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
         folders = [open_storage(target)]

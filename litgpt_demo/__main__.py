@@ -22,7 +22,7 @@ COMMANDS = MappingProxyType(
         "prepare": "litgpt_demo.data.preparation:main",
         "verify": "litgpt_demo.data.verification:main",
         "windows": "litgpt_demo.data.batches:main",
-        "collect": "litgpt_demo.export:main",
+        "collect": "litgpt_demo.export.models:main",
         "collectives": "litgpt_demo.node.collectives:main",
     }
 )

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage.checksums import copy_with_crc
+from litgpt_demo.storage.base import copy_with_crc
 
 T = TypeVar("T")
 _adapter = cache(TypeAdapter)

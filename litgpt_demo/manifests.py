@@ -71,7 +71,7 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
     A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
-    those that are there already and right, and going on with those that an interrupted fetch began.
+    those that are there already and right.
     """
     records = list(records)
     if (folder := storage.local_path()) is None:

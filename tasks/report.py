@@ -27,7 +27,7 @@ from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
-from litgpt_demo.storage import ObjectInfo, open_storage
+from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
 from tasks.live import Live, could_show
 from tasks.steps import RETRIED, report_unreadable
 
@@ -88,8 +88,9 @@ async def publish_report(
     made = await asyncio.to_thread(_written, run, dataset, identity, final)
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
     await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
-    address, link = run.storage.address(REPORT), run.storage.browse_url(REPORT)
-    if link is not None:
+    address = run.storage.address(REPORT)
+    if (there := bucket_path(address)) is not None:  # no page of a server may link to a local file
+        link = f"https://storage.cloud.google.com/{there}"
         await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
     return address
 

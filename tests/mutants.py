@@ -24,7 +24,7 @@ CHECKOUT = Path(__file__).parents[1]
 MUTANTS: tuple[tuple[str, ...], ...] = (
     ("two-roots-are-one-job", "launcher/job.py", "sha256(root.encode())", "sha256(b'')",
      "launcher/runs/test_attempts.py"),
-    ("folder-marker-is-a-file", "litgpt_demo/storage/gcs.py", "return bool(name) and clean_path(name) == name",
+    ("folder-marker-is-a-file", "litgpt_demo/storage/bucket.py", "return bool(name) and clean_path(name) == name",
      "return clean_path(name) == name", "litgpt_demo/storage/test_folder_markers.py"),
     ("files-removed-while-read", "litgpt_demo/training/resuming.py", "ranks.first(lambda: None)", "None",
      "litgpt_demo/training/test_saving.py::test_no_rank_removes_what_another_still_reads"),
@@ -157,7 +157,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/storage/test_storage.py::test_what_is_created_is_there_and_never_replaced"),
     ("same-size-is-enough", "litgpt_demo/manifests.py", "if (crc32c := crc32c_of(path)) != record.crc32c:",
      "if (crc32c := record.crc32c) != record.crc32c:", "litgpt_demo/test_stored_documents.py"),
-    ("delete-takes-a-newer-object", "litgpt_demo/storage/objects.py",
+    ("delete-takes-a-newer-object", "litgpt_demo/storage/bucket.py",
      "delete(if_generation_match=blob.generation, retry=self._retry())", "delete(retry=self._retry())",
      "litgpt_demo/storage/test_storage.py::test_a_late_request_does_not_touch_a_newer_object"),
     ("nan-logits-pass", "litgpt_demo/export/proof.py", "if not difference <= tolerance(own):",

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,59 +26,18 @@ CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 Pairs = Sequence[tuple[str, object]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """All that is known of a model."""
-
-    address: str
-    """The address of the run's folder."""
-    spec: TrainingSpec
-    checkpoint: CheckpointManifest
-    dataset: DatasetManifest
-    final: FinalManifest
-    config: Mapping[str, Any]
-    """The user's config, as the run's config.json has it."""
-    software: Mapping[str, Any]
-    """The identity of the code: image, commit, dirty, packages."""
-    hardware: Sequence[Row]
-    """The machines of each attempt that got to train, the same in a row once."""
-    left_out: Sequence[Row]
-    """Steps without an update, with the reason and their samples."""
-
-
 def write_card(
     run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, final: FinalManifest, target: Path
 ) -> None:
     """Write the three files."""
     document, rows = read_document(run), [row for row in read_metrics(run) if row["step"] <= checkpoint.step]
-    names = ("device", "device_name", "world_size", "precision")
+    dataset, names = open_dataset(spec.dataset), ("device", "device_name", "world_size", "precision")
     starts = [{name: row[name] for name in names if name in row} for row in rows if row.get("kind") == "start"]
     skips = {row["step"]: row for row in rows if row.get("kind") == "skip"}  # every attempt may tell of the same one
-    facts = _Facts(
-        address=run.address(),
-        spec=spec,
-        checkpoint=checkpoint,
-        dataset=open_dataset(spec.dataset),
-        final=final,
-        config=document.run,
-        software=document.software,
-        hardware=[one for one, _ in groupby(starts)],
-        left_out=[{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(skips.items())],
-    )
-    pictured = _draw_loss(rows, target / PICTURE)
-    (target / LINEAGE).write_text(json.dumps(_lineage(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    (target / CARD).write_text(_card(facts, pictured=pictured), encoding="utf-8")
-
-
-# --- for programs -----------------------------------------------------------------------------------------------------
-
-
-def _lineage(facts: _Facts) -> dict[str, Any]:
-    """The lineage of a model: enough to make it again, and to tell whether it is the same."""
-    spec, checkpoint, dataset = facts.spec, facts.checkpoint, facts.dataset
-    return {
+    # Enough to make the model again, and to tell whether it is the same.
+    lineage: dict[str, Any] = {
         "run": spec.run,
-        "address": facts.address,
+        "address": run.address(),
         "step": checkpoint.step,
         "tokens": checkpoint.tokens,
         "seconds": checkpoint.seconds,
@@ -97,22 +55,26 @@ def _lineage(facts: _Facts) -> dict[str, Any]:
             "tokenizer_hash": dataset.tokenizer_hash,
             "tokens": {"train": dataset.train.tokens, "validation": dataset.validation.tokens},
         },
-        "config": dict(facts.config),
+        "config": dict(document.run),
         "training": spec.model_dump(mode="json"),
-        "left_out": facts.left_out,
-        "software": dict(facts.software),
-        "hardware": facts.hardware,
-        "cost": None if facts.final.cost is None else {**facts.final.cost.model_dump(), "usd": facts.final.cost.usd},
+        # Steps without an update, with the reason and their samples.
+        "left_out": [{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(skips.items())],
+        "software": dict(document.software),
+        # The machines of each attempt that got to train, the same in a row once.
+        "hardware": [one for one, _ in groupby(starts)],
+        "cost": None if final.cost is None else {**final.cost.model_dump(), "usd": final.cost.usd},
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
     }
+    (target / LINEAGE).write_text(json.dumps(lineage, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    pictured = _draw_loss(rows, target / PICTURE)
+    (target / CARD).write_text(_card(lineage, spec, dataset, final, pictured=pictured), encoding="utf-8")
 
 
-# --- for people -------------------------------------------------------------------------------------------------------
-
-
-def _card(facts: _Facts, *, pictured: bool) -> str:
+def _card(
+    lineage: Mapping[str, Any], spec: TrainingSpec, dataset: DatasetManifest, final: FinalManifest, *, pictured: bool
+) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
-    final, spec, dataset, proof = facts.final, facts.spec, facts.dataset, facts.final.huggingface
+    proof, config, skipped = final.huggingface, lineage["config"], lineage["left_out"]
     results: Pairs = [
         ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
         ("Perplexity", f"{final.perplexity:.2f}"),
@@ -121,12 +83,10 @@ def _card(facts: _Facts, *, pictured: bool) -> str:
         ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
         ("Tolerance", f"{final.logits_tolerance:.1e}"),
     ]
-    corpus: Any = facts.config.get("data", {}).get("corpus", {})
+    corpus = config.get("data", {}).get("corpus", {})
+    sources = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
     data: Pairs = [
-        (
-            "Corpus",
-            ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None) or dataset.name,
-        ),
+        ("Corpus", sources or dataset.name),
         ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
         ("Training split", f"{dataset.train.tokens:,} tokens"),
         ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
@@ -134,7 +94,7 @@ def _card(facts: _Facts, *, pictured: bool) -> str:
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Dataset key", dataset.key),
     ]
-    without = [("Steps left out", ", ".join(str(one["step"]) for one in facts.left_out))] if facts.left_out else []
+    without = [("Steps left out", ", ".join(str(one["step"]) for one in skipped))] if skipped else []
     training: Pairs = [
         ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
         ("Steps", f"{spec.steps:,}"),
@@ -154,43 +114,42 @@ def _card(facts: _Facts, *, pictured: bool) -> str:
         "After the opening of a document it has not seen:",
         _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
-        _fenced(usage(facts.address, huggingface=proof is not None), "python"),
+        _fenced(usage(lineage["address"], huggingface=proof is not None), "python"),
         "## Data",
         _table(data),
         "## Training",
         _table(training),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
-        _table(_cost(facts)),
+        _table(_hardware(lineage, final)),
         "## Origin",
-        _table(_origin(facts)),
+        _table(_origin(lineage)),
         *(f"> {_text(finding)}" for finding in final.findings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _cost(facts: _Facts) -> Pairs:
-    seconds, platform = facts.checkpoint.seconds, facts.config.get("platform", {})
+def _hardware(lineage: Mapping[str, Any], final: FinalManifest) -> Pairs:
+    seconds, platform = lineage["seconds"], lineage["config"].get("platform", {})
     rows: list[tuple[str, object]] = [
         ("Hardware", f"{one.get('world_size', 1):,} x {one.get('device_name', one.get('device', '?'))}")
-        for one in facts.hardware
+        for one in lineage["hardware"]
     ]
     if platform:
         known = {name: platform[name] for name in ("kind", "machine", "nodes", "processes") if platform.get(name)}
         rows.append(("Platform", ", ".join(f"{name}: {value}" for name, value in known.items())))
     if seconds:
-        hours = seconds * facts.checkpoint.world_size / 3600
+        hours = seconds * lineage["checkpoint"]["world_size"] / 3600
         rows += [("Training time", f"{seconds:,.0f} s"), ("Process hours", f"{hours:,.2f}")]
-    return [*rows, ("Cost", facts.final.cost)] if facts.final.cost else rows
+    return [*rows, ("Cost", final.cost)] if final.cost else rows
 
 
-def _origin(facts: _Facts) -> Pairs:
-    software = facts.software
-    commit = software.get("commit")
-    versions = {**facts.checkpoint.versions, **software.get("packages", {})}
+def _origin(lineage: Mapping[str, Any]) -> Pairs:
+    software, checkpoint = lineage["software"], lineage["checkpoint"]
+    commit, versions = software.get("commit"), {**checkpoint["versions"], **software.get("packages", {})}
     return [
-        ("Run", facts.address),
-        ("Checkpoint", folder_of(facts.checkpoint.step)),
+        ("Run", lineage["address"]),
+        ("Checkpoint", checkpoint["folder"]),
         ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
         ("Commit", f"{commit} with uncommitted changes" if commit and software.get("dirty") else commit or "not known"),
         ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),

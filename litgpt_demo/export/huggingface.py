@@ -83,26 +83,21 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
 
 
 def _traits(config: Config) -> Fields:
-    """All that one architecture computes and another does not."""
+    """All that one architecture computes and another does not: the config's fields, and what follows from several."""
     adjustments = set(config.rope_adjustments or ())
     llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
     rope = "scaled" if adjustments or config.rope_condense_ratio != 1 else "unscaled"
     if adjustments and (config.rope_condense_ratio != 1 or adjustments not in ({"factor"}, llama3)):
         rope = "scaled in two ways"  # which transformers has not
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
-    return {
+    fields: Fields = vars(config)
+    return fields | {
         "block": (config.norm_class_name, config.mlp_class_name),
         # LitGPT itself goes by these words in a model's name: they say how it normalises.
         "gemma": "Gemma" in name,
         "olmo": "OLMo" in name and config.norm_class_name == "LayerNorm",
         "norms": (config.norm_1, config.norm_2, config.post_attention_norm, config.post_mlp_norm),
-        "norm_eps": config.norm_eps,
         "qk_norm": config.norm_qk_type if config.norm_qk else "",
-        "bias": config.bias,
-        "attn_bias": config.attn_bias,
-        "lm_head_bias": config.lm_head_bias,
-        "parallel_residual": config.parallel_residual,
-        "shared_attention_norm": config.shared_attention_norm,
         "square": config.head_size * config.n_head == config.n_embd,
         "queries": {1: "one", config.n_head: "own"}.get(config.n_query_groups, "groups"),
         "windows": _windows(config),
@@ -110,13 +105,10 @@ def _traits(config: Config) -> Fields:
         "whole_rotary": whole_rotary,
         "two_ropes": config.rope_local_base_freq is not None,
         "ropes_by_windows": config.rope_indices in (None, config.sliding_window_indices),
-        "rope_interleave": config.rope_interleave,
         "phi3": name.lower().startswith(("phi-3", "phi-4")) or not whole_rotary,
         "softcaps": (config.attention_logit_softcapping is not None, config.final_logit_softcapping is not None),
         "attention_scale": config.attention_scores_scalar not in (None, config.head_size),
         "latent_attention": config.latent_attention is not None,
-        "scale_embeddings": config.scale_embeddings,
-        "gelu": config.gelu_approximate,
         # Anything but: every expert may be chosen, by a softmax over those that are.
         "grouped_experts": config.mlp_class_name == "LLaMAMoE"
         and bool(
@@ -150,7 +142,7 @@ _LLAMA: Fields = _UNBIASED | {"block": ("RMSNorm", "LLaMAMLP"), "whole_rotary": 
 _LAYER_NORM: Fields = _UNBIASED | {"block": ("LayerNorm", "LLaMAMLP"), "square": True}
 _EXPERTS: Fields = _LLAMA | {"block": ("RMSNorm", "LLaMAMoE")}
 _GEMMA: Fields = _LLAMA | {
-    "block": ("RMSNorm", "GemmaMLP"), "gemma": True, "scale_embeddings": True, "gelu": "tanh",
+    "block": ("RMSNorm", "GemmaMLP"), "gemma": True, "scale_embeddings": True, "gelu_approximate": "tanh",
 }  # fmt: skip
 _LATER_GEMMA: Fields = _GEMMA | {
     "norms": (True, True, True, True),
@@ -192,16 +184,6 @@ def _layer_norm_fields(config: Config, **more: Any) -> Fields:
     return {"hidden_act": _gelu(config), "layer_norm_eps": config.norm_eps, **more, **_rope(config)}
 
 
-def _neox_fields(config: Config) -> Fields:
-    return _layer_norm_fields(
-        config,
-        rotary_pct=config.rotary_percentage,
-        rotary_emb_base=config.rope_base,
-        use_parallel_residual=config.parallel_residual,
-        attention_bias=True,
-    )
-
-
 def _partly_rotated_fields(config: Config, **more: Any) -> Fields:
     groups, rotated = config.n_query_groups, config.rotary_percentage
     return _layer_norm_fields(
@@ -236,37 +218,6 @@ def _llama_fields(config: Config, **more: Any) -> Fields:
     }
 
 
-def _phi3_fields(config: Config) -> Fields:
-    window = config.sliding_window_size if _windows(config) == "all" else None
-    # Its default padding token is 32000, which a smaller vocabulary does not have.
-    return _llama_fields(
-        config, partial_rotary_factor=config.rotary_percentage, sliding_window=window, pad_token_id=None
-    )
-
-
-def _mixtral_fields(config: Config) -> Fields:
-    return _llama_fields(
-        config,
-        intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-        num_local_experts=config.n_expert,
-        num_experts_per_tok=config.n_expert_per_token,
-        sliding_window=None,
-    )
-
-
-def _qwen3_moe_fields(config: Config) -> Fields:
-    return _llama_fields(
-        config,
-        moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-        num_experts=config.n_expert,
-        num_experts_per_tok=config.n_expert_per_token,
-        norm_topk_prob=True,  # what a softmax over the chosen experts is
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
-    )
-
-
 def _gemma_fields(config: Config) -> Fields:
     gelu = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     return _llama_fields(config, **gelu)
@@ -287,7 +238,11 @@ _FAMILIES = (  # in the order in which they are tried
     _Family(
         "GPTNeoXForCausalLM", "gpt_neox",
         _OLD | {"bias": True, "shared_attention_norm": False, "queries": "own"},
-        _neox_fields, maps.copy_weights_gpt_neox,
+        lambda config: _layer_norm_fields(
+            config, rotary_pct=config.rotary_percentage, rotary_emb_base=config.rope_base,
+            use_parallel_residual=config.parallel_residual, attention_bias=True,
+        ),
+        maps.copy_weights_gpt_neox,
     ),
     _Family(
         "PhiForCausalLM", "phi",
@@ -309,7 +264,12 @@ _FAMILIES = (  # in the order in which they are tried
         _LLAMA | {
             "windows": {"none", "all"}, "rope": "unscaled", "phi3": True, "square": True, "whole_rotary": {True, False},
         },
-        _phi3_fields, maps.copy_weights_phi, "Phi-3",
+        lambda config: _llama_fields(
+            config, partial_rotary_factor=config.rotary_percentage,
+            sliding_window=config.sliding_window_size if _windows(config) == "all" else None,
+            pad_token_id=None,  # its default is 32000, which a smaller vocabulary does not have
+        ),
+        maps.copy_weights_phi, "Phi-3",
     ),
     _Family("LlamaForCausalLM", "llama", _LLAMA, partial(_llama_fields, mlp_bias=False), maps.copy_weights_llama),
     _Family(
@@ -326,9 +286,24 @@ _FAMILIES = (  # in the order in which they are tried
     ),
     _Family(
         "Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS | {"qk_norm": "default"},
-        _qwen3_moe_fields, maps.copy_weights_qwen_3,
+        lambda config: _llama_fields(
+            config,
+            moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+            num_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token,
+            norm_topk_prob=True,  # what a softmax over the chosen experts is
+            decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False,
+        ),
+        maps.copy_weights_qwen_3,
     ),
-    _Family("MixtralForCausalLM", "mixtral", _EXPERTS, _mixtral_fields, maps.copy_weights_llama),
+    _Family(
+        "MixtralForCausalLM", "mixtral", _EXPERTS,
+        lambda config: _llama_fields(
+            config,
+            intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+            num_local_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token, sliding_window=None,
+        ),
+        maps.copy_weights_llama,
+    ),
     _Family(
         "StableLmForCausalLM", "stablelm", _LAYER_NORM,
         partial(_partly_rotated_fields, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False),

@@ -1,46 +1,59 @@
-"""Making the two models of a checkpoint, and their proofs. Imports torch."""
+"""Making the models of a checkpoint, proving them and publishing them in the run's folder. Imports torch.
+
+Everything is made and proved aside, and moved to its place when it holds; the manifest comes last.
+"""
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
+import os
+import re
 import shutil
-from dataclasses import dataclass
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from litgpt.config import Config
 from litgpt.utils import save_config
-from torch import Tensor
+from pydantic import BaseModel, FiniteFloat
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import Windows, open_split
-from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.data.batches import open_split
+from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.data.tokens import TOKENIZER_FILES
-from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError
-from litgpt_demo.export import FinalManifest, HuggingFaceProof
+from litgpt_demo.documents import Unreadable, parse_json
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.export import Cost, FinalManifest, HuggingFaceProof, exported, summary_lines, whole_final
+from litgpt_demo.export.card import write_card
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
-from litgpt_demo.export.proof import (
-    LitgptModel,
-    Probe,
-    largest_difference,
-    opened_by_transformers,
-    tolerance,
-    trainer_logits,
-)
+from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
-from litgpt_demo.manifests import bring
-from litgpt_demo.metrics import perplexity
+from litgpt_demo.manifests import FileRecord, bring, differences, write_manifest
 from litgpt_demo.models.model import litgpt_config
-from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT
-from litgpt_demo.storage import open_storage
+from litgpt_demo.runs import (
+    ATTEMPTS,
+    CONFIG,
+    FINAL,
+    HUGGINGFACE,
+    LITGPT,
+    MOST_NODE_REPORT,
+    NODE_REPORT,
+    read_document,
+    read_spec,
+)
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
+from litgpt_demo.training.reading import files_of_weights
 
-# The trainer evaluates in its own precision, collection in float32. Further apart than this share, or this much where
-# the loss is small, it is not the model that was trained.
-LOSS_TOLERANCE = 0.05
+# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
+_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
 
 
 def load_libraries() -> None:
@@ -50,14 +63,148 @@ def load_libraries() -> None:
         import_module(f"transformers.{name}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """The part of the dataset that collection needs: all but the training split."""
+# --- the run's folder -------------------------------------------------------------------------------------------------
 
-    manifest: DatasetManifest
-    validation: Windows
-    tokenizer: Path
-    """Its folder."""
+
+def export(
+    run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
+) -> FinalManifest:
+    """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
+
+    Args:
+        await_end: called when the models are proved; returns when the job has ended, so that the card tells all of it.
+        step: take the checkpoint of this step.
+        newest: take the newest checkpoint that verifies, though the run has not reached its end.
+
+    Raises:
+        UserError: there is no such checkpoint, or the run has not reached its end.
+        DataError: the checkpoint does not verify, or the model loaded back differs from it.
+    """
+    spec = read_spec(run)
+    with _workplace(run) as scratch:
+        done = whole_final(run)
+        if done is not None and step is None and not newest and done.complete and exported(run) is not None:
+            return _unspoilt(run, done)
+        chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
+        if done is not None and done.step == chosen.step:
+            return _unspoilt(run, done)
+        made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
+        await_end()
+        # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
+        if (done := whole_final(run)) is not None and done.step == chosen.step:
+            return _unspoilt(run, done)
+        made = made.model_copy(update={"cost": cost_of(run)})
+        folder, final = scratch / FINAL, run.within(FINAL)
+        write_card(run, spec, chosen, made, folder)
+        run.remove(FINAL)
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]
+        manifest = made.model_copy(update={"files": tuple(FileRecord.of(stored) for stored in files)})
+        write_manifest(final, manifest)
+        return manifest
+
+
+def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
+    """Return the model that is found done, every byte of it read again where that costs no download."""
+    final = run.within(FINAL)
+    folder = final.local_path()
+    if folder is not None and (wrong := differences(folder, done.files)):
+        raise DataError(
+            f"{final.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and collect again"
+        )
+    return done
+
+
+def _checkpoint(
+    run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
+) -> tuple[CheckpointManifest, Path]:
+    """The checkpoint that is asked for, and a local folder with the files of its weights, every byte verified."""
+    damaged: list[str] = []
+    there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
+    steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
+    if step is not None and not (there := [found for found in there if found.step == step]):
+        raise UserError(
+            f"{run.address()} has no checkpoint of step {step}; there are: {steps}. Retention keeps the last "
+            "train.keep_last, the best train.keep_best and every train.keep_every"
+        )
+    if not there and newest:
+        raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
+    if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
+        raise UserError(
+            f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}",
+            fix="run it again, it goes on from there, or collect what is there: --newest, or --step with one of its "
+            f"checkpoints ({steps})",
+        )
+
+    def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
+        try:
+            return checkpoints.open_checkpoint(run, found, lambda: scratch / "shards", only=names)
+        except DataError as error:
+            damaged.append(str(error))
+            shutil.rmtree(scratch / "shards", ignore_errors=True)
+            if step is None and not newest:  # else the run would count as finished, and never train on
+                where = checkpoints.set_aside(run, checkpoints.folder_of(found.step), str(error))
+                damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
+        return None
+
+    for found in there if newest else there[:1]:
+        address = run.address(checkpoints.folder_of(found.step))
+        # Of a 7B model's 84 GB in a bucket two thirds are the optimizer's: they are not fetched.
+        if (folder := sound(found, {checkpoints.INDEX})) and sound(found, files_of_weights(folder, address=address)):
+            return found, folder
+    raise DataError("; ".join(damaged))
+
+
+@contextmanager
+def _workplace(run: Storage) -> Iterator[Path]:
+    """An empty folder to make the model in, for one collection of the run at a time.
+
+    On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
+    collection left there goes.
+    """
+    if (scratch := run.local_path(".scratch/collect")) is None:
+        with tempfile.TemporaryDirectory(prefix="litgpt-collect-") as folder:
+            yield Path(folder)
+        return
+    with explaining(run.root):
+        lock = os.open(run.root, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(scratch, ignore_errors=True)
+        with explaining(str(scratch)):
+            scratch.mkdir(parents=True)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # a training may be at work in it
+            scratch.parent.rmdir()
+        os.close(lock)
+
+
+class _NodeLife(BaseModel):
+    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
+
+    started: FiniteFloat
+    ended: FiniteFloat
+
+
+def cost_of(run: Storage) -> Cost | None:
+    """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
+    if (price := read_document(run).price) is None:
+        return None
+    attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
+    for path in attempts.list():
+        if _NODE_REPORT.fullmatch(path):
+            try:
+                content = attempts.read(path, most=MOST_NODE_REPORT)
+                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+                seconds += max(0.0, life.ended - life.started)
+            except DataError as error:
+                bad.add(str(error))
+    return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
+
+
+# --- the models -------------------------------------------------------------------------------------------------------
 
 
 def make(
@@ -71,45 +218,17 @@ def make(
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
-    manifest = open_dataset(spec.dataset)
-    if manifest.key != spec.dataset_key:
-        raise DataError(
-            f"{spec.dataset} is the dataset {manifest.key}, this run was trained on {spec.dataset_key}; put that back"
-        )
-    files = manifest.validation.files + manifest.tokenizer
+    dataset = open_dataset(spec.dataset)
+    if dataset.key != spec.dataset_key:
+        what = f"{spec.dataset} is the dataset {dataset.key}, this run was trained on {spec.dataset_key}"
+        raise DataError(what, fix="put that back")
+    # All but the training split.
+    files = dataset.validation.files + dataset.tokenizer
     folder = bring(open_storage(spec.dataset), files, lambda: scratch / "dataset")
-    windows = open_split(folder, manifest, manifest.validation, length=spec.model.sequence_length)
-    data = HeldOut(manifest=manifest, validation=windows, tokenizer=folder / "tokenizer")
-    weights = Weights(shards, address)
-    config = litgpt_config(spec.model, vocab_size=manifest.vocab_size)
-    export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
-    if (model := huggingface_model(config)) is not None:
-        export_huggingface(weights, model, data, scratch / HUGGINGFACE)
-    probe = Probe.of(windows)
-    own = trainer_logits(config, shards, probe)
-    final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
-    if model is not None:
-        proof, finding = _proved_by_transformers(model, scratch / HUGGINGFACE, own, probe, data)
-    else:
-        proof = None
-        finding = (
-            f"there is no {HUGGINGFACE}: transformers has no architecture that computes what {config.name or 'this'} "
-            f"with {config.norm_class_name} and {config.mlp_class_name} does; use {LITGPT}"
-        )
-    return final.model_copy(
-        update={
-            "parameters": sum(form.numel() for form in weights.forms.values()),
-            "huggingface": proof,
-            "findings": (finding,) if finding else (),
-        }
-    )
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def export_litgpt(weights: Weights, config: Config, tokenizer: Path, target: Path) -> None:
-    """Write a LitGPT checkpoint directory: lit_model.pth, model_config.yaml and the tokenizer's files."""
+    windows = open_split(folder, dataset, dataset.validation, length=spec.model.sequence_length)
+    tokenizer, weights = folder / "tokenizer", Weights(shards, address)
+    config = litgpt_config(spec.model, vocab_size=dataset.vocab_size)
+    target = scratch / LITGPT
     target.mkdir(parents=True)
     write_litgpt(weights, target / "lit_model.pth")
     save_config(config, target)
@@ -117,90 +236,82 @@ def export_litgpt(weights: Weights, config: Config, tokenizer: Path, target: Pat
     for path in (tokenizer / name for name in TOKENIZER_FILES):
         if path.is_file():
             shutil.copy(path, target)
+    if (model := huggingface_model(config)) is not None:
+        _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
+    inputs = probe_of(windows)
+    own = trainer_logits(config, shards, inputs)
+    final: FinalManifest = opened_by_litgpt(target, own, inputs, windows, spec, checkpoint)
+    proof: HuggingFaceProof | None = None
+    findings: tuple[str, ...] = ()
+    if model is None:
+        findings = (
+            f"there is no {HUGGINGFACE}: transformers has no architecture that computes what {config.name or 'this'} "
+            f"with {config.norm_class_name} and {config.mlp_class_name} does; use {LITGPT}",
+        )
+    else:
+        target = scratch / HUGGINGFACE
+        try:
+            difference, sample = opened_by_transformers(
+                target, own=own, inputs=inputs, tokenizer=tokenizer / "tokenizer.json"
+            )
+            proof = HuggingFaceProof(architecture=model.architecture, logits_difference=difference, sample=sample)
+        except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
+            shutil.rmtree(target)
+            findings = (
+                f"there is no {HUGGINGFACE}: as {model.architecture} it is not the checkpoint's model: {error}; use "
+                f"{LITGPT}, and report this with the run's {CONFIG}",
+            )
+    parameters = sum(form.numel() for form in weights.forms.values())
+    return final.model_copy(update={"parameters": parameters, "huggingface": proof, "findings": findings})
 
 
-def export_huggingface(weights: Weights, model: HuggingFaceModel, data: HeldOut, target: Path) -> None:
+def _write_huggingface(
+    weights: Weights, model: HuggingFaceModel, tokenizer: Path, end_of_text: int, target: Path
+) -> None:
     """Write a Hugging Face model directory: safetensors, config.json, generation_config.json and the tokenizer."""
+
+    def write(name: str, document: dict[str, Any]) -> None:
+        (target / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
     target.mkdir(parents=True)
     write_safetensors(weights, model.rename, target)
-    tokens = {"bos_token_id": data.manifest.end_of_text, "eos_token_id": data.manifest.end_of_text}
+    tokens = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     (dtype,) = {str(form.dtype).removeprefix("torch.") for form in weights.forms.values()}
-    _write_json(target / "config.json", model.fields | tokens | {"torch_dtype": dtype})
-    _write_json(target / "generation_config.json", tokens)
-    shutil.copy(data.tokenizer / "tokenizer.json", target)
-    path = data.tokenizer / "tokenizer_config.json"
-    fix = f"verify the dataset: train-litgpt verify {data.tokenizer.parent}"
+    write("config.json", model.fields | tokens | {"torch_dtype": dtype})
+    write("generation_config.json", tokens)
+    shutil.copy(tokenizer / "tokenizer.json", target)
+    path = tokenizer / "tokenizer_config.json"
+    fix = f"verify the dataset: train-litgpt verify {tokenizer.parent}"
     said = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
     # This class takes tokenizer.json as it is; others build a tokenizer of their own from the vocabulary in it.
     fast = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.fields["max_position_embeddings"]}
     kept = {name: value for name, value in said.items() if name not in {"auto_map", "add_bos_token", "add_eos_token"}}
-    _write_json(target / "tokenizer_config.json", kept | fast)
-    if (special := data.tokenizer / "special_tokens_map.json").is_file():
+    write("tokenizer_config.json", kept | fast)
+    if (special := tokenizer / "special_tokens_map.json").is_file():
         shutil.copy(special, target)
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-# --- proving ----------------------------------------------------------------------------------------------------------
-
-
-def _proved(
-    folder: Path, own: Tensor, probe: Probe, data: HeldOut, spec: TrainingSpec, checkpoint: CheckpointManifest
-) -> FinalManifest:
-    """Return the result of opening the folder with LitGPT, or raise DataError: it is not the checkpoint's model."""
-    never = f"do not use it, and report this with the run's {CONFIG}"
-    with LitgptModel(folder) as loaded:
-        difference, allowed = largest_difference(own, loaded.logits(probe)), tolerance(own)
-        if not difference <= allowed:
-            raise DataError(
-                f"the model loaded back from {LITGPT} differs by {difference:.2e} in a logit from the checkpoint, at "
-                f"most {allowed:.0e} is rounding; {never}"
-            )
-        windows = loaded.affordable_windows(data.validation, most=spec.train.evaluation_windows)
-        loss, trainers = loaded.validation_loss(data.validation, windows), checkpoint.validation_loss
-        same_samples = windows >= min(spec.train.evaluation_windows, len(data.validation))
-        if trainers is not None and same_samples and not abs(loss - trainers) <= LOSS_TOLERANCE * max(1.0, trainers):
-            raise DataError(
-                f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
-                f"{trainers:.4f}; {never}"
-            )
-        prompt, sample = loaded.writes(probe)
-    return FinalManifest(
-        run=spec.run,
-        step=checkpoint.step,
-        tokens=checkpoint.tokens,
-        complete=checkpoints.reached_end(checkpoint, spec),
-        parameters=0,
-        dataset_key=checkpoint.dataset_key,
-        validation_loss=loss,
-        perplexity=perplexity(loss),
-        validation_windows=windows,
-        trainer_validation_loss=trainers,
-        logits_difference=difference,
-        logits_tolerance=allowed,
-        huggingface=None,
-        prompt=prompt,
-        sample=sample,
-        files=(),
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo collect --run ADDRESS`."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo collect", description=__doc__)
+    parser.add_argument("--run", required=True, help="address of the run's folder")
+    parser.add_argument("--step", type=int, help="take the checkpoint of this step")
+    parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
+    waits = (
+        "import what it takes; begin when there is a line on standard input, and publish when there is another; "
+        "end if that is closed"
     )
+    parser.add_argument("--on-word", action="store_true", help=waits)
+    args = parser.parse_args(argv)
 
+    def await_word() -> None:
+        if args.on_word and not sys.stdin.readline():
+            sys.exit(0)  # it was closed: nothing is published
 
-def _proved_by_transformers(
-    model: HuggingFaceModel, folder: Path, own: Tensor, probe: Probe, data: HeldOut
-) -> tuple[HuggingFaceProof | None, str]:
-    """Return the result of opening the folder with transformers; the folder goes if it is not the checkpoint's model.
-
-    LitGPT's is proved by then, and a training is not lost because another library cannot say the same.
-    """
-    try:
-        tokenizer = data.tokenizer / "tokenizer.json"
-        difference, sample = opened_by_transformers(folder, own=own, probe=probe, tokenizer=tokenizer)
-    except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        shutil.rmtree(folder)
-        return None, (
-            f"there is no {HUGGINGFACE}: as {model.architecture} it is not the checkpoint's model: {error}; use "
-            f"{LITGPT}, and report this with the run's {CONFIG}"
-        )
-    return HuggingFaceProof(architecture=model.architecture, logits_difference=difference, sample=sample), ""
+    if args.on_word:
+        load_libraries()
+    await_word()
+    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
+        print(line)
+    return 0

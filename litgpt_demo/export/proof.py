@@ -8,9 +8,8 @@ from __future__ import annotations
 import ctypes
 import gc
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +18,13 @@ from litgpt.config import Config
 from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
+from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
+from litgpt_demo.export import FinalManifest
+from litgpt_demo.metrics import perplexity
+from litgpt_demo.runs import CONFIG, LITGPT
+from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.reading import load_weights, refusing
 
@@ -28,26 +32,24 @@ from litgpt_demo.training.reading import load_weights, refusing
 # computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
 _RELATIVE = 1e-4
 
+# The trainer evaluates in its own precision, collection in float32. Further apart than this share, or this much where
+# the loss is small, it is not the model that was trained.
+_LOSS_TOLERANCE = 0.05
+
 _PROBE_WINDOWS, _PROBE_TOKENS = 2, 256
 _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe:
+def probe_of(validation: Windows) -> Tensor:
     """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it."""
+    numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
+    return torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy())
 
-    inputs: Tensor
 
-    @classmethod
-    def of(cls, validation: Windows) -> Probe:
-        numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
-        return cls(inputs=torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy()))
-
-    @property
-    def opening(self) -> list[int]:
-        """The split's first tokens: a prompt that the model has not seen."""
-        return [int(token) for token in self.inputs[0, :_PROMPT_TOKENS]]
+def _opening(inputs: Tensor) -> list[int]:
+    """The split's first tokens: a prompt that the model has not seen."""
+    return [int(token) for token in inputs[0, :_PROMPT_TOKENS]]
 
 
 def tolerance(own: Tensor) -> float:
@@ -61,76 +63,98 @@ def largest_difference(own: Tensor, other: Tensor) -> float:
 
 
 @torch.no_grad()
-def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
+def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
     """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
     load_weights(shards, model.state_dict())
-    logits: Tensor = model.eval()(probe.inputs)
+    logits: Tensor = model.eval()(inputs)
     del model
-    give_back()
+    _give_back()
     return logits
 
 
-def give_back() -> None:
+def _give_back() -> None:
     """Return to the system what models took that are gone: the allocator would keep it next to the next model."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class LitgptModel:
-    """A LitGPT checkpoint directory, opened by `litgpt.LLM.load`. Its memory goes at the end of a `with`."""
+@torch.no_grad()
+def opened_by_litgpt(
+    folder: Path, own: Tensor, inputs: Tensor, validation: Windows, spec: TrainingSpec, checkpoint: CheckpointManifest
+) -> FinalManifest:
+    """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
-    def __init__(self, folder: Path) -> None:
-        from litgpt import LLM
+    Returns:
+        What it has shown; parameters, Hugging Face's model and the files are yet to be told.
 
-        # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
-        with refusing(str(folder)):
-            torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
-        self._llm: Any = LLM.load(str(folder), distribute=None)
-        self._llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    Raises:
+        DataError: it is not the checkpoint's model.
+    """
+    from litgpt import LLM
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._llm
-        give_back()
-
-    @torch.no_grad()
-    def logits(self, probe: Probe) -> Tensor:
-        logits: Tensor = self._llm.model(probe.inputs)
-        return logits
-
-    def affordable_windows(self, windows: Windows, *, most: int) -> int:
-        """Return the number of samples for the validation loss: as many as the trainer's, fewer of a large model."""
-        parameters = sum(weight.numel() for weight in self._llm.model.parameters())
-        each = 2 * parameters * windows.length
-        return max(1, min(most, len(windows), int(_FORWARD_FLOPS / each)))
-
-    @torch.no_grad()
-    def validation_loss(self, windows: Windows, count: int) -> float:
-        """Nats per token over the first `count` samples."""
-        total = 0.0
-        for number in range(count):
-            inputs, targets = (torch.from_numpy(part) for part in windows.read(np.array([number], dtype=np.uint64)))
-            total += float(chunked_cross_entropy(self._llm.model(inputs), targets))
-        return total / count
-
-    def writes(self, probe: Probe) -> tuple[str, str]:
-        """A prompt, and what the model writes after it."""
-        room = self._llm.config.block_size
-        # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
-        opening = probe.opening[: max(1, room // 4)]
-        prompt: str = self._llm.preprocessor.tokenizer.decode(torch.tensor(opening))
-        torch.manual_seed(0)
-        new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
-        return prompt, str(self._llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
+    # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
+    with refusing(str(folder)):
+        torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
+    llm: Any = LLM.load(str(folder), distribute=None)
+    llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    fix = f"do not use it, and report this with the run's {CONFIG}"
+    difference, allowed = largest_difference(own, llm.model(inputs)), tolerance(own)
+    if not difference <= allowed:
+        raise DataError(
+            f"the model loaded back from {LITGPT} differs by {difference:.2e} in a logit from the checkpoint, at "
+            f"most {allowed:.0e} is rounding",
+            fix=fix,
+        )
+    # As many samples as the trainer's, fewer of a large model.
+    each = 2 * sum(weight.numel() for weight in llm.model.parameters()) * validation.length
+    trainers_windows = min(spec.train.evaluation_windows, len(validation))
+    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / each)))
+    total = 0.0
+    for number in range(windows):
+        batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
+        total += float(chunked_cross_entropy(llm.model(batch), targets))
+    loss, trainers = total / windows, checkpoint.validation_loss
+    same_samples = windows >= trainers_windows
+    if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
+        raise DataError(
+            f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
+            f"{trainers:.4f}",
+            fix=fix,
+        )
+    room = llm.config.block_size
+    # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
+    opening = _opening(inputs)[: max(1, room // 4)]
+    prompt: str = llm.preprocessor.tokenizer.decode(torch.tensor(opening))
+    torch.manual_seed(0)
+    new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
+    sample = str(llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
+    del llm
+    _give_back()
+    return FinalManifest(
+        run=spec.run,
+        step=checkpoint.step,
+        tokens=checkpoint.tokens,
+        complete=reached_end(checkpoint, spec),
+        parameters=0,
+        dataset_key=checkpoint.dataset_key,
+        validation_loss=loss,
+        perplexity=perplexity(loss),
+        validation_windows=windows,
+        trainer_validation_loss=trainers,
+        logits_difference=difference,
+        logits_tolerance=allowed,
+        huggingface=None,
+        prompt=prompt,
+        sample=sample,
+        files=(),
+    )
 
 
 @torch.no_grad()
-def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer: Path) -> tuple[float, str]:
+def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> tuple[float, str]:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
 
     Args:
@@ -159,17 +183,18 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise DataError(f"transformers opened it with {wrong}")
-    difference = largest_difference(own, model.eval()(probe.inputs).logits)
+    difference = largest_difference(own, model.eval()(inputs).logits)
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     own_ids = HfTokenizer.from_file(str(tokenizer))
-    for row in probe.inputs.tolist():
+    for row in inputs.tolist():
         text = own_ids.decode(row, skip_special_tokens=True)
         ids = own_ids.encode(text, add_special_tokens=False).ids
         if reader(text, add_special_tokens=False).input_ids != ids:
             raise DataError("its tokenizer gives other ids than the dataset's")
-    prompt = own_ids.encode(own_ids.decode(probe.opening), add_special_tokens=False).ids or probe.opening[:1]
+    opening = _opening(inputs)
+    prompt = own_ids.encode(own_ids.decode(opening), add_special_tokens=False).ids or opening[:1]
     room = model.config.max_position_embeddings - len(prompt)
     if room < 1:
         return difference, ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from litgpt_demo.storage.local import explaining
-from litgpt_demo.training.reading import load_weights, read_index
+from litgpt_demo.training.reading import WEIGHTS, load_weights, read_index
 
 Tensors: TypeAlias = dict[str, Tensor]
 Rename: TypeAlias = Callable[[Tensors], Tensors]
@@ -27,7 +27,6 @@ Rename: TypeAlias = Callable[[Tensors], Tensors]
 # Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
 SHARD_BYTES = 5_000_000_000
 
-_PREFIX = "model."
 _BLOCK = re.compile(r"transformer\.h\.\d+\.")
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -39,9 +38,9 @@ class Weights:
         self.shards, self._address = shards, address
         found = read_index(shards, address=address).state_dict_metadata.items()
         self.forms: Mapping[str, Tensor] = {
-            name.removeprefix(_PREFIX): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            name.removeprefix(WEIGHTS): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for name, stored in found
-            if name.startswith(_PREFIX) and isinstance(stored, TensorStorageMetadata)
+            if name.startswith(WEIGHTS) and isinstance(stored, TensorStorageMetadata)
         }
         """Name to a tensor without content, of the right shape and precision."""
 
@@ -56,13 +55,9 @@ class Weights:
         places = {name: found[0] if (found := _BLOCK.match(name)) else name for name in self.forms}
         return [list(names) for _, names in groupby(sorted(self.forms, key=places.__getitem__), places.__getitem__)]
 
-    def forms_of(self, names: list[str]) -> Tensors:
-        """These without their content."""
-        return {name: self.forms[name] for name in names}
-
     def read(self, names: list[str]) -> Tensors:
         """These with their content."""
-        tensors = {name: torch.empty_like(form, device="cpu") for name, form in self.forms_of(names).items()}
+        tensors = {name: torch.empty_like(self.forms[name], device="cpu") for name in names}
         load_weights(self.shards, tensors, address=self._address)
         return tensors
 
@@ -85,30 +80,29 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
     The format is a header's length in 8 bytes, the header in JSON, and the tensors one after another
     (https://github.com/huggingface/safetensors#format). Its own library writes a file from tensors that are all there.
     """
-    files: list[list[list[str]]] = []  # the blocks of each
+    files: list[list[tuple[list[str], Tensors]]] = []  # the blocks of each, with the forms of what they become
     size = SHARD_BYTES
     for names in weights.blocks:
-        more = sum(map(_size, rename(weights.forms_of(names)).values()))
+        forms = rename({name: weights.forms[name] for name in names})
+        more = sum(map(_size, forms.values()))
         if size + more > SHARD_BYTES:
             files.append([])
             size = 0
-        files[-1].append(names)
+        files[-1].append((names, forms))
         size += more
     where: dict[str, str] = {}
     for number, blocks in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        forms = {out: form for names in blocks for out, form in rename(weights.forms_of(names)).items()}
-        where |= dict.fromkeys(forms, name)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for out, form in forms.items():
-            start, end = end, end + _size(form)
+        for out, form in (item for _, forms in blocks for item in forms.items()):
+            start, end, where[out] = end, end + _size(form), name
             header[out] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that what follows is aligned
         with explaining(str(folder / name), needed=end), (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for names in blocks:
+            for names, forms in blocks:
                 for out, tensor in rename(weights.read(names)).items():
                     assert (tensor.shape, tensor.dtype) == (forms[out].shape, forms[out].dtype)
                     file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -25,7 +25,7 @@ from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
 from litgpt_demo.node.rendezvous import machine_name
-from litgpt_demo.storage.reserving import write_whole
+from litgpt_demo.storage.local import write_whole
 
 if TYPE_CHECKING:
     import torch

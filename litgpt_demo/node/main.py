@@ -33,7 +33,7 @@ from litgpt_demo.node.gate import measured, place_of, ranks_by_place
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack, without_leftovers
 from litgpt_demo.node.times import TIMES, NodeTimes
-from litgpt_demo.storage.reserving import reserve, write_whole
+from litgpt_demo.storage.local import reserve, write_whole
 
 
 def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:

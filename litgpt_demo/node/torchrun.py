@@ -30,8 +30,7 @@ from litgpt_demo.errors import DataError, Fault, NetworkError, RankFailure, faul
 from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
-from litgpt_demo.storage.local import NO_ROOM
-from litgpt_demo.storage.reserving import write_whole
+from litgpt_demo.storage.local import NO_ROOM, write_whole
 
 # Seconds from SIGTERM to SIGKILL for the peers of a failed rank on its node. They wait for it in a collective that can
 # never end, so there is nothing that more time would save.

@@ -12,9 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import MANIFEST, ObjectInfo, Position, Storage, bucket_path, is_remote
-from litgpt_demo.storage.checksums import combined_crc32c, crc32c_of, sha256_of
-from litgpt_demo.storage.gcs import BucketStorage
+from litgpt_demo.storage.base import (
+    MANIFEST,
+    ObjectInfo,
+    Position,
+    Storage,
+    bucket_path,
+    combined_crc32c,
+    crc32c_of,
+    is_remote,
+    sha256_of,
+)
+from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""The verbs of a storage, and what is an address and a path."""
+"""The verbs of a storage, what is an address and a path, and checksums.
+
+A crc32c is written as 8 lower-case hex digits.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import file_digest
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import google_crc32c
 
 from litgpt_demo.errors import TooLarge, UserError
-from litgpt_demo.storage.checksums import EMPTY
 
 SCHEME = "gs://"
+
+EMPTY = "00000000"
+"""The crc32c of no bytes."""
+
+_BLOCK = 1 << 20
+_POLYNOMIAL = 0x82F63B78  # RFC 3720 B.4, reflected: bit 31 is the coefficient of x^0
 
 MOST_READ = 1 << 30
 """Bytes of a file that are read into memory. The largest of ours, a dataset's digests, are some 10 MB a shard."""
@@ -35,7 +44,6 @@ class ObjectInfo:
     size: int
     """Bytes."""
     crc32c: str
-    """8 lower-case hex digits."""
 
 
 Inventory: TypeAlias = list[ObjectInfo]
@@ -84,10 +92,6 @@ class Storage(ABC):
     @abstractmethod
     def local_path(self, path: str = "") -> Path | None:
         """The path on this machine that `address(path)` is; None for a bucket."""
-
-    @abstractmethod
-    def browse_url(self, path: str) -> str | None:
-        """Return where a browser shows the file; None for a local one, which no page of a server may link to."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Names:
@@ -227,3 +231,50 @@ def require_size(size: int, most: int, address: str) -> None:
 
 def absent(address: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "no such file", address)
+
+
+def crc32c_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return copy_with_crc(file)[1]
+
+
+def sha256_of(path: Path) -> str:
+    """64 lower-case hex digits."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None) -> tuple[int, str]:
+    """Read `source` to its end, into `sink` if there is one: how many bytes it was, and their crc32c."""
+    size, crc32c = 0, 0
+    while block := source.read(_BLOCK):
+        if sink is not None:
+            sink.write(block)
+        crc32c = google_crc32c.extend(crc32c, block)
+        size += len(block)
+    return size, f"{crc32c:08x}"
+
+
+def combined_crc32c(first: str, second: str, size: int) -> str:
+    """The crc32c of a text from those of its two halves, the second being `size` bytes long.
+
+    A crc is a remainder of polynomials over GF(2): to put `size` bytes behind the first half is to multiply its
+    remainder by x^(8 size), and the second half's is added, which is xor.
+    """
+    crc32c, square = int(first, 16), 1 << 23  # x^8
+    while size:
+        if size & 1:
+            crc32c = _product(square, crc32c)
+        square = _product(square, square)
+        size >>= 1
+    return f"{crc32c ^ int(second, 16):08x}"
+
+
+def _product(one: int, other: int) -> int:
+    """`one` times `other` modulo the polynomial."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)  # times x
+    return product

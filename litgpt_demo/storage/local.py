@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from litgpt_demo.errors import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
+    EMPTY,
     MANIFEST,
     MOST_READ,
     Inventory,
@@ -26,11 +28,12 @@ from litgpt_demo.storage.base import (
     absent,
     clean_file,
     clean_path,
+    combined_crc32c,
+    copy_with_crc,
     is_partial,
     removable,
     require_size,
 )
-from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 
 _READERS = 4  # files read at once; more only make one disk seek
 _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
@@ -53,14 +56,16 @@ class LocalStorage(Storage):
     def local_path(self, path: str = "") -> Path:
         return Path(self.address(path))
 
-    def browse_url(self, path: str) -> None:
-        return None
-
     def list(self, prefix: str = "") -> Names:
         root, found = Path(self.root), []
+
+        def unless_gone(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise error
+
         with explaining(self.address(prefix)):
             # Symbolic links to folders are followed, because `exists` and `read` follow them too.
-            for folder, _, names in os.walk(root / clean_path(prefix), followlinks=True, onerror=_unless_gone):
+            for folder, _, names in os.walk(root / clean_path(prefix), followlinks=True, onerror=unless_gone):
                 files = (Path(folder, name) for name in names if not is_partial(name))
                 found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
         return sorted(found)
@@ -122,10 +127,21 @@ class LocalStorage(Storage):
         final = self._file(path)
         with explaining(str(source)):
             needed = source.stat().st_size
-        with explaining(self.address(path), needed=needed):
-            if move and (content := _moved(source, final, durable=self.durable)):
-                return ObjectInfo(clean_path(path), *content)
-            with source.open("rb") as file, replacing(final, durable=self.durable) as partial:
+        with explaining(self.address(path), needed=needed), source.open("rb") as file:
+            if move and not source.is_symlink():
+                final.parent.mkdir(parents=True, exist_ok=True)
+                content = copy_with_crc(file)
+                if self.durable:
+                    os.fsync(file.fileno())
+                try:
+                    rename(source, final, durable=self.durable)
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                    file.seek(0)  # across file systems only a copy will do
+                else:
+                    return ObjectInfo(clean_path(path), *content)
+            with replacing(final, durable=self.durable) as partial:
                 content = copy_with_crc(file, partial)
             if move:
                 source.unlink()
@@ -147,7 +163,16 @@ class LocalStorage(Storage):
                 return self.stat(path)
         with explaining(self.address(path), needed=needed), replacing(final, durable=self.durable) as whole:
             for file in files:
-                _append(file, whole)
+                whole.seek(0, os.SEEK_END)
+                with file.open("rb") as part:
+                    try:  # to share its blocks
+                        while os.copy_file_range(part.fileno(), whole.fileno(), _AT_ONCE):
+                            pass
+                    except OSError as error:
+                        if error.errno not in _CANNOT_SHARE:
+                            raise
+                    whole.seek(0, os.SEEK_END)
+                    shutil.copyfileobj(part, whole)  # what is left: nothing, or all where the system would not
             whole.seek(0)
             size, crc32c = copy_with_crc(whole)
             if size != needed:
@@ -252,44 +277,6 @@ def content_of(*files: Path) -> tuple[int, str]:
     return size, crc32c
 
 
-def _append(source: Path, whole: BinaryIO) -> None:
-    """Put `source` behind what `whole` holds, sharing its blocks where the file system can."""
-    with source.open("rb") as file:
-        whole.seek(0, os.SEEK_END)
-        try:
-            while os.copy_file_range(file.fileno(), whole.fileno(), _AT_ONCE):
-                pass
-        except OSError as error:
-            if error.errno not in _CANNOT_SHARE:
-                raise
-        whole.seek(0, os.SEEK_END)
-        shutil.copyfileobj(file, whole)  # whatever is left: nothing, or all of it where the system would not
-
-
-def _moved(source: Path, final: Path, *, durable: bool) -> tuple[int, str] | None:
-    """Rename `source` to `final`; None where only a copy will do: across file systems, or when `source` is a link."""
-    if source.is_symlink():
-        return None
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as file:
-        content = copy_with_crc(file)
-        if durable:
-            os.fsync(file.fileno())
-    try:
-        rename(source, final, durable=durable)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        return None
-    return content
-
-
-def _unless_gone(error: BaseException) -> None:
-    """Pass over what was removed meanwhile, or never was a folder."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
-
-
 @contextmanager
 def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
     """Say of the operating system's errors which fault they are and what to do; `needed` bytes are to be written."""
@@ -319,3 +306,31 @@ def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
         if error.errno in _REFUSED:
             raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from raised
         raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from raised
+
+
+# --- small files that say how something ended, to be written even where the disk has filled up since ------------------
+
+# Bytes: a node's report with the last 40 lines of a traceback of each of 8 ranks takes about 30 KiB, its traces 40 KiB
+# at the most (litgpt_demo.node.evidence).
+_ROOM = 96 * 1024
+
+
+def reserve(path: Path) -> None:
+    """Take the room that `write_whole` will need for `path`, so that nothing else can take it first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _aside(path).write_bytes(b" " * _ROOM)
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none, into the room that was reserved if any was."""
+    aside = _aside(path)
+    data = json.dumps(content, indent=1).encode()
+    # Not truncated before it is written: most file systems give blocks back then, and would have to find them again.
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+        file.write(data)
+        file.truncate()
+    aside.replace(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import explaining, replacing
 
 # Names to keep. Google's are those of google-auth 2 that lead to credentials, to a project's quota and to the metadata
 # server; proxies and certificates are as requests, urllib and OpenSSL know them.
@@ -52,38 +52,31 @@ def make_temporary(name: str) -> Path:
     with explaining(str(own)):
         with suppress(FileExistsError):
             own.mkdir(mode=0o700)
-        if problem := _close(own):
+        try:  # opened once, so that what is looked at is what is closed
+            opened = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except NotADirectoryError:
+            problem = "is a symbolic link" if own.is_symlink() else "is not a folder"
+        except PermissionError:
+            problem = f"belongs to {_owner(own.lstat())}"
+        else:
+            try:
+                status, problem = os.fstat(opened), ""
+                if status.st_uid != os.geteuid():
+                    problem = f"belongs to {_owner(status)}"
+                elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    problem = f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others write"
+                else:
+                    os.fchmod(opened, stat.S_IRWXU)  # an older version's may be read by others
+            finally:
+                os.close(opened)
+        if problem:
             raise UserError(
-                f"{own} {problem}, so that another user of this machine could change what is kept there; remove it, or "
-                "set TMPDIR to a folder of your own"
+                f"{own} {problem}, so that another user of this machine could change what is kept there",
+                fix="remove it, or set TMPDIR to a folder of your own",
             )
         folder = own / name
         folder.mkdir(exist_ok=True)
     return folder
-
-
-def _close(folder: Path) -> str:
-    """Close a folder of this user's to others; if it is none or others can write to it, say so instead.
-
-    The folder is opened once, so that what is looked at is what is closed.
-    """
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except NotADirectoryError:
-        return "is a symbolic link" if folder.is_symlink() else "is not a folder"
-    except PermissionError:
-        return f"belongs to {_owner(folder.lstat())}"
-    try:
-        status = os.fstat(opened)
-        if status.st_uid != os.geteuid():
-            return f"belongs to {_owner(status)}"
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others write"
-        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):  # an older version's
-            os.fchmod(opened, stat.S_IRWXU)
-    finally:
-        os.close(opened)
-    return ""
 
 
 def _owner(status: os.stat_result) -> str:
@@ -119,28 +112,21 @@ def close_folder(folder: Path) -> None:
     looked at is what is closed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
+    with suppress(PermissionError):  # another user's
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # another user's
-        return
-    try:
-        if os.fstat(opened).st_uid == os.geteuid():
-            os.fchmod(opened, stat.S_IRWXU)
-    finally:
-        os.close(opened)
+        try:
+            if os.fstat(opened).st_uid == os.geteuid():
+                os.fchmod(opened, stat.S_IRWXU)
+        finally:
+            os.close(opened)
 
 
 def write_private(file: Path, text: str) -> None:
     """Write a file that its owner alone can read, aside and then in one piece."""
     close_folder(file.parent)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as aside:
-            aside.write(text)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink()
-        raise
+    with replacing(file) as aside:
+        os.fchmod(aside.fileno(), 0o600)
+        aside.write(text.encode())
 
 
 def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from pydantic import Field, JsonValue
@@ -108,9 +108,12 @@ def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int
     return newest if most is None else min(newest, most)
 
 
-def open_checkpoint(run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path]) -> Path:
-    """A local folder with the checkpoint's files, every byte verified, as `bring` does."""
-    return bring(run.within(folder_of(manifest.step)), manifest.files, scratch)
+def open_checkpoint(
+    run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path], *, only: Container[str] | None = None
+) -> Path:
+    """A local folder with the checkpoint's files, or with `only` those, every byte verified, as `bring` does."""
+    records = [file for file in manifest.files if only is None or file.path in only]
+    return bring(run.within(folder_of(manifest.step)), records, scratch)
 
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:

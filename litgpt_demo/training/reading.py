@@ -34,6 +34,9 @@ from litgpt_demo.training.checkpoints import INDEX
 
 State: TypeAlias = dict[str, Any]
 
+WEIGHTS = "model."
+"""The beginning of a weight's name in an index, of which all other names are training's alone."""
+
 # What torch 2.13 puts into an index, as the index names it; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
 _STORED = {
@@ -90,6 +93,12 @@ def files_of_shards(
     """Return the files that `load_shards` would read on this rank, by name; of `folder` the index alone is read."""
     reader, _, plan = _planned(training_state(model, optimizer, precision), folder, address)
     return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
+
+
+def files_of_weights(folder: Path, *, address: str = "") -> set[str]:
+    """Return the files that `load_weights` reads, by name; of `folder` the index alone is read."""
+    places = read_index(folder, address=address).storage_data.items()
+    return {place.relative_path for index, place in places if index.fqn.startswith(WEIGHTS)}
 
 
 def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -38,7 +38,7 @@ from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import State, training_state
+from litgpt_demo.training.reading import WEIGHTS, State, training_state
 from litgpt_demo.training.setup import Training
 
 Written: TypeAlias = list[WriteResult]
@@ -161,7 +161,8 @@ class Saver:
                 seconds=seconds,
                 world_size=spec.world_size,
                 versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},
-                files=tuple(record for each in records for record in each),
+                # By name, so that resuming deals each rank as many bytes to compare.
+                files=tuple(sorted((record for each in records for record in each), key=lambda record: record.path)),
             )
             checkpoints.commit(run, manifest)
             return manifest
@@ -234,7 +235,7 @@ class Saver:
 
 
 class Shards:
-    """The share of one rank: which it is, a copy of it in host memory, and its file."""
+    """The share of one rank: which it is, a copy of it in host memory, and its files."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
@@ -289,7 +290,13 @@ class Shards:
             needed = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
         with explaining(str(folder), needed=needed):
             folder.mkdir(parents=True)
-            written: Written = _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
+            written: Written = []
+            # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
+            for kind, weights in (("", True), ("training", False)):
+                items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
+                prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
+                plan = replace(self._plan, items=items, storage_data=prefix)
+                written += _Writer(folder).write_data(plan, _Copies(self._copies)).wait() if items else []
         self._written = sum(file.stat().st_size for file in folder.iterdir())
         return written
 
@@ -312,7 +319,7 @@ class _Copies(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """One file per rank, whose bytes depend on the state alone: no random id of the save, no path."""
+    """One file per plan, whose bytes depend on the state alone: no random id of the save, no path."""
 
     def __init__(self, folder: Path | str) -> None:
         # What is written lies in host memory already: nothing to be copied ahead.

@@ -133,7 +133,7 @@ def test_no_other_service_of_google_is_called() -> None:
     clients = found(r"^\s*from google\.cloud(?:\.| import )(\w+)")
     assert {name for _, name in clients} == {"storage", "batch_v1", "logging_v2", "container_v1", "devtools"}
     # Another module that talks to buckets would do what nothing here records.
-    assert {file for file, _ in found(r"^\s*from (google\.cloud\.storage) import")} == {"objects.py"}
+    assert {file for file, _ in found(r"^\s*from (google\.cloud\.storage) import")} == {"bucket.py"}
     assert {name for _, name in found(r"https://(\w+)\.googleapis\.com")} == {"www"}
 
 

@@ -28,9 +28,8 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import explaining, reserve, write_whole
 from litgpt_demo.storage.private import make_private
-from litgpt_demo.storage.reserving import reserve, write_whole
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}

@@ -27,7 +27,7 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
 from litgpt_demo.node.agent import kill_tagged
 from litgpt_demo.node.gate import PORT as GATE_PORT
-from litgpt_demo.storage.reserving import write_whole
+from litgpt_demo.storage.local import write_whole
 
 # In the environment of every process of a job: how they are found, and proved gone.
 JOB_TAG = "TRAIN_LITGPT_JOB"

@@ -10,13 +10,17 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from bucket_faults import FaultyBucket
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, export, exported, main
+from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export import models as making
+from litgpt_demo.export.models import export, main
+from litgpt_demo.export.weights import Tensors, Weights
 from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
@@ -171,7 +175,7 @@ def test_a_run_before_its_end_is_collected_only_by_newest(
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(finished_copy: Path) -> None:
-    (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
+    shard = finished_copy / folder_of(12) / "__0_0.distcp"
     flip_a_bit(shard)
     run = open_storage(str(finished_copy))
     assert export(run, newest=True).step == 8  # the newest one that verifies
@@ -183,10 +187,15 @@ def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(fi
     assert (export(run).step, export(run).complete) == (12, True)
 
 
-def test_a_run_in_a_bucket_is_collected_there(finished: Path, bucket: Storage, collected_run: Collected) -> None:
+def test_a_run_in_a_bucket_is_collected_there_and_nothing_but_its_weights_is_fetched(
+    finished: Path, bucket: Storage, proxy: FaultyBucket, collected_run: Collected
+) -> None:
     for path in filter(Path.is_file, finished.rglob("*")):
         bucket.upload(path, path.relative_to(finished).as_posix())
+    proxy.arm()
     final = export(bucket)
+    stored = sum(file.size for file in bucket.inventory(folder_of(12)))
+    assert proxy.downloaded < 0.5 * stored, "two thirds are the optimizer's state"
     assert exported(bucket) == final == export(bucket)
     assert {f"final/{record.path}" for record in final.files} < set(bucket.list())
     models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
@@ -198,8 +207,6 @@ def test_a_model_that_differs_is_not_handed_out(
     finished_copy: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
     """A weight is not the checkpoint's, as after a bad disk. LitGPT's folder is the model, the other one is extra."""
-    from litgpt_demo.export import models as making
-    from litgpt_demo.export.weights import Tensors, Weights
 
     class Spoilt(Weights):
         def read(self, names: list[str]) -> Tensors:

@@ -16,7 +16,7 @@ from litgpt_demo import catalogue
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
-from litgpt_demo.export.proof import Probe, opened_by_transformers
+from litgpt_demo.export.proof import opened_by_transformers
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 
 SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
@@ -97,7 +97,7 @@ def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> 
         model.lm_head.weight[7, 3] = torch.nan
     folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
     with pytest.raises(DataError, match="its logits differ by nan"):
-        opened_by_transformers(folder, own=own, probe=Probe(inputs=ids), tokenizer=tmp_path / "tokenizer.json")
+        opened_by_transformers(folder, own=own, inputs=ids, tokenizer=tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -26,10 +26,10 @@ from litgpt_demo.storage import (
     Position,
     Storage,
     crc32c_of,
-    objects,
     open_storage,
     sha256_of,
 )
+from litgpt_demo.storage import bucket as storage_module
 
 SMALL, LARGE = 1000, 9 << 20  # bytes; the client sends more than 8 MiB in a resumable upload
 
@@ -333,6 +333,6 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
-    objects._client.cache_clear()  # an earlier test may have had credentials
+    storage_module._client.cache_clear()  # an earlier test may have had credentials
     with pytest.raises(UserError, match=r"no usable credentials: .*`gcloud auth application-default login`"):
         open_storage("gs://some-bucket/x").list()

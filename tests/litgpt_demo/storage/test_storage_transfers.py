@@ -1,4 +1,4 @@
-"""Large files go up and down in parts, are joined by the bucket, and go on where a killed process stopped."""
+"""Large files go up and down in parts and are joined by the bucket; an upload goes on where a killed one stopped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from bucket_faults import FOREVER, Fault, FaultyBucket
 from waiting import until
 
 from litgpt_demo.errors import DataError, NetworkError
-from litgpt_demo.storage import BucketStorage, ObjectInfo, open_storage
+from litgpt_demo.storage import BucketStorage, ObjectInfo
 
 PART = 256 << 10
 PARTS = 10
@@ -43,22 +42,6 @@ def source(tmp_path: Path) -> Path:
 def target(tmp_path: Path) -> Path:
     (tmp_path / "there").mkdir()
     return tmp_path / "there" / "train.bin"
-
-
-def killed_when(condition: Callable[[], bool], storage: BucketStorage, action: str) -> None:
-    """Another process does `action` with the `storage`, until it is killed."""
-    program = f"""
-        from pathlib import Path
-        from litgpt_demo.storage import BucketStorage
-        storage = {storage!r}
-        {action}
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as process:
-        try:
-            until(condition)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
@@ -94,11 +77,17 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:
     proxy.arm(Fault(on="upload", do="stall", skip=4, times=FOREVER))
-    killed_when(
-        lambda: proxy.seen.count("upload") >= 4 + storage.parallel,
-        storage,
-        f'storage.upload(Path({str(source)!r}), "data/train.bin")',
-    )
+    program = f"""
+        from pathlib import Path
+        from litgpt_demo.storage import BucketStorage
+        {storage!r}.upload(Path({str(source)!r}), "data/train.bin")
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as process:
+        try:
+            until(lambda: proxy.seen.count("upload") >= 4 + storage.parallel)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
     assert not [*storage.list(), *storage.inventory()]
     assert len(proxy.objects()) == 4
     proxy.arm()
@@ -120,29 +109,6 @@ def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_n
     storage.upload(source, "train.bin")
     assert {"upload", "compose"}.isdisjoint(proxy.seen)
     assert proxy.objects() == {"train.bin": CONTENT}
-
-
-def test_a_download_goes_on_where_a_killed_one_stopped_but_for_what_was_damaged_meanwhile(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path, target: Path
-) -> None:
-    storage.upload(source, "data/train.bin")
-    target.write_bytes(b"of before")
-    came_through = 4
-    proxy.arm(Fault(on="download", do="stall", skip=came_through, times=FOREVER))
-    killed_when(
-        lambda: proxy.seen.count("download") >= came_through + storage.parallel,
-        storage,
-        f'storage.download("data/train.bin", Path({str(target)!r}))',
-    )
-    assert target.read_bytes() == b"of before"
-    assert open_storage(str(target.parent)).list() == ["train.bin"]
-    (partial,) = [path for path in target.parent.glob(".*.partial") if ".journal." not in path.name]
-    partial.write_bytes(bytes([partial.read_bytes()[0] ^ 1]) + partial.read_bytes()[1:])
-    proxy.arm()
-    storage.download("data/train.bin", target)
-    assert proxy.seen.count("download") == PARTS - came_through + 1
-    assert target.read_bytes() == CONTENT
-    assert list(target.parent.iterdir()) == [target]
 
 
 def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_object(

@@ -118,7 +118,7 @@ def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(elsewhere: dict[s
 def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)
     assert newest(elsewhere[name]).world_size == 2
-    assert len(list((elsewhere[name] / folder_of(12)).glob("*.distcp"))) == 2  # both write
+    assert len(list((elsewhere[name] / folder_of(12)).glob("*_0.distcp"))) == 4  # both write both
 
 
 def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
@@ -133,7 +133,7 @@ def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
     assert proxy.downloaded < 1.75 * newest(elsewhere["sharded"]).size  # rank 0's half by both, the other one by one
     index = read_index(elsewhere["sharded"] / folder_of(12)).storage_data
     whole = {place.relative_path for entry, place in index.items() if entry.fqn.endswith(".step")}
-    assert whole == {"__0_0.distcp"}
+    assert whole == {"training__0_0.distcp"}
 
 
 def test_what_changes_only_rounding_may_be_changed_on_the_way(

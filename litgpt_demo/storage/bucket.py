@@ -1,0 +1,556 @@
+"""A storage in a bucket, whose every request is tried again until it is known to have done what it should.
+
+google-cloud-storage tries again what is refused or cut off. Left to us: answers that were lost or cut short, which look
+like refusals or like JSON that ends too early, and bytes that arrive damaged, which it may not notice. What is large
+goes up in hidden parts, which the bucket joins, and comes down by ranges, several at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar
+
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.secrets import translating
+from litgpt_demo.storage.base import (
+    EMPTY,
+    MANIFEST,
+    MOST_READ,
+    SCHEME,
+    Inventory,
+    Names,
+    ObjectInfo,
+    Position,
+    Storage,
+    absent,
+    clean_file,
+    clean_path,
+    combined_crc32c,
+    copy_with_crc,
+    is_partial,
+    removable,
+    require_size,
+)
+from litgpt_demo.storage.local import content_of, explaining, replacing
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
+
+_VIEWER, _USER = "roles/storage.objectViewer", "roles/storage.objectUser"
+
+_CHUNK = 16 << 20  # bytes per upload request; the client holds about twice that, and its default of 100 MB is too much
+_TRIES = 5
+_SLOWEST = 10e6  # bytes/s that a download may fall to and still be resumed
+# 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;
+# 412: the object was replaced, perhaps by our own request, whose answer was lost.
+_UNSETTLED = {400, 404, 410, 412}
+_CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads than that shake hands for every request
+_JOINED_AT_ONCE = 32  # https://cloud.google.com/storage/docs/composite-objects
+
+_seen: set[tuple[int, str | None, str]] = set()
+"""Buckets that this process has found to be there, each with its `_connection`."""
+
+
+class UnsettledError(Exception):
+    """An attempt ended without our knowing that it did what it should: look at the object and try again."""
+
+
+@dataclass(frozen=True)
+class BucketStorage(Storage):
+    """A bucket of Google Cloud Storage, or of whatever STORAGE_EMULATOR_HOST points at. Safe to pickle and to fork.
+
+    Within, an object goes by its whole name in the bucket, which is then the path of an `ObjectInfo`. `_put` is settled
+    in itself; all other requests belong inside an attempt of `_retry_transient`.
+    """
+
+    parallel: int = 8
+    """Requests at a time that one verb makes."""
+    part_size: int = 32 << 20
+    """Bytes. What is larger than two parts goes up and down in parts; an upload goes on after an interruption."""
+
+    def local_path(self, path: str = "") -> None:
+        return None
+
+    def list(self, prefix: str = "") -> Names:
+        return [stored.path for stored in self.inventory(prefix)]
+
+    def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
+        name = self._name(prefix)
+        blobs = self._retry_transient(name, _VIEWER, lambda: self._listed(f"{name}/" if name else ""))
+        # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
+        # here) and names like `a//b`.
+        ours = [
+            stored
+            for stored in map(self._stored, blobs)
+            if _is_ours(stored.path) or (odd and stored.path and not stored.path.endswith("/"))
+        ]
+        return sorted(ours, key=lambda stored: stored.path)
+
+    def exists(self, path: str) -> bool:
+        name = self._file(path)
+        return self._retry_transient(name, _VIEWER, lambda: self._look(name) is not None)
+
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+        name = self._file(path)
+
+        def attempt() -> bytes:
+            blob = self._found(name)
+            require_size(metadata(blob).size, most, self.address(path))
+            return self._content(blob)
+
+        return self._retry_transient(name, _VIEWER, attempt)
+
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+        name = self._file(path)
+
+        def attempt() -> tuple[Position, bytes]:
+            blob = self._found(name)
+            whole = metadata(blob)
+            end = Position(whole.size, whole.crc32c)
+            if end == position:
+                return position, b""
+            fresh = io.BytesIO()
+            if end.size > position.size > 0:
+                self._fetch_range(blob, range(position.size, min(end.size, position.size + most)), fresh)
+                if position.size + fresh.tell() < end.size or position.after(fresh.getvalue()) == end:
+                    return position, fresh.getvalue()
+            if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
+                self._fetch_range(blob, range(most), fresh := io.BytesIO())
+                return Position(), fresh.getvalue()
+            content = self._content(blob)
+            # The range may have come damaged: then it is the same file all the same.
+            begin = position if Position().after(content[: position.size]) == position else Position()
+            return begin, content[begin.size :]
+
+        return self._retry_transient(name, _VIEWER, attempt)
+
+    def write(self, path: str, data: bytes) -> ObjectInfo:
+        wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
+        self._put(wanted, lambda: io.BytesIO(data))
+        return replace(wanted, path=clean_path(path))
+
+    def create(self, path: str, data: bytes) -> bool:
+        wanted, looks = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data))), iter([False])
+
+        def attempt() -> bool:
+            # Sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
+            there = self._look(wanted.path) if next(looks, True) else None
+            if there is None:
+                self._send(wanted, lambda: io.BytesIO(data), there)
+            return there is None or metadata(there) == wanted
+
+        return self._retry_transient(wanted.path, _USER, attempt)
+
+    def stat(self, path: str) -> ObjectInfo:
+        name = self._file(path)
+        return self._retry_transient(name, _VIEWER, lambda: self._stored(self._found(name)))
+
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
+        name = self._file(path)
+        with explaining(str(source)):
+            if source.stat().st_size > 2 * self.part_size:
+                wanted = self._upload_in_parts(source, name)
+            else:
+                wanted = ObjectInfo(name, *content_of(source))
+                self._put(wanted, lambda: source.open("rb"))
+            if move:
+                source.unlink()
+        return replace(wanted, path=clean_path(path))
+
+    def _upload_in_parts(self, source: Path, name: str) -> ObjectInfo:
+        # They are named after the whole's size and checksum: the next upload of the same finds those that are there.
+        places = _ranges(source.stat().st_size, self.part_size)
+
+        def content(place: range) -> io.BytesIO:
+            with source.open("rb") as file:
+                file.seek(place.start)
+                return io.BytesIO(file.read(len(place)))
+
+        contents = [ObjectInfo("", *copy_with_crc(content(place))) for place in places]
+        wanted = _whole(name, contents)
+        key = _hidden(name, f"{wanted.size}-{wanted.crc32c}")
+        parts = {
+            replace(part, path=f"{key}-{number:05d}.partial"): place
+            for number, (part, place) in enumerate(zip(contents, places, strict=True))
+        }
+
+        def attempt() -> None:
+            there = self._look(name)
+            if there is None or metadata(there) != wanted:
+                stored = set(map(metadata, self._listed(key)))
+                self._each(
+                    lambda part: self._put(part, lambda: content(parts[part])),
+                    [part for part in parts if part not in stored],
+                )
+                blobs = {metadata(blob): blob for blob in self._listed(key)}
+                if not blobs.keys() >= parts.keys():
+                    raise UnsettledError("its parts were swept by someone who uploads to the same name")
+                self._join([blobs[part] for part in parts], name)
+            self._sweep(name)
+
+        self._retry_transient(name, _USER, attempt)
+        return wanted
+
+    def download(self, path: str, target: Path) -> ObjectInfo:
+        name = self._file(path)
+
+        def attempt() -> ObjectInfo:
+            blob = self._found(name)
+            stored = self._stored(blob)
+            with explaining(str(target), needed=stored.size):
+                there = target.is_file() and target.stat().st_size == stored.size
+                if not there or content_of(target) != (stored.size, stored.crc32c):
+                    with replacing(target) as partial:
+                        self._fetch(blob, partial, Path(partial.name))
+            return stored
+
+        return self._retry_transient(name, _VIEWER, attempt)
+
+    def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
+        name, names = self._file(path), [self._file(part) for part in parts]
+        folders = sorted({part.rpartition("/")[0] for part in names})
+
+        def attempt() -> ObjectInfo:
+            lists = self._each(lambda folder: self._listed(f"{folder}/" if folder else "", direct=True), folders)
+            there = {blob.name: blob for blobs in lists for blob in blobs}
+            if missing := next((part for part in names if part not in there), None):
+                raise absent(self._address(missing))
+            whole = self._join([there[part] for part in names], name)
+            self._sweep(name)
+            return whole
+
+        if not names:
+            return self.write(path, b"")
+        return replace(self._retry_transient(name, _USER, attempt), path=clean_path(path))
+
+    def move(self, folder: str, target: str) -> None:
+        for path in self.within(folder).list():
+            self.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
+        self.remove(folder)
+
+    def remove(self, path: str) -> None:
+        name = self._name(removable(path))
+
+        def attempt() -> None:
+            blobs = self._listed(f"{name}/") + [there for there in [self._look(name)] if there]
+            manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
+            self._each(self._delete, manifests)
+            self._each(self._delete, [blob for blob in blobs if blob not in manifests])
+
+        self._retry_transient(name, _USER, attempt)
+
+    def remove_unfinished(self) -> None:
+        name = self._name("")
+
+        def attempt() -> None:
+            blobs = self._listed(f"{name}/" if name else "")
+            self._each(self._delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
+
+        self._retry_transient(name, _USER, attempt)
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def _file(self, path: str) -> str:
+        return self._name(clean_file(path))
+
+    def _name(self, path: str) -> str:
+        return self.address(path).removeprefix(SCHEME).partition("/")[2]
+
+    def _stored(self, blob: Any) -> ObjectInfo:
+        """`metadata` with the path that `_name` makes this name of."""
+        root = self._name("")
+        return replace(metadata(blob), path=blob.name.removeprefix(root).removeprefix("/") if root else blob.name)
+
+    def _address(self, name: str) -> str:
+        return f"{SCHEME}{self._bucket}/{name}" if name else f"{SCHEME}{self._bucket}"
+
+    @property
+    def _bucket(self) -> str:
+        return self.root.removeprefix(SCHEME).partition("/")[0]
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _handle(self) -> Any:
+        return _client(*_connection()).bucket(self._bucket)
+
+    def _retry(self, size: int = 0) -> Any:
+        """The client's retry with our patience; it counts working time too, so a large transfer is given more."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        return DEFAULT_RETRY.with_delay(maximum=30.0).with_timeout(self.patience + size / _SLOWEST)
+
+    def _retry_transient(self, name: str, role: str, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
+
+        Args:
+            role: what allows the calls of the attempt, named where they are refused.
+        """
+        reason = UnsettledError()
+        for _ in range(_TRIES):
+            try:
+                with _explaining(self._address(name), role):
+                    return attempt()
+            except UnsettledError as error:
+                reason = error
+        raise DataError(
+            f"{self._address(name)}: did not come out right in {_TRIES} tries, the last time: {reason}",
+            fix="see whether something else writes there, else try from another machine",
+        ) from reason
+
+    def _each(self, action: Callable[[Item], T], items: Iterable[Item]) -> Sequence[T]:
+        """`action` of every item, several at a time; after one that fails no more are begun."""
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return [*pool.map(action, items)]
+
+    def _look(self, name: str) -> Any | None:
+        """The object as it is now, None where there is none."""
+        blob = self._handle.get_blob(name, retry=self._retry())
+        if blob is None and (*_connection(), self._bucket) not in _seen:  # 404 is the answer to a missing bucket too
+            self._listed("", limit=1)
+            _seen.add((*_connection(), self._bucket))
+        return blob
+
+    def _found(self, name: str) -> Any:
+        if (blob := self._look(name)) is None:
+            raise absent(self._address(name))
+        return blob
+
+    def _listed(self, prefix: str, *, direct: bool = False, limit: int | None = None) -> Blobs:
+        """The objects whose names begin so, with generation, size and checksum; `direct`: without a further `/`."""
+        from google.api_core.exceptions import NotFound
+
+        try:
+            return [
+                *self._handle.list_blobs(
+                    prefix=prefix,
+                    delimiter="/" if direct else None,
+                    max_results=limit,
+                    fields="items(name,generation,size,crc32c),nextPageToken",
+                    retry=self._retry(),
+                )
+            ]
+        except NotFound:
+            raise UserError(
+                f"{self._address('')}: there is no bucket {self._bucket!r}",
+                fix=f"check its name, or make it: gcloud storage buckets create {self._address('')}",
+            ) from None
+
+    def _put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
+        """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
+
+        def attempt() -> None:
+            there = self._look(wanted.path)
+            if there is None or metadata(there) != wanted:
+                self._send(wanted, source, there)
+
+        self._retry_transient(wanted.path, _USER, attempt)
+
+    def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
+        """Upload in place of `there`, the object as it was seen last."""
+        blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
+        blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
+        with source() as file:
+            try:
+                blob.upload_from_file(
+                    file,
+                    size=wanted.size,
+                    checksum=None,  # ours is the one: theirs deletes the object on a difference
+                    # A request that timed out may be carried out later: then it must not land on a newer object.
+                    if_generation_match=0 if there is None else int(there.generation),
+                    retry=self._retry(wanted.size),
+                )
+            except ValueError as error:  # the client's, of a source that ends early and of an answer cut short
+                raise UnsettledError(f"{type(error).__name__}: {error}") from error
+        _require_same(wanted, metadata(blob))
+
+    def _content(self, blob: Any) -> bytes:
+        self._fetch(blob, content := io.BytesIO())
+        return content.getvalue()
+
+    def _fetch(self, blob: Any, sink: BinaryIO, file: Path | None = None) -> None:
+        """The object's bytes into `sink`, which is empty, compared: the client does not compare what it resumed.
+
+        Args:
+            file: what `sink` is open on; then large objects come by ranges.
+        """
+        expected = metadata(blob)
+        if file is not None and expected.size > 2 * self.part_size:
+
+            def fill(place: range) -> None:
+                with file.open("r+b") as part:
+                    for _ in range(_TRIES):
+                        part.seek(place.start)
+                        self._fetch_range(blob, place, part)
+                        if part.tell() == place.stop:
+                            return
+                raise UnsettledError(f"a range of {len(place)} bytes did not arrive whole")
+
+            self._each(fill, _ranges(expected.size, self.part_size))
+        else:
+            # Raw: as they are stored, which size and checksum speak of, also of an object with Content-Encoding.
+            blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
+        sink.seek(0)
+        _require_same(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
+
+    def _fetch_range(self, blob: Any, place: range, sink: BinaryIO) -> None:
+        """These bytes of the object into `sink`, which no checksum of the bucket speaks of."""
+        # By a handle of its own: an answer changes what the handle says of the object.
+        part = self._handle.blob(blob.name, generation=blob.generation)
+        part.download_to_file(
+            sink, start=place.start, end=place.stop - 1, raw_download=True, checksum=None, retry=self._retry(len(place))
+        )
+
+    def _join(self, blobs: Sequence[Any], name: str) -> ObjectInfo:
+        """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
+
+        def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
+            part = _whole("", map(metadata, group))
+            return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
+
+        wanted = _whole(name, map(metadata, blobs))
+        there = self._look(name)
+        if there is None or metadata(there) != wanted:
+            while len(blobs) > _JOINED_AT_ONCE:
+                starts = range(0, len(blobs), _JOINED_AT_ONCE)
+                blobs = self._each(intermediate, [blobs[start : start + _JOINED_AT_ONCE] for start in starts])
+            if there is not None:  # which is replaced by nothing that is not known to be right
+                blobs = [intermediate(blobs)]
+            self._compose(blobs, wanted)
+        return wanted
+
+    def _compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
+        """Make the object be at most 32 `sources` of known generations behind one another; the bucket does it."""
+        there = self._look(wanted.path)
+        if there is not None and metadata(there) == wanted:
+            return there
+        whole = self._handle.blob(wanted.path)
+        whole.content_type = "application/octet-stream"
+        # As with uploads: carried out late, it must not land on a newer object.
+        whole.compose(sources, if_generation_match=0 if there is None else int(there.generation), retry=self._retry())
+        if metadata(whole) != wanted:
+            self._delete(whole)
+        _require_same(wanted, metadata(whole))
+        return whole
+
+    def _sweep(self, name: str) -> None:
+        """Remove all that was made on the way to the object `name`, by whom and when ever."""
+        self._each(self._delete, self._listed(_hidden(name)))
+
+    def _delete(self, blob: Any) -> None:
+        """Remove this generation of the object: a request that is carried out late must not take a newer one."""
+        from google.api_core.exceptions import NotFound
+
+        try:
+            # By a handle that names no generation: else the object would be gone for good where versions are kept.
+            self._handle.blob(blob.name).delete(if_generation_match=blob.generation, retry=self._retry())
+        except NotFound:
+            return  # gone before, or by a delete whose answer was lost
+
+
+def _is_ours(name: str) -> bool:
+    try:
+        return bool(name) and clean_path(name) == name
+    except UserError:
+        return False
+
+
+def metadata(blob: Any) -> ObjectInfo:
+    """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
+    buffers has no members that are zero."""
+    size = int(blob.size or 0)
+    crc32c = EMPTY if size == 0 else b64decode(blob.crc32c).hex()
+    return ObjectInfo(blob.name, size, crc32c)
+
+
+def _require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
+    if arrived != expected:
+        raise UnsettledError(
+            f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
+            f"where {expected.size} with {expected.crc32c} were expected"
+        )
+
+
+def _ranges(size: int, part_size: int) -> list[range]:
+    return [range(start, min(start + part_size, size)) for start in range(0, size, part_size)]
+
+
+def _whole(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
+    """Return size and checksum of `parts` after one another."""
+    size, crc32c = 0, EMPTY
+    for part in parts:
+        size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)
+    return ObjectInfo(path, size, crc32c)
+
+
+def _hidden(name: str, rest: str = "") -> str:
+    """The name of an object that is made on the way to the object `name`, next to it; no verb shows `*.partial`."""
+    folder, slash, _ = name.rpartition("/")
+    return f"{folder}{slash}.{sha256(name.encode()).hexdigest()[:16]}-{rest}"
+
+
+def _connection() -> tuple[int, str | None]:
+    """The owner of a client: a process, because sockets must not be shared across a fork, and a service."""
+    return os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST")
+
+
+@cache
+def _client(_process: int, _service: str | None) -> Any:
+    # Else each client asks for the bucket itself, in the background: with least roles a denied call in the audit log.
+    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    from google.cloud.storage import Client
+    from requests.adapters import HTTPAdapter
+
+    client = Client(project=None)  # no object belongs to a project's request; without this one would have to be set
+    if not client._http.is_mtls:  # which is an adapter too
+        client._http.mount("https://", HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    return client
+
+
+@translating
+def _explaining(address: str, role: str) -> Iterator[None]:
+    """Say of the client's errors which fault they are and what to do.
+
+    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
+    """
+    from google.api_core.exceptions import GoogleAPICallError, RetryError
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption
+    from requests.exceptions import JSONDecodeError, RequestException
+
+    try:
+        yield
+    except (JSONDecodeError, DataCorruption) as error:
+        raise UnsettledError(f"{type(error).__name__}: {words_of(error)}") from None
+    except GoogleAuthError as error:
+        if error.retryable:
+            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}", fix="try again") from None
+        fix = "run `gcloud auth application-default login`"
+        raise Unreachable(f"{address}: no usable credentials: {words_of(error)}", fix=fix) from None
+    except (GoogleAPICallError, RetryError, RequestException) as error:
+        code, words = getattr(error, "code", None) or 503, words_of(error)  # without a code: no answer came
+        if code in _UNSETTLED:
+            raise UnsettledError(words) from None
+        if code in {401, 403}:
+            bucket = address.removeprefix(SCHEME).partition("/")[0]
+            raise UserError(
+                f"{address}: bucket {bucket} refused: {words}",
+                fix=f"{role} allows it: gcloud storage buckets add-iam-policy-binding gs://{bucket} "
+                f"--member=<who runs this> --role={role}",
+            ) from None
+        if code == 429 or code >= 500:
+            given_up, fix = isinstance(error, RetryError), "try again when it does"
+            raise NetworkError(f"{address}: the bucket does not answer: {words}", fix=fix, given_up=given_up) from None
+        raise UserError(f"{address}: the bucket refused: {words}") from None
+    except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
+        fix = "see whether a proxy sent it, then try again"
+        raise NetworkError(f"{address}: the answer is no bucket's ({words_of(error)})", fix=fix) from None
