@@ -39,6 +39,12 @@ class Ending:
     """The local ranks that were stopped because of the others, and had failed at nothing."""
     traces: tuple[Trace, ...] = ()
 
+    @property
+    def cause(self) -> str:
+        """What explains it; empty where nothing is known."""
+        failure = decisive(self.failures)
+        return str(failure) if failure else self.agent or ""
+
 
 @dataclass
 class Leave:

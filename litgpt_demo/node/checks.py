@@ -49,14 +49,12 @@ def check_call(node: Node) -> Iterator[Finding]:
 
 def port_is_free(port: int) -> bool:
     """Return True if a server could listen on this TCP port of this machine; lingering connections do not count."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
+        return False
     return True
 
 

@@ -26,9 +26,6 @@ GRACE, TIMES = "LITGPT_GRACE", "LITGPT_NODE_TIMES"
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
 
-# bash's own, which a rank has no use for.
-_OF_BASH = frozenset(("_", "SHLVL", "PWD", "OLDPWD"))
-
 
 def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
     """`environ` as the network wants it.
@@ -71,7 +68,8 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
             raise UserError(what, fix="what they printed is above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
     pairs = (entry.partition("=") for entry in entries if "=" in entry)
-    return {name: value for name, _, value in pairs if name not in _OF_BASH or name in environ}
+    own = {"_", "SHLVL", "PWD", "OLDPWD"} - environ.keys()  # bash's, which a rank has no use for
+    return {name: value for name, _, value in pairs if name not in own}
 
 
 # --- RDMA over Ethernet: which card, and which entry of its table of addresses (GIDs) ---------------------------------

@@ -13,16 +13,7 @@ from statistics import median
 from typing import Any
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import (
-    DataError,
-    Fault,
-    NetworkError,
-    NodeError,
-    Preempted,
-    TrainLitgptError,
-    UserError,
-    decisive,
-)
+from litgpt_demo.errors import DataError, Fault, NetworkError, NodeError, Preempted, TrainLitgptError, UserError
 from litgpt_demo.node.agent import Leave, fault_of, run_ranks
 from litgpt_demo.node.rendezvous import Node
 
@@ -31,10 +22,6 @@ RESULT = "network.json"  # in every node's own folder; it is the same in all of 
 MEASURED, PLACE = "LITGPT_MEASURED", "LITGPT_PLACE"
 # The gate meets on a port of its own, above the job's: a node that is through must not find its peers' last meeting.
 PORT = 1
-
-# A node counts as slow below this share of what is usual. Links of one fabric are alike to some percent; a card that
-# has fallen back to a lower rate, or a cable that drops packets, costs more than half.
-_SHARE = 0.5
 
 NodePair = tuple[int, int]
 
@@ -164,10 +151,9 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     leave.torchrun = None
     fault = fault_of(ending)
     if fault is not None or not path.exists():
-        cause = decisive(ending.failures)
         clear = {Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted}
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
-        raise kind(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
+        raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
     if problem := verdict(result, node.meet.node_rank, name=network.name):
         if not network.allow_sockets:
@@ -188,8 +174,10 @@ def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> li
     slow: set[int] = set()
     for figures in (best, alone):
         if len(figures) > 1:
-            usual = median(figures.values())
-            slow |= {node for node, speed in figures.items() if speed < _SHARE * usual}
+            # Links of one fabric are alike to some percent; a card that has fallen back to a lower rate, or a cable
+            # that drops packets, costs more than half.
+            least = 0.5 * median(figures.values())
+            slow |= {node for node, speed in figures.items() if speed < least}
     return sorted(slow)
 
 
@@ -237,15 +225,12 @@ def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
 # over machines of two blocks in arbitrary order crosses between the blocks at every other step instead of twice. The
 # topology-aware scheduling of Kueue orders pods by their completion index already, and nothing is left to do here.
 
-# Blocks, racks and hosts, as `/block/subblock/host`; the same as GKE's node labels cloud.google.com/gce-topology-*:
-# https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
-_METADATA = "http://{host}/computeMetadata/v1/instance/attributes/physical_host"
-
 
 def place_of(source: str | None, environ: Mapping[str, str]) -> str:
-    """Return the place of this machine in the fabric, largest part first, with slashes between; empty if not known.
+    """Return the place of this machine in the fabric; empty if not known. None as `source` asks nobody.
 
-    The `source` `gce` asks the machine's metadata server, None asks nobody.
+    It is `/block/subblock/host`, as GKE's node labels cloud.google.com/gce-topology-* have it:
+    https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
     """
     if source is None:
         return ""
@@ -253,7 +238,8 @@ def place_of(source: str | None, environ: Mapping[str, str]) -> str:
 
     # Google's own libraries find another server by this variable too.
     host = environ.get("GCE_METADATA_HOST", "169.254.169.254")
-    request = Request(_METADATA.format(host=host), headers={"Metadata-Flavor": "Google"})
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/physical_host"
+    request = Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()

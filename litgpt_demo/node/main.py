@@ -136,8 +136,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         return report(node, fault_of_exception(error), words, Ending(), place=node.meet.node_rank)
     finally:
         stack.close()
-    cause = decisive(ending.failures)
-    return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending, place=place)
+    return report(node, fault_of(ending), ending.cause, ending, place=place)
 
 
 def main(argv: Sequence[str]) -> int:
