@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NodeError, UserError
+from litgpt_demo.errors import Fault, TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
@@ -114,13 +114,8 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
         return
     try:
         seen = gpu.torch_seen(environ)
-    except NodeError as error:
-        fix = "run elsewhere: exclude this node, and have it repaired"
-        yield Finding("error", "torch.hangs", str(error), fix, Fault.NODE)
-        return
-    except UserError as error:
-        fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
-        yield Finding("error", "torch.import", str(error), fix)
+    except TrainLitgptError as error:
+        yield Finding.of(error, "torch.hangs" if error.fault is Fault.NODE else "torch.import")
         return
     if about_gpus:
         yield from gpu.check_used(network, seen, environ, processes=node.processes)
@@ -139,8 +134,7 @@ def check_nccl(network: NodeNetwork, seen: gpu.TorchSeen) -> Iterator[Finding]:
 
 
 def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
-    it stands before. Networks that need no plug-in are not asked."""
+    """Check that NCCL finds the profile's plug-in first: images of NVIDIA's bring one of HPC-X."""
     if not network.plugged_in:
         return
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]

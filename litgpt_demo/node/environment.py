@@ -155,9 +155,7 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
-
-    Its own choice, `torchinductor_<user>` in the temporary folder, is taken whoever made it
-    (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
+    Its own choice is a folder that is taken whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
     """
     mine = dict(environ)
     with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache

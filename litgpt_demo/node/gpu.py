@@ -31,6 +31,7 @@ _MOUNTED = "usr/local/nvidia/lib64"
 """The folder in which GKE mounts the driver's libraries into containers that ask for GPUs."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_REPAIR = "run elsewhere: exclude this node, and have it repaired"
 
 # Least drivers for a CUDA by its first number: all its minor versions run on them (table "Minimum Required Driver
 # Version for CUDA Minor Version Compatibility", https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html).
@@ -58,16 +59,14 @@ def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> Torc
     """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
     patience = 300.0  # importing torch from an image that was just pulled reads gigabytes
     hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
-    try:
-        code, told, errors = _asked("torch", environ, patience=patience, hung=hung, python=python)
-    except OSError as error:
-        raise UserError(f"{python} cannot be run: {error}") from error
+    code, told, errors = _asked("torch", environ, patience=patience, hung=hung, python=python)
     if code == 0:
         with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
             return TorchSeen(**json.loads(told.splitlines()[-1]))
     words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
     ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}")
+    fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
+    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}", fix=fix)
 
 
 def _asked(
@@ -82,7 +81,7 @@ def _asked(
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
             process.communicate(timeout=1)
-        raise NodeError(hung) from error
+        raise NodeError(hung, fix=_REPAIR) from error
     return process.returncode, told, errors
 
 
@@ -97,10 +96,9 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
         asked = {**environ, "LD_LIBRARY_PATH": ":".join(folders)}
         code, told, words = _asked("driver", asked, patience=patience, hung=hung)
         if code != 0:
-            raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
+            raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
     except NodeError as error:
-        fix = "run elsewhere: exclude this node, and have it repaired"
-        yield Finding("error", "gpu.driver", str(error), fix, Fault.NODE)
+        yield Finding.of(error, "gpu.driver")
         return
     gpus: list[dict[str, Any]] | None = json.loads(told.splitlines()[-1])
     count = len(list((root / "dev").glob("nvidia[0-9]*")) if gpus is None else gpus)
@@ -166,7 +164,7 @@ def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, 
 
 
 def libcuda_is_cached() -> bool:
-    """Return True if the loader finds the driver's library by itself."""
+    """Whether the loader finds the driver's library by itself."""
     try:
         listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:  # an image without ldconfig, such as a distroless one

@@ -191,8 +191,8 @@ def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
 
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
-    the same one wait for each other forever; a world that is too small trains alone and does not say so.
+    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for the same
+    one wait for each other forever; a world that is too small trains alone and does not say so.
 
     WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
