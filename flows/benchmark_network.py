@@ -16,7 +16,7 @@ from launcher.config import ScriptConfig
 from launcher.events import Note
 from launcher.runs.index import Index
 from launcher.runs.run import plan_script
-from litgpt_demo.node.collectives import RESULT, Result, read_result
+from litgpt_demo.node.gate import RESULT, Result, read_result
 from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, emit
 

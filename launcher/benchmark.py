@@ -12,7 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
-from litgpt_demo.node.collectives import Result, Speed
+from litgpt_demo.node.gate import Result, Speed
 
 
 class MeasureSettings(Settings):

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception
-from litgpt_demo.node.printing import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
 COMMANDS = MappingProxyType(

@@ -8,27 +8,25 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
-from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
-from litgpt_demo.node.network_use import NetworkUse, PortCounters
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
+from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
+from litgpt_demo.node.network import NetworkUse, bytes_sent
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torchrun import FAILURES, agent_failure, rank_folders, read_failures, torchrun_command
-
-# Seconds between two looks at the ranks' signs of life.
-_LOOK = 1.0
+from litgpt_demo.node.torchrun import FAILURES, torchrun_command
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The end of torchrun, and whether it had been asked to stop."""
+    """The end of torchrun; by default, of one that was not started."""
 
     exit_code: int = 0
     asked: float | None = None
@@ -40,6 +38,12 @@ class Ending:
     stopped: tuple[int, ...] = ()
     """The local ranks that were stopped because of the others, and had failed at nothing."""
     traces: tuple[Trace, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """What explains it; empty where nothing is known."""
+        failure = decisive(self.failures)
+        return str(failure) if failure else self.agent or ""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Leave:
 def run_ranks(
     node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
 ) -> Ending:
-    """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
+    """Start torchrun in this process's group, wait, and read what its ranks left in `folder`.
 
     `place` is the node's number among the ranks, where that is another than its own. NODE_DIRECTORY in the environment
     of all its processes is how strays are found.
@@ -61,92 +65,82 @@ def run_ranks(
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
     clear_beats(node.own)
-    for dump in node.own.glob(f"{recorder_prefix(node.own).name}*"):
+    for dump in node.own.glob(f"{RECORDER}*"):
         dump.unlink()
-    meet = node.meet if place is None else replace(node.meet, node_rank=place)
-    command = torchrun_command(
-        meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
-    )
+    meet, processes = node.meet if place is None else replace(node.meet, node_rank=place), node.processes
+    command = torchrun_command(meet, processes=processes, program=node.program, log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    counters = None
+    ports: list[str] = []
     # The cards that this node found for NCCL; other values of the user's name none.
     if node.network.hca is not None and (cards := environ.get("NCCL_IB_HCA", "")).startswith("="):
-        # Of all interfaces: sockets would take any of them.
-        interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
-        counters = PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
-    ended = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, counters=counters))
+        ports = cards[1:].split(",")
+    # Of all interfaces: sockets would take any of them.
+    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
+    sent = partial(bytes_sent, Path("/sys"), ports, interfaces)
+    wrong = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, sent=sent))
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
-        return Ending(asked=leave.asked, agent=agent_failure(logs))
+        return Ending(asked=leave.asked)
     kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
-    failures = ended or tuple(read_failures(logs))
-    folders = {int(folder.name): folder for folder in rank_folders(logs)}
-    of_ranks = {meet.node_rank * node.processes + local: folder for local, folder in sorted(folders.items())}
+    failures, agent = read_failures(logs)
+    failures = [wrong] if wrong is not None else failures
+    failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
+    of_ranks = {meet.node_rank * processes + local: folder for local, folder in folders.items()}
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
         host_ran_out_of_memory=killed > 0,
-        failures=failures,
-        agent=agent_failure(logs),
-        stopped=tuple(sorted(folders.keys() - {one.local_rank for one in failures})),
+        failures=tuple(failures),
+        agent=agent,
+        stopped=tuple(local for local in folders if local not in failed),
         traces=tuple(gather(of_ranks, recorders=node.own, since=began, killed=killed)),
     )
 
 
-def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> tuple[RankFailure, ...]:
-    """Return when torchrun has ended. If a rank falls silent before, have all of them write their stacks and kill it;
-    kill it too if NCCL turns out to use another network than the node's. Then that is returned.
+def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> RankFailure | None:
+    """Return when torchrun has ended; what is wrong, if it was killed because ranks fell silent, which then have told
+    their stacks, or because NCCL uses another network than the node's.
     """
     watcher = Watcher()
     while True:
         paused = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            torchrun.wait(_LOOK)
-            return ()
+            torchrun.wait(1.0)
+            return None
         now, beats = time.monotonic(), read_beats(node.own)
+        wrong: RankFailure | None
         if silent := watcher.overdue(beats, paused=paused, now=now):
             held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
-            wrong: RankFailure | None = _hang_of(silent, held)
-        else:
-            wrong = use.look(steps=max((beat.step for beat in beats), default=0))
-        if wrong is not None:
-            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
-            return (wrong,)
-
-
-def _hang_of(silent: Sequence[Beat], held: Collection[Beat]) -> RankFailure:
-    """The failure of ranks that fell silent, in the name of the likeliest cause: of one that was held by the kernel, or
-    whose stacks show that it does not wait for the others; else of the first."""
-    waiting = {beat: beat not in held and waits(beat) for beat in silent}
-    beat = min(silent, key=waiting.__getitem__)
-    peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
-    message = (
-        f"Hung: rank {beat.rank} has given no sign of life for {time.monotonic() - beat.ticks:.0f} s, which may be "
-        f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
-        + (f"; silent too: {', '.join(peers)}" if peers else "")
-        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
-    )
-    stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
-    return RankFailure(
-        local_rank=beat.local_rank,
-        exit_code=None,
-        message=message,
-        traceback=tuple(stacks[-40:]),
-        time=beat.time,
-        waits=waiting[beat],
-        held=beat in held,
-    )
+            # The likeliest cause is one that was held by the kernel, or whose stacks show no wait for the others.
+            waiting = {beat: beat not in held and waits(beat) for beat in silent}
+            beat = min(silent, key=waiting.__getitem__)
+            peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
+            message = (
+                f"Hung: rank {beat.rank} has given no sign of life for {time.monotonic() - beat.ticks:.0f} s, which "
+                f"may be {beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
+                + (f"; silent too: {', '.join(peers)}" if peers else "")
+                + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
+            )
+            wrong = RankFailure(
+                local_rank=beat.local_rank,
+                exit_code=None,
+                message=message,
+                traceback=tuple(Path(beat.stacks).read_text(errors="replace").splitlines()[-40:]),
+                time=beat.time,
+                waits=waiting[beat],
+                held=beat in held,
+            )
+        elif (wrong := use.look(steps=max((beat.step for beat in beats), default=0))) is None:
+            continue
+        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
+        return wrong
 
 
 def pass_signals_on(leave: Leave, *, grace: int) -> None:
     """Let SIGTERM and SIGINT ask the ranks to save and leave; a rank that outstays `grace` by far is killed."""
-
-    def kill() -> None:
-        if leave.torchrun is not None:
-            leave.torchrun.kill()
 
     def ask(number: int, _frame: FrameType | None) -> None:
         first, leave.asked = leave.asked is None, leave.asked or time.time()
@@ -154,7 +148,7 @@ def pass_signals_on(leave: Leave, *, grace: int) -> None:
             raise Preempted("asked to leave before the ranks were started")
         if first:
             # torchrun itself kills ranks that outstay `grace`; this is for a torchrun that hangs.
-            timer = threading.Timer(grace + 10, kill)
+            timer = threading.Timer(grace + 10, leave.torchrun.kill)
             timer.daemon = True
             timer.start()
         # A terminal sends its Ctrl-C to the whole group, torchrun included.
@@ -193,9 +187,6 @@ def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
                     process.terminate()
         time.sleep(0.1)
     return left
-
-
-# --- the outcome ------------------------------------------------------------------------------------------------------
 
 
 def fault_of(ending: Ending) -> Fault | None:

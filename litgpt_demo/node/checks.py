@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NodeError, UserError
+from litgpt_demo.errors import Fault, TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
 from litgpt_demo.storage.local import NO_ROOM
 
 
@@ -50,18 +49,13 @@ def check_call(node: Node) -> Iterator[Finding]:
 
 def port_is_free(port: int) -> bool:
     """Return True if a server could listen on this TCP port of this machine; lingering connections do not count."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
             raise
+        return False
     return True
-
-
-# --- the machine and its network --------------------------------------------------------------------------------------
 
 
 def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
@@ -114,18 +108,14 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
     # About GPUs that were asked for, or are just there. An empty list of visible ones, or -1, is a wish for CPUs.
     visible = environ.get(gpu.VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
     about_gpus = network.gpus > 0 or visible
-    about_nccl = node.meet.nodes > 1 and wants_version(network)
+    named = network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)
+    about_nccl = node.meet.nodes > 1 and bool(network.nccl_fails or named)
     if not (about_gpus or about_nccl):
         return
     try:
-        seen = torch_seen(environ)
-    except NodeError as error:
-        fix = "run elsewhere: exclude this node, and have it repaired"
-        yield Finding("error", "torch.hangs", str(error), fix, Fault.NODE)
-        return
-    except UserError as error:
-        fix = "run `python -m litgpt_demo.node.torch_seen` in the image, and fix what it says"
-        yield Finding("error", "torch.import", str(error), fix)
+        seen = gpu.torch_seen(environ)
+    except TrainLitgptError as error:
+        yield Finding.of(error, "torch.hangs" if error.fault is Fault.NODE else "torch.import")
         return
     if about_gpus:
         yield from gpu.check_used(network, seen, environ, processes=node.processes)
@@ -133,26 +123,18 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
         yield from check_nccl(network, seen)
 
 
-def wants_version(network: NodeNetwork) -> bool:
-    """Return True if it matters to the network which NCCL there is."""
-    return bool(network.nccl_fails or (network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)))
-
-
-def check_nccl(network: NodeNetwork, seen: TorchSeen) -> Iterator[Finding]:
+def check_nccl(network: NodeNetwork, seen: gpu.TorchSeen) -> Iterator[Finding]:
     """Yield what is wrong with the NCCL that torch loads; the same comparison as before the job was submitted."""
-    if not wants_version(network):
-        return
     if seen.nccl is None:
         fix = "build the image with a CUDA build of torch"
         yield Finding("error", "nccl.missing", f"torch {seen.torch} comes without NCCL", fix)
-        return
-    owner = f"torch {seen.torch} here, which loads {seen.nccl_path},"
-    yield from check_nccl_version(network, seen.nccl, owner=owner)
+    else:
+        owner = f"torch {seen.torch} here, which loads {seen.nccl_path},"
+        yield from check_nccl_version(network, seen.nccl, owner=owner)
 
 
 def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
-    it stands before. Networks that need no plug-in are not asked."""
+    """Check that NCCL finds the profile's plug-in first: images of NVIDIA's bring one of HPC-X."""
     if not network.plugged_in:
         return
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -189,36 +171,28 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
 
 
 def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
-    """Check that the network's receive daemon answers.
-
-    It has `patience` seconds to come up, where the platform has not waited for it: TCPXO's takes 30.
+    """Check that the network's receive daemon answers. It has `patience` seconds to come up, where the platform has not
+    waited for it: TCPXO's takes 30.
     """
-    if network.socket is None:
-        return
+
+    def unanswered(place: str) -> str:
+        try:
+            if re.fullmatch(r"[^/]+:\d+", place):
+                host, _, port = place.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
+                return ""
+            # Not connected to: a daemon may take a client that says nothing for one that died.
+            return "" if stat.S_ISSOCK(Path(place).stat().st_mode) else "it is no socket"
+        except OSError as error:
+            return error.strerror or str(error)
+
     deadline = time.monotonic() + patience
-    while (problem := _unanswered(network.socket)) and time.monotonic() < deadline:
+    while (problem := unanswered(network.socket) if network.socket else "") and time.monotonic() < deadline:
         time.sleep(min(1.0, patience))
     if problem:
         what = f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}"
         fix = "read the log of the pod's daemon container, and see that both mount the same folder for the socket"
         yield Finding("error", "network.daemon", what, fix, Fault.NODE)
-
-
-def _unanswered(place: str) -> str:
-    """Why nothing answers there; empty if something does."""
-    try:
-        if re.fullmatch(r"[^/]+:\d+", place):
-            host, _, port = place.rpartition(":")
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return ""
-        mode = Path(place).stat().st_mode
-    except OSError as error:
-        return error.strerror or str(error)
-    # Not connected to: a daemon may take a client that says nothing for one that died.
-    return "" if stat.S_ISSOCK(mode) else "it is no socket"
-
-
-# --- cores ------------------------------------------------------------------------------------------------------------
 
 
 def usable_cores() -> int:
@@ -242,10 +216,10 @@ def keep_to(cpus: str | None) -> Finding | None:
     """Keep this process and all that it starts off the cores that the network's own threads are bound to."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
         return None
-    mine = os.sched_getaffinity(0) & cores_of(cpus)
-    if not mine:
-        what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
-        fix = "use the machine type that the network profile is made for"
-        return Finding("warning", "node.cores", what, fix, Fault.NODE)
-    os.sched_setaffinity(0, mine)
-    return None
+    if mine := os.sched_getaffinity(0) & cores_of(cpus):
+        os.sched_setaffinity(0, mine)
+        return None
+    what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
+    return Finding(
+        "warning", "node.cores", what, "use the machine type that the network profile is made for", Fault.NODE
+    )

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from litgpt_demo.errors import NodeError, UserError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.storage.private import make_temporary
 
-GRACE = "LITGPT_GRACE"
-"""The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
+# Variables of ranks: the seconds that they have to save when they are asked to leave, and their node's NodeTimes.
+GRACE, TIMES = "LITGPT_GRACE", "LITGPT_NODE_TIMES"
 
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
-
-# bash's own, which a rank has no use for.
-_OF_BASH = frozenset(("_", "SHLVL", "PWD", "OLDPWD"))
 
 
 def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
@@ -33,28 +33,27 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
     user's last of all.
     """
-    mine = _with_libraries(environ, network.library_paths)
+
+    def with_libraries(environ: Mapping[str, str]) -> dict[str, str]:
+        there = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+        path = ":".join(dict.fromkeys((*network.library_paths, *there)))
+        return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
+
+    mine = with_libraries(environ)
     if network.scripts:
-        mine = _with_libraries(sourced(network.scripts, mine), network.library_paths)
+        mine = with_libraries(sourced(network.scripts, mine))
     mine |= network.environment | network.overrides
     if network.hca is not None:
         mine |= rdma(network, mine, root / "sys")
     return mine
 
 
-def _with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[str, str]:
-    """LD_LIBRARY_PATH with these folders first, each of them once."""
-    there = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    path = ":".join(dict.fromkeys((*folders, *there)))
-    return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
-
-
 def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that shell scripts leave."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
         raise NodeError(
-            f"the network's script {', '.join(missing)} is not on this node; see whether the installer's DaemonSet is "
-            "ready here, and its folder mounted"
+            f"the network's script {', '.join(missing)} is not on this node",
+            fix="see whether the installer's DaemonSet is ready here, and its folder mounted",
         )
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
@@ -62,14 +61,15 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
             command = ["bash", "-c", _SOURCE, "source", str(target), *scripts]
             done = subprocess.run(command, env=dict(environ), check=False)
         except FileNotFoundError as error:
-            raise UserError(f"the network's scripts need bash, and the image has none ({error}); install it") from error
+            what = f"the network's scripts need bash, and the image has none ({error})"
+            raise UserError(what, fix="install it") from error
         if done.returncode != 0 or not target.exists():
-            raise UserError(
-                f"the network's scripts {', '.join(scripts)} ended with {done.returncode}; what they printed is above"
-            )
+            what = f"the network's scripts {', '.join(scripts)} ended with {done.returncode}"
+            raise UserError(what, fix="what they printed is above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
     pairs = (entry.partition("=") for entry in entries if "=" in entry)
-    return {name: value for name, _, value in pairs if name not in _OF_BASH or name in environ}
+    own = {"_", "SHLVL", "PWD", "OLDPWD"} - environ.keys()  # bash's, which a rank has no use for
+    return {name: value for name, _, value in pairs if name not in own}
 
 
 # --- RDMA over Ethernet: which card, and which entry of its table of addresses (GIDs) ---------------------------------
@@ -83,107 +83,79 @@ _UNUSED = "0000:0000:0000:0000:0000:0000:0000:0000"
 _ANNOTATION = "the pod's annotation k8s.v1.cni.cncf.io/networks and its request for the extended resource (rdma/rdma)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gid:
-    """One address of a card's port."""
+def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[str], int]:
+    """The ports for NCCL to use, `device:port` each, and the index that is right for all of them.
 
-    card: str
-    """The port as NCCL names it: `device:port`."""
-    index: int
-    address: str
-    kind: str
-    """`RoCE v2`, or `IB/RoCE v1`."""
-    interface: str
-    """The interface of the network; empty if the kernel does not tell, as for one of another network namespace."""
+    NCCL can reach peers in other subnets by RoCE v2 over IPv4. The pod's own `interfaces` are on that network; other
+    pods' addresses can be in the same table.
+    """
 
-    @property
-    def usable(self) -> bool:
-        """Return True if NCCL can reach peers in other subnets by it: RoCE v2, over IPv4."""
-        mapped = self.address.startswith(_IPV4) and not self.address.endswith(":0000:0000")
-        return mapped and self.kind == "RoCE v2"
+    def numbered(folder: Path) -> list[Path]:
+        return sorted(folder.glob("*"), key=lambda path: int(path.name))
 
-    def __str__(self) -> str:
-        return f"{self.card:<16} {self.index:>3}  {self.address}  {self.kind:<11}  {self.interface or '-'}"
-
-
-def gids(sys: Path, prefix: str) -> list[Gid]:
-    """The addresses on every port of every card whose name begins with `prefix`; entries not in use are left out."""
-    found = []
-    for device in sorted((sys / "class/infiniband").glob(f"{prefix}*")):
-        for port in sorted((device / "ports").glob("*"), key=lambda path: int(path.name)):
-            for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+    cards = sorted((sys / "class/infiniband").glob("*"))
+    if not any(card.name.startswith(prefix) for card in cards):
+        there = f"there are {', '.join(card.name for card in cards)}" if cards else "there are none"
+        fix = f"look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA"
+        raise NodeError(f"no RDMA card is called {prefix}*: {there}", fix=fix)
+    rows: list[str] = []
+    usable: list[tuple[str, int, str]] = []
+    for card in (card for card in cards if card.name.startswith(prefix)):
+        for port in numbered(card / "ports"):
+            for path in numbered(port / "gids"):
                 # The type of an entry that is not in use cannot be read (EINVAL).
                 with contextlib.suppress(OSError):
                     if (address := path.read_text().strip()) == _UNUSED:
                         continue
                     kind, interface = (port / "gid_attrs/types" / path.name).read_text().strip(), ""
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # of an interface in another network namespace
                         interface = (port / "gid_attrs/ndevs" / path.name).read_text().strip()
-                    card, index = f"{device.name}:{port.name}", int(path.name)
-                    found.append(Gid(card=card, index=index, address=address, kind=kind, interface=interface))
-    return found
-
-
-def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[str], int]:
-    """The ports for NCCL to use, `device:port` each, and the index that is right for all of them.
-
-    Args:
-        interfaces: the pod's own on the RoCE network; other pods' addresses can be in the same table.
-    """
-    cards = sorted(path.name for path in (sys / "class/infiniband").glob("*"))
-    if not any(card.startswith(prefix) for card in cards):
-        there = f"there are {', '.join(cards)}" if cards else "there are none"
-        raise NodeError(
-            f"no RDMA card is called {prefix}*: {there}; look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA"
-        )
-    listed = gids(sys, prefix)
-    table = "\n".join(f"  {gid}" for gid in listed) or "  (empty)"
-    told = f" in the table\n{table}\n"
-    mine = [gid for gid in listed if gid.usable]
+                    name = f"{card.name}:{port.name}"
+                    rows.append(f"  {name:<16} {path.name:>3}  {address}  {kind:<11}  {interface or '-'}")
+                    if kind == "RoCE v2" and address.startswith(_IPV4) and not address.endswith(":0000:0000"):
+                        usable.append((name, int(path.name), interface))
+    told = " in the table\n" + ("\n".join(rows) or "  (empty)") + "\n"
     # Where the kernel tells no interface at all, there is nothing to choose by.
-    if interfaces and any(gid.interface for gid in mine):
-        mine = [gid for gid in mine if gid.interface in interfaces]
-    if not mine:
+    if interfaces and any(interface for _, _, interface in usable):
+        usable = [one for one in usable if one[2] in interfaces]
+    if not usable:
         raise NodeError(
             f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}{told}"
             f"Look at {_ANNOTATION}: the second interface has got no IPv4 address"
         )
-    names = [gid.card for gid in mine]
+    names = [name for name, _, _ in usable]
     if double := sorted({name for name in names if names.count(name) > 1}):
         raise NodeError(
             f"{', '.join(double)} has more than one address that is RoCE v2 over IPv4{told}Give the interface one "
             "address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
         )
-    if len({gid.index for gid in mine}) > 1:
+    if len({index for _, index, _ in usable}) > 1:
         raise NodeError(
             f"the ports {', '.join(names)} have it at different indices{told}Set NCCL_IB_HCA in platform.overrides to "
             "one card's name, or leave the index to NCCL 2.21 or newer by NCCL_IB_GID_INDEX=-1"
         )
-    return names, mine[0].index
+    return names, usable[0][1]
 
 
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
     """NCCL's card and GID index, where the user has not set them."""
-    if "NCCL_IB_GID_INDEX" in environ:
-        return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    if not re.fullmatch(r"[A-Za-z0-9_]+", prefix):  # a list of cards or an exclusion; its author knows their indices
+    # The author of a list of cards, or of an exclusion, knows their indices.
+    if "NCCL_IB_GID_INDEX" in environ or not re.fullmatch(r"[A-Za-z0-9_]+", prefix):
         return {}
     names, index = find_cards(sys, prefix, network.interfaces)
     # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
     return {"NCCL_IB_HCA": f"={','.join(names)}", "NCCL_IB_GID_INDEX": str(index)}
 
 
-# --- what torch.compile leaves for the next start ---------------------------------------------------------------------
+# --- what compilers look for ------------------------------------------------------------------------------------------
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
-
-    Its own choice, `torchinductor_<user>` in the temporary folder, is taken whoever made it
-    (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
+    Its own choice is a folder that is taken whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
     """
     mine = dict(environ)
     with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
@@ -199,7 +171,8 @@ def require_executable_cache(environ: Mapping[str, str]) -> None:
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise UserError(
             f"train.compile makes programs and keeps them in {folder}, on a file system from which none may be run "
-            f"(noexec); set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none"
+            "(noexec)",
+            fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none",
         )
 
 
@@ -217,3 +190,53 @@ def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
     mine.setdefault("TRITON_LIBCUDA_PATH", folder)
     mine["LIBRARY_PATH"] = ":".join(dict.fromkeys((*filter(None, environ.get("LIBRARY_PATH", "").split(":")), folder)))
     return mine
+
+
+# --- how long the node took -------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class NodeTimes:
+    """The seconds of a node's life, told to its ranks, so that the metrics tell them on.
+
+    The clock of the day says once when the node began. All else is counted from there by the machine's monotonic clock,
+    which its processes share: a clock that is set by an hour meanwhile changes nothing.
+    """
+
+    attempt: int = 0
+    """The number of the attempt; 0 where its folder is not called so."""
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    begun: float = field(default_factory=time.monotonic)
+    """The same moment on the monotonic clock."""
+    gate: float = 0.0
+    """Seconds of the measurement of the network."""
+    stage: float = 0.0
+    """Seconds in which the datasets were brought here and verified."""
+
+    @classmethod
+    def told(cls) -> NodeTimes | None:
+        """Return what a rank's node has told it by TIMES; None for a rank that no node of ours started."""
+        words = os.environ.get(TIMES)
+        return cls(**json.loads(words)) if words else None
+
+    def elapsed(self, moment: float | None = None) -> float:
+        """Return the seconds from the node's start to a moment of the monotonic clock, by default now."""
+        return round((time.monotonic() if moment is None else moment) - self.begun, 3)
+
+    @contextlib.contextmanager
+    def spent_on(self, what: Literal["gate", "stage"]) -> Iterator[None]:
+        """Add the seconds in between, also where they end with an error."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.monotonic() - began)
+
+    def columns(self) -> dict[str, Any]:
+        """Return what the `start` row of the metrics tells of it."""
+        return {**({"attempt": self.attempt} if self.attempt else {}), "node_started": self.started, **self.phases()}
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of what came before the ranks, for the node's report too."""
+        return {"gate_seconds": round(self.gate, 3), "stage_seconds": round(self.stage, 3)}

@@ -1,6 +1,6 @@
-"""The traces that a bad end leaves outside the ranks' own error files: lines of the kernel's log, the container's count
-of processes killed for want of memory, the lines of the ranks' output that torch and NCCL write when they give up, and
-what their flight recorders dumped then.
+"""What the ranks of a node left: how each that failed ended, by torchrun's findings and its error file; and the traces
+of a bad end outside of these: lines of the kernel's log and of the ranks' output, the container's count of processes
+killed for want of memory, and what torch's flight recorders dumped.
 
 They are picked here and judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
 """
@@ -16,19 +16,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Never
+from typing import Any, Literal, Never
 
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError, Fault, RankFailure, fault_of_exception
+from litgpt_demo.node.torchrun import FAILURES
 from litgpt_demo.secrets import redacted
 
-MOST_TRACES = 64
-"""Traces of one node's report: what all its ranks say, and the kernel."""
-_LONGEST = 500  # characters of a trace
-_OF_A_RANK = 8  # lines that are picked from one rank's output, the last ones
-_OF_THE_KERNEL = 16
-_OUTPUT_BYTES = 262_144  # the end of a rank's error output that is looked through
-_KERNEL_BYTES = 1 << 20  # the kernel's ring buffer is no larger by default (CONFIG_LOG_BUF_SHIFT)
-_DUMP_BYTES = 64 << 20  # 2000 entries, torch's default, with the stack of each take 2 MB
-_READ_ALL = 3  # SYSLOG_ACTION_READ_ALL, syslog(2)
+RECORDER = "recorder-of-rank-"
+"""The name in the node's folder to which torch appends a rank's number for the dump of its flight recorder."""
 
 # NVIDIA's driver: https://docs.nvidia.com/deploy/xid-errors/. The kernel: mm/oom_kill.c, drivers/edac/edac_mc.c,
 # arch/x86/kernel/cpu/mce, arch/x86/mm/fault.c, fs/ext4, drivers/nvme and drivers/net/ethernet/mellanox of Linux 6.
@@ -46,6 +42,12 @@ _OUTPUT = re.compile(
     r"|Fatal Python error|Segmentation fault|Bus error|Detected mismatch between collectives",
 )
 
+# Words of a loader or an abort, for a rank that left neither an error file nor a traceback.
+_LAST_WORDS = re.compile(
+    r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
+    r"|^(?:Syntax|Indentation|Tab)Error:"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -57,44 +59,104 @@ class Trace:
     """The rank whose output it is, within the whole job."""
 
 
-def recorder_prefix(folder: Path) -> Path:
-    """Return the path to which torch appends a rank's number for the dump of its flight recorder."""
-    return folder / "recorder-of-rank-"
+def rank_folders(log_dir: Path) -> dict[int, Path]:
+    """By local rank, the `<run id>_<random>/attempt_0/<local rank>/` of the newest run; there may be older ones too."""
+    runs = sorted(log_dir.glob("*/attempt_0"), key=lambda folder: folder.stat().st_mtime)
+    folders = runs[-1].iterdir() if runs else ()
+    return dict(sorted((int(folder.name), folder) for folder in folders if folder.name.isdigit()))
+
+
+def read_failures(log_dir: Path) -> tuple[list[RankFailure], str | None]:
+    """Return what is known of the ranks that failed under `log_dir`, by local rank, and the exception that torchrun
+    itself fell over, such as a rendezvous that timed out, as `Name: message`.
+
+    Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
+    """
+    path, told = log_dir / FAILURES, dict[str, Any]()
+    with suppress(FileNotFoundError, DataError):
+        told = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")
+    ended, folders = {one["local_rank"]: one for one in told.get("ranks", ())}, rank_folders(log_dir)
+    found = []
+    for rank in sorted(ended.keys() | folders.keys()):
+        message, traceback, when = _words(folders[rank], failed=rank in ended) if rank in folders else ("", [], None)
+        if rank not in ended and not message:
+            continue
+        one = ended.get(rank, {"exit_code": None, "time": time.time()})
+        found.append(
+            RankFailure(
+                local_rank=rank,
+                exit_code=one["exit_code"],
+                message=message,
+                traceback=tuple(traceback[-40:]),
+                time=one["time"] if when is None else when,
+                # Who was found silent may have been the one that the others waited for.
+                waits=fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
+            )
+        )
+    return found, told.get("agent")
+
+
+def _words(folder: Path, *, failed: bool) -> tuple[str, list[str], float | None]:
+    """A rank's exception, its traceback, and the time of its error file (None without one), which torch's `@record`
+    writes, and may be killed meanwhile. Without one there is the rank's error output, from its last traceback on if it
+    has one; else the words of a loader or an abort in it.
+    """
+    file = folder / "error.json"
+    with suppress(FileNotFoundError, DataError, KeyError):
+        content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="the rank's log tells the rest")
+        if isinstance(message := content["message"], str):
+            return message, [], file.stat().st_mtime
+        traceback = message.get("extraInfo", {}).get("py_callstack", "")
+        return message["message"], traceback.splitlines(), file.stat().st_mtime
+    if not failed:
+        return "", [], None
+    # A rank in a process group prefixes its traceback (torch/distributed/distributed_c10d.py, _distributed_excepthook).
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in _last_lines(folder, 32_768)]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if starts:
+        lines = lines[starts[-1] :]
+        telling = [line for line in lines[1:] if line and not line.startswith(" ")]
+    else:
+        telling = [line.strip() for line in lines if _LAST_WORDS.search(line)]
+    return "\n".join(telling)[:2000], lines, None
+
+
+def _last_lines(folder: Path, size: int) -> list[str]:
+    with suppress(OSError), (folder / "stderr.log").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read().decode(errors="replace").splitlines()
+    return []
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
 
 
 def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: int) -> list[Trace]:
-    """Return the traces of a node that ended badly.
-
-    Args:
-        ranks: the folder of each rank's output, by rank within the whole job.
-        recorders: the folder of the dumps of their flight recorders.
-        since: seconds since the epoch; what the kernel said before is of an earlier job.
-        killed: processes of this container that the kernel killed for want of memory since then.
+    """Return the traces of a node that ended badly: of its `ranks`, by rank within the whole job, whose output lies in
+    these folders and whose flight recorders' dumps in `recorders`; of the kernel `since` then, in seconds of the epoch;
+    and of the processes of this container that it `killed` for want of memory.
     """
     found = []
     if killed:
         text = f"the kernel killed {killed} of this container's processes for want of memory"
         found.append(Trace(source="memory", text=text))
-    log, klogctl = ctypes.create_string_buffer(_KERNEL_BYTES), getattr(ctypes.CDLL(None), "klogctl", None)
-    # Linux alone has it, and it may not be read in most containers.
-    if klogctl is not None and (read := klogctl(_READ_ALL, log, _KERNEL_BYTES)) > 0:
+    # Linux alone has it, and it may not be read in most containers. 3 is SYSLOG_ACTION_READ_ALL, syslog(2); the ring
+    # buffer is no larger by default (CONFIG_LOG_BUF_SHIFT).
+    log, klogctl = ctypes.create_string_buffer(1 << 20), getattr(ctypes.CDLL(None), "klogctl", None)
+    if klogctl is not None and (read := klogctl(3, log, len(log))) > 0:
         lines = kernel_lines(log.raw[:read].decode(errors="replace"), since=since)
         found += [Trace(source="kernel", text=text) for text in lines]
     for rank in ranks:
-        if come := recorded(Path(f"{recorder_prefix(recorders)}{rank}")):
+        if come := recorded(recorders / f"{RECORDER}{rank}"):
             found.append(Trace(source="recorder", text=come, rank=rank))
     for rank, folder in ranks.items():
-        with suppress(OSError), (folder / "stderr.log").open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _OUTPUT_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-            telling = list(dict.fromkeys(_short(line) for line in lines if _OUTPUT.search(line)))[-_OF_A_RANK:]
-            found += [Trace(source="output", text=text, rank=rank) for text in telling]
-    return found[:MOST_TRACES]
+        lines = [_short(line) for line in _last_lines(folder, 262_144) if _OUTPUT.search(line)]
+        found += [Trace(source="output", text=text, rank=rank) for text in [*dict.fromkeys(lines)][-8:]]
+    return found[:64]  # what all ranks of a node say, and the kernel
 
 
 def _short(line: str) -> str:
-    return redacted(line.strip())[:_LONGEST]
+    return redacted(line.strip())[:500]
 
 
 def kernel_lines(log: str, *, since: float) -> list[str]:
@@ -106,7 +168,7 @@ def kernel_lines(log: str, *, since: float) -> list[str]:
         told = re.match(r"(?:<\d+>)?\[\s*(\d+\.\d+)\] ?(.*)", line)
         if told is not None and float(told[1]) >= begun and _KERNEL.search(told[2]):
             found.append(_short(told[2]))
-    return found[-_OF_THE_KERNEL:]
+    return found[-16:]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -119,11 +181,11 @@ class _PlainUnpickler(pickle.Unpickler):
 def recorded(dump: Path) -> str | None:
     """Return how far a rank had come in the default process group by its flight recorder; None without a sound dump.
 
-    torch writes a pickle of dictionaries (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, 2.13), here below the
-    node's own folder; a rank's program could have written anything.
+    torch writes a pickle of dictionaries (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, 2.13); a rank's program
+    could have written anything.
     """
     try:
-        if dump.stat().st_size > _DUMP_BYTES:
+        if dump.stat().st_size > 64 << 20:  # 2000 entries, torch's default, with the stack of each take 2 MB
             return None
         with dump.open("rb") as file:
             status = _PlainUnpickler(file).load()["pg_status"]["0"]

@@ -1,27 +1,142 @@
 """The measurement before the training: same ranks, same cards, a minute at most. A network that is too slow costs GPU
 hours, and nothing else would say so. It also tells in which order the machines' ranks are neighbours.
+
+Ranks measure (litgpt_demo.node.collectives). Here is what is made of their figures, for the benchmark too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from litgpt_demo.errors import Fault, NetworkError, NodeError, Preempted, TrainLitgptError, UserError, decisive
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError, Fault, NetworkError, NodeError, Preempted, TrainLitgptError, UserError
 from litgpt_demo.node.agent import Leave, fault_of, run_ranks
-from litgpt_demo.node.collectives import RESULT, Result, read_result
 from litgpt_demo.node.rendezvous import Node
 
+RESULT = "network.json"  # in every node's own folder; it is the same in all of them
+# Variables of ranks: the file of what was measured before a training, and the place of their machine in the fabric.
+MEASURED, PLACE = "LITGPT_MEASURED", "LITGPT_PLACE"
 # The gate meets on a port of its own, above the job's: a node that is through must not find its peers' last meeting.
 PORT = 1
+
+NodePair = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One size, reduced among some number of ranks.
+
+    algbw is the tensor's bytes by the time an all-reduce of it takes. busbw is algbw · 2(n-1)/n for n ranks: what each
+    link carries, whatever n is, because a ring moves each byte n-1 times to reduce it and n-1 times to spread it, a
+    share of 1/n at a time (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md#bandwidth). Floors and
+    links compare with busbw. Both are in GB/s, 10^9 bytes per second; 1 GB/s = 8 Gbit/s.
+    """
+
+    ranks: int
+    bytes: int
+    seconds: float
+    """Of one all-reduce, on the slowest rank."""
+    repeats: int
+
+    @property
+    def algbw(self) -> float:
+        return self.bytes / self.seconds / 1e9
+
+    @property
+    def busbw(self) -> float:
+        return self.algbw * 2 * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The result of the measurement, as it is stored with the run."""
+
+    backend: str
+    nodes: int
+    hosts: tuple[str, ...]
+    """Machine of each node."""
+    speeds: tuple[Speed, ...]
+    floor: float | None
+    """Least busbw in GB/s; None where no figure is known."""
+    seconds: float
+    """Seconds that the measurement took."""
+    places: tuple[str, ...] = ()
+    """The place of each node in the fabric; empty text where it is not known."""
+    pairs: Mapping[NodePair, float] = field(default_factory=dict)
+    """GB/s between two nodes, both ways at once, where that was measured."""
+    alone: Mapping[int, float] = field(default_factory=dict)
+    """busbw in GB/s within each node; empty where nodes have one rank, or that was not measured."""
+
+    @property
+    def best(self) -> Speed:
+        """The largest busbw among all ranks."""
+        world = max(speed.ranks for speed in self.speeds)
+        return max((speed for speed in self.speeds if speed.ranks == world), key=lambda speed: speed.busbw)
+
+    @property
+    def enough(self) -> bool:
+        return self.floor is None or self.best.busbw >= self.floor
+
+    @property
+    def slow(self) -> list[int]:
+        """Nodes that hold up the others."""
+        return culprits(self.pairs, self.alone)
+
+    def document(self) -> dict[str, Any]:
+        """The content of RESULT."""
+        return {
+            **asdict(self),
+            "enough": self.enough,
+            "slow": self.slow,
+            "seconds": round(self.seconds, 2),
+            "speeds": [{**asdict(one), "algbw": one.algbw, "busbw": one.busbw} for one in self.speeds],
+            "pairs": [{"nodes": list(pair), "gbytes": speed} for pair, speed in sorted(self.pairs.items())],
+            "alone": [{"node": node, "busbw": speed} for node, speed in sorted(self.alone.items())],
+        }
+
+    def row(self) -> dict[str, Any]:
+        """Return the result for the metrics: GB/s, bytes and seconds."""
+        best = self.best
+        floor = {} if self.floor is None else {"floor": self.floor}
+        return {
+            "kind": "network", "step": 0, "ranks": best.ranks, "nodes": self.nodes, "bytes": best.bytes,
+            "algbw": round(best.algbw, 4), "busbw": round(best.busbw, 4), "seconds": round(self.seconds, 2), **floor,
+        }  # fmt: skip
+
+
+def read_result(content: bytes, where: str) -> Result:
+    """The Result whose `document` was stored at the address `where`."""
+    fix = "measure the network again"
+    document = parse_json(content, dict[str, Any], where=where, fix=fix)
+    names = ("ranks", "bytes", "seconds", "repeats")
+    try:
+        return Result(
+            **{name: document[name] for name in ("backend", "nodes", "floor", "seconds")},
+            hosts=tuple(document["hosts"]),
+            places=tuple(document["places"]),
+            speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
+            pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
+            alone={one["node"]: one["busbw"] for one in document["alone"]},
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{where} is not the result of a measurement of this version ({error!r})", fix=fix) from error
+
+
+def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what was measured before this training, as a metrics row; empty if nothing was."""
+    path = Path(environ.get(MEASURED, ""))
+    return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
 
 def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | None:
     """Measure, and go on if the network is good; the result is in the node's folder too, and None where none is needed.
 
-    Raises:
-        NodeError: this node is the slow one.
-        NetworkError: another node is, or the network as a whole, or the measurement did not end.
+    It is a NodeError if this node is the slow one, a NetworkError if another node or the network as a whole is, or if
+    the measurement did not end.
     """
     network = node.network
     if node.meet.nodes < 2 or network.gate_seconds == 0:
@@ -36,10 +151,9 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     leave.torchrun = None
     fault = fault_of(ending)
     if fault is not None or not path.exists():
-        cause = decisive(ending.failures)
         clear = {Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted}
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
-        raise kind(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
+        raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
     if problem := verdict(result, node.meet.node_rank, name=network.name):
         if not network.allow_sockets:
@@ -48,46 +162,62 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     return result
 
 
-def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
-    """Return what this node has to say of the result; None if the network is good enough.
+def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
+    """The slow nodes, as far as the measurements tell: each is measured with several others, and slow with all.
 
-    The slow node ends with a fault of its own, so that the next attempt can leave it out; the others only lost a peer.
+    Two nodes have one pair, which does not say whose fault it is; what each of them does alone may.
+    """
+    best: dict[int, float] = {}
+    for pair, speed in speeds.items():
+        for node in pair:
+            best[node] = max(speed, best.get(node, 0.0))
+    slow: set[int] = set()
+    for figures in (best, alone):
+        if len(figures) > 1:
+            # Links of one fabric are alike to some percent; a card that has fallen back to a lower rate, or a cable
+            # that drops packets, costs more than half.
+            least = 0.5 * median(figures.values())
+            slow |= {node for node, speed in figures.items() if speed < least}
+    return sorted(slow)
+
+
+def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
+    """Return what this node has to say of the result; None if the network is good enough. The slow node ends with a
+    fault of its own, so that the next attempt can leave it out; the others only lost a peer.
     """
     if result.enough:
         return None
-    best, slow = result.best, result.slow
+
+    def evidence(node: int) -> str:
+        """The figures that speak of one node."""
+        told = []
+        if mine := {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}:
+            others = sorted(speed for pair, speed in result.pairs.items() if node not in pair)
+            words = ", ".join(f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items())
+            told.append(words + (f", others have {others[len(others) // 2]:.2f}" if others else ""))
+        if node in result.alone:
+            told.append(f"{result.alone[node]:.2f} GB/s within the node")
+        return "; ".join(told) or "nothing else was measured"
+
+    best, slow, hosts = result.best, result.slow, result.hosts
     what = (
         f"an all-reduce of {best.bytes / 2**20:,.0f} MiB over {result.nodes} nodes reached {best.busbw:.2f} GB/s "
         f"(busbw; {best.busbw * 8:.0f} Gbit/s), and {name} has to reach {result.floor:.2f} GB/s"
     )
     if node in slow:
-        return NodeError(f"{what}; this node is the slow one: {_evidence(result, node)}. Exclude {result.hosts[node]}")
+        return NodeError(f"{what}; this node is the slow one: {evidence(node)}. Exclude {hosts[node]}")
     if slow:
-        named = ", ".join(f"node {number} ({result.hosts[number]})" for number in slow)
-        return NetworkError(f"{what}; {named} is slow: {_evidence(result, slow[0])}")
+        named = ", ".join(f"node {number} ({hosts[number]})" for number in slow)
+        return NetworkError(f"{what}; {named} is slow: {evidence(slow[0])}")
     if result.nodes == 2:
-        hosts = " and ".join(result.hosts)
+        both = " and ".join(hosts)
         return NetworkError(
-            f"{what}; of two nodes it cannot be told which is slow: measure {hosts} with a third one each"
+            f"{what}; of two nodes it cannot be told which is slow: measure {both} with a third one each"
         )
     return NetworkError(
-        f"{what}; all nodes are alike ({_evidence(result, 0)}), so look at what they share: the fabric's settings "
+        f"{what}; all nodes are alike ({evidence(0)}), so look at what they share: the fabric's settings "
         "(render --explain), the plug-in's release, the placement"
     )
-
-
-def _evidence(result: Result, node: int) -> str:
-    """The figures that speak of one node."""
-    told = []
-    if mine := {pair: speed for pair, speed in result.pairs.items() if node in pair}:
-        others = sorted(speed for pair, speed in result.pairs.items() if node not in pair)
-        words = ", ".join(
-            f"{speed:.2f} GB/s with node {pair[0] if pair[1] == node else pair[1]}" for pair, speed in mine.items()
-        )
-        told.append(words + (f", others have {others[len(others) // 2]:.2f}" if others else ""))
-    if node in result.alone:
-        told.append(f"{result.alone[node]:.2f} GB/s within the node")
-    return "; ".join(told) or "nothing else was measured"
 
 
 # --- the order of ranks -----------------------------------------------------------------------------------------------
@@ -95,26 +225,21 @@ def _evidence(result: Result, node: int) -> str:
 # over machines of two blocks in arbitrary order crosses between the blocks at every other step instead of twice. The
 # topology-aware scheduling of Kueue orders pods by their completion index already, and nothing is left to do here.
 
-# Blocks, racks and hosts, as `/block/subblock/host`; the same as GKE's node labels cloud.google.com/gce-topology-*:
-# https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
-_METADATA = "http://{host}/computeMetadata/v1/instance/attributes/physical_host"
-
 
 def place_of(source: str | None, environ: Mapping[str, str]) -> str:
-    """Return the place of this machine in the fabric, largest part first, with slashes between; empty if not known.
+    """Return the place of this machine in the fabric; empty if not known. None as `source` asks nobody.
 
-    Args:
-        source: `gce` asks the machine's metadata server, `env:NAME` reads a variable, None asks nobody.
+    It is `/block/subblock/host`, as GKE's node labels cloud.google.com/gce-topology-* have it:
+    https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
     """
     if source is None:
         return ""
-    if source.startswith("env:"):
-        return environ.get(source.removeprefix("env:"), "")
     from urllib.request import Request, urlopen
 
     # Google's own libraries find another server by this variable too.
     host = environ.get("GCE_METADATA_HOST", "169.254.169.254")
-    request = Request(_METADATA.format(host=host), headers={"Metadata-Flavor": "Google"})
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/physical_host"
+    request = Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()

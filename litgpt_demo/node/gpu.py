@@ -1,46 +1,189 @@
-"""The GPUs of a node: how many, which driver, with errors or without, and the driver's library."""
+"""The GPUs of a node: how many, which driver, with errors or without, and what a rank's torch can do with them.
+
+    python -m litgpt_demo.node.gpu torch      the GPUs and the NCCL that torch has, as JSON
+
+Processes are asked, because a driver may hang, and because nothing but a process like a rank knows: the image's
+NCCL_VERSION may be another's (pytorch/pytorch#122571), torch's own figure is what it was built with, and nvidia-smi
+shows GPUs that torch cannot use.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import Fault, NodeError
+from litgpt_demo.errors import Fault, NodeError, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork, within
-from litgpt_demo.node.torch_seen import TorchSeen, answer_of
 
 LIBCUDA = "libcuda.so.1"
 _MOUNTED = "usr/local/nvidia/lib64"
 """The folder in which GKE mounts the driver's libraries into containers that ask for GPUs."""
 
-# Seconds. It takes 10 with eight GPUs and no persistence daemon; forever, when a GPU has fallen off the bus.
-_PATIENCE = 60.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_REPAIR = "run elsewhere: exclude this node, and have it repaired"
+
+# Least drivers for a CUDA by its first number: all its minor versions run on them (table "Minimum Required Driver
+# Version for CUDA Minor Version Compatibility", https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html).
+DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"})
 
 
-def _asked(environ: Mapping[str, str]) -> list[dict[str, Any]] | None:
-    """What `main` finds of each GPU, None if the driver's library is not here. A process is asked that can be left
-    behind, hung."""
-    hung = f"the driver did not answer for {_PATIENCE:.0f} s: a GPU of this machine has hung"
-    code, told, words = answer_of([*PYTHON, "-m", __name__], environ, patience=_PATIENCE, hung=hung)
-    if code != 0:
-        raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
-    found: list[dict[str, Any]] | None = json.loads(told.splitlines()[-1])
-    return found
+@dataclass(frozen=True, kw_only=True)
+class TorchSeen:
+    """The torch of this image, on this machine, as a rank will get it."""
+
+    torch: str
+    """Its version."""
+    cuda: str | None
+    """The CUDA that it was built with; None of a build for CPUs, or for other makers' GPUs."""
+    nccl: str | None
+    """The version of the NCCL that it loads; None if it loads none."""
+    nccl_path: str
+    gpus: int
+    """The GPUs that it can use."""
+    gpu_error: str
+    """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def main() -> None:
-    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library.
+def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> TorchSeen:
+    """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
+    patience = 300.0  # importing torch from an image that was just pulled reads gigabytes
+    hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
+    code, told, errors = _asked("torch", environ, patience=patience, hung=hung, python=python)
+    if code == 0:
+        with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
+            return TorchSeen(**json.loads(told.splitlines()[-1]))
+    words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
+    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}", fix=fix)
 
-    Of errors, those of memory since the driver was loaded that ECC could not correct; null where they are not counted.
+
+def _asked(
+    what: str, environ: Mapping[str, str], *, patience: float, hung: str, python: str | None = None
+) -> tuple[int, str, str]:
+    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
+    command, pipe = [*((python,) if python else PYTHON), "-m", __name__, what], subprocess.PIPE
+    process = subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace")
+    try:
+        told, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
+            process.communicate(timeout=1)
+        raise NodeError(hung, fix=_REPAIR) from error
+    return process.returncode, told, errors
+
+
+def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield what is wrong with the GPUs, if the node is to have any."""
+    if not network.gpus:
+        return
+    folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
+    patience = 60.0  # seconds: with eight GPUs and no persistence daemon it takes 10
+    hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
+    try:
+        asked = {**environ, "LD_LIBRARY_PATH": ":".join(folders)}
+        code, told, words = _asked("driver", asked, patience=patience, hung=hung)
+        if code != 0:
+            raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
+    except NodeError as error:
+        yield Finding.of(error, "gpu.driver")
+        return
+    gpus: list[dict[str, Any]] | None = json.loads(told.splitlines()[-1])
+    count = len(list((root / "dev").glob("nvidia[0-9]*")) if gpus is None else gpus)
+    if count < network.gpus:
+        what = f"{count} GPUs are here, and the job was given machines with {network.gpus}"
+        fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
+        yield Finding("error", "gpu.count", what, fix, Fault.NODE)
+    elif gpus is None:
+        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
+        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", Fault.NODE)
+    for gpu in gpus or ():
+        if gpu["errors"]:
+            what = f"GPU {gpu['index']} ({gpu['name']}) has {gpu['errors']} memory errors that ECC could not correct"
+            fix = "run elsewhere: exclude this node, and have the GPU reset or replaced"
+            yield Finding("error", "gpu.ecc", what, fix, Fault.NODE)
+    for driver in sorted({gpu["driver"] for gpu in gpus or ()}):
+        if not within(driver, network.drivers):
+            what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
+            fix = "use node pools whose driver version is not `latest`"
+            yield Finding("error", "gpu.driver-version", what, fix, Fault.NODE)
+
+
+def check_used(
+    network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
+) -> Iterator[Finding]:
+    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot.
+
+    What the job did not ask for is a warning: it may be meant.
+    """
+    if seen.gpus == 0:
+        what, fix, fault = _why_unused(seen, environ)
+        if network.gpus:
+            yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
+        else:
+            fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
+            yield Finding("warning", "gpu.unused", f"{what}; the ranks run on CPUs", fix, fault)
+    # Fewer may be shown to the ranks than the node has, as long as each of them has one.
+    elif network.gpus and seen.gpus < (processes if VISIBLE in environ else network.gpus):
+        what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
+        fault = Fault.USER if VISIBLE in environ else Fault.NODE
+        said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
+        yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
+
+
+def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
+    has = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here"
+    if seen.cuda is None:
+        what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
+        return what, "install a CUDA build of torch in the image", Fault.USER
+    if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
+        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
+        major = seen.cuda.partition(".")[0]
+        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
+        fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
+        return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
+    if "no kernel image is available" in seen.gpu_error:
+        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
+        return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
+    if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
+        fix = f"leave {VISIBLE} out, or name GPUs that are here"
+        return f"{has} with {VISIBLE}={environ[VISIBLE]!r} ({seen.gpu_error})", fix, Fault.USER
+    return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
+
+
+def libcuda_is_cached() -> bool:
+    """Whether the loader finds the driver's library by itself."""
+    try:
+        listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+    except OSError:  # an image without ldconfig, such as a distroless one
+        return False
+    return re.search(rf"^\s*{re.escape(LIBCUDA)} .*=> \S+$", listed, re.MULTILINE) is not None
+
+
+def libcuda_folder(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
+    """Return the first folder of LD_LIBRARY_PATH, or GKE's, that has the driver's library; None if none has."""
+    folders = (*environ.get("LD_LIBRARY_PATH", "").split(":"), str(root / _MOUNTED))
+    return next((folder for folder in folders if folder and (Path(folder) / LIBCUDA).is_file()), None)
+
+
+# --- in the processes that are asked ----------------------------------------------------------------------------------
+
+
+def _say_driver() -> None:
+    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library. Errors
+    are those of memory since the driver was loaded that ECC could not correct; null where they are not counted.
     """
     import pynvml as nvml
 
@@ -63,107 +206,47 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what is wrong with the GPUs, if the node is to have any."""
-    if not network.gpus:
-        return
-    folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
-    try:
-        gpus = _asked({**environ, "LD_LIBRARY_PATH": ":".join(folders)})
-    except NodeError as error:
-        fix = "run elsewhere: exclude this node, and have it repaired"
-        yield Finding("error", "gpu.driver", str(error), fix, Fault.NODE)
-        return
-    count = len(list((root / "dev").glob("nvidia[0-9]*")) if gpus is None else gpus)
-    if count < network.gpus:
-        what = f"{count} GPUs are here, and the job was given machines with {network.gpus}"
-        fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
-        yield Finding("error", "gpu.count", what, fix, Fault.NODE)
-    elif gpus is None:
-        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
-        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", Fault.NODE)
-    for gpu in gpus or ():
-        if gpu["errors"]:
-            what = f"GPU {gpu['index']} ({gpu['name']}) has {gpu['errors']} memory errors that ECC could not correct"
-            fix = "run elsewhere: exclude this node, and have the GPU reset or replaced"
-            yield Finding("error", "gpu.ecc", what, fix, Fault.NODE)
-    for driver in sorted({gpu["driver"] for gpu in gpus or ()}):
-        if not within(driver, network.drivers):
-            what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
-            fix = "use node pools whose driver version is not `latest`"
-            yield Finding("error", "gpu.driver-version", what, fix, Fault.NODE)
+def _say_torch() -> None:
+    import torch
+
+    nccl, path = _nccl()
+    # `torch.cuda.is_available()` says no and not why, and `device_count()` may be the driver's answer. A driver may
+    # start, and the build lack code for the GPU.
+    gpus, asked, error = 0, "", ""
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            gpus = torch.cuda.device_count()
+            for index in range(gpus):
+                asked = f"GPU {index}: "
+                torch.ones(2, device=f"cuda:{index}").sum().item()
+        except RuntimeError as raised:
+            gpus, error = 0, f"{asked}{' '.join(str(raised).split())[:500]}"
+    told = TorchSeen(
+        torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, nccl_path=path, gpus=gpus, gpu_error=error
+    )
+    print(json.dumps(asdict(told)))
 
 
-# --- the GPUs as torch has them ---------------------------------------------------------------------------------------
-
-# Least drivers for a CUDA by its first number: all its minor versions run on them (table "Minimum Required Driver
-# Version for CUDA Minor Version Compatibility", https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html).
-DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"})
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def check_used(
-    network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
-) -> Iterator[Finding]:
-    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot.
-
-    What the job did not ask for is a warning: it may be meant.
-    """
-    if not network.gpus:
-        if seen.gpus == 0:
-            what, fix, fault = _why_unused(seen, environ)
-            fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
-            yield Finding("warning", "gpu.unused", f"{what}; the ranks run on CPUs", fix, fault)
-    elif seen.gpus == 0:
-        what, fix, fault = _why_unused(seen, environ)
-        yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
-    # Fewer may be shown to the ranks than the node has, as long as each of them has one.
-    elif seen.gpus < (processes if VISIBLE in environ else network.gpus):
-        what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
-        fault = Fault.USER if VISIBLE in environ else Fault.NODE
-        said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
-        yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
-
-
-def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
-    """Return why torch can use no GPU, what to do, and whose fault it is."""
-    has = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here"
-    if seen.cuda is None:
-        what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
-        return what, "install a CUDA build of torch in the image", Fault.USER
-    if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
-        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
-        major = seen.cuda.partition(".")[0]
-        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
-        fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
-        return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
-    if "no kernel image is available" in seen.gpu_error:
-        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
-        return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
-    if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
-        fix = f"leave {VISIBLE} out, or name GPUs that are here"
-        return f"{has} with {VISIBLE}={environ[VISIBLE]!r} ({seen.gpu_error})", fix, Fault.USER
-    return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
-
-
-# --- the driver's library ---------------------------------------------------------------------------------------------
-
-
-def libcuda_is_cached() -> bool:
-    """Return True if the loader finds the driver's library by itself."""
-    try:
-        listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    except OSError:  # an image without ldconfig, such as a distroless one
-        return False
-    return re.search(rf"^\s*{re.escape(LIBCUDA)} .*=> \S+$", listed, re.MULTILINE) is not None
-
-
-def libcuda_folder(environ: Mapping[str, str], root: Path = Path("/")) -> str | None:
-    """Return the first folder of LD_LIBRARY_PATH, or GKE's, that has the driver's library; None if none has."""
-    folders = (*environ.get("LD_LIBRARY_PATH", "").split(":"), str(root / _MOUNTED))
-    return next((folder for folder in folders if folder and (Path(folder) / LIBCUDA).is_file()), None)
+def _nccl() -> tuple[str | None, str]:
+    """Return version and path of the NCCL whose functions torch calls: of several, the one that was preloaded."""
+    maps = Path("/proc/self/maps").read_text()
+    paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
+    if not paths:
+        return None, ""
+    library, code, path = ctypes.CDLL(None), ctypes.c_int(), paths[0]
+    if hasattr(library, "ncclGetVersion"):
+        address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p).value or 0
+        for start, end, mapped in re.findall(r"^(\w+)-(\w+) .* (/\S*libnccl\.so\S*)$", maps, re.MULTILINE):
+            if int(start, 16) <= address < int(end, 16):
+                path = mapped
+    else:  # it came with torch alone
+        library = ctypes.CDLL(path)
+    if library.ncclGetVersion(ctypes.byref(code)) != 0:
+        return None, path
+    number = code.value  # since 2.9: major, two digits of minor, two of patch
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", path
 
 
 if __name__ == "__main__":
-    main()
+    {"driver": _say_driver, "torch": _say_torch}[sys.argv[1]]()

@@ -1,16 +1,22 @@
-"""The network of a node's job, as it arrives in the environment, and the ranges of versions that it states."""
+"""The network of a node's job, as it arrives in the environment; the ranges of versions that it states; and the check
+that ranks use it."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import UserError
+from litgpt_demo.documents import first_problem
+from litgpt_demo.errors import Fault, RankFailure, UserError
 from litgpt_demo.findings import Finding
 
 NETWORK = "LITGPT_NETWORK"
@@ -33,20 +39,18 @@ def version(text: str) -> Version:
 
 
 def within(found: str, ranges: Iterable[str]) -> bool:
-    """Return True if a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 and 2.19.0 are
-    the same.
-    """
+    """Whether a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 is 2.19.0."""
+
+    def holds(bound: str) -> bool:
+        split = re.match(r"\s*(>=|<=|==|>|<)\s*(.+?)\s*$", bound)
+        if split is None:
+            raise ValueError(f"{bound!r} is no bound of a range; write >=2.19 or <2.20")
+        mine, theirs = version(found), version(split[2])
+        length = max(len(mine), len(theirs))
+        return _COMPARED[split[1]](mine + (0,) * (length - len(mine)), theirs + (0,) * (length - len(theirs)))
+
     ranges = tuple(ranges)
-    return not ranges or any(all(_holds(found, bound) for bound in one.split(",")) for one in ranges)
-
-
-def _holds(found: str, bound: str) -> bool:
-    split = re.match(r"\s*(>=|<=|==|>|<)\s*(.+?)\s*$", bound)
-    if split is None:
-        raise ValueError(f"{bound!r} is no bound of a range; write >=2.19 or <2.20")
-    mine, theirs = version(found), version(split[2])
-    length = max(len(mine), len(theirs))
-    return _COMPARED[split[1]](mine + (0,) * (length - len(mine)), theirs + (0,) * (length - len(theirs)))
+    return not ranges or any(all(map(holds, one.split(","))) for one in ranges)
 
 
 class NcclFit(StrEnum):
@@ -109,8 +113,8 @@ class NodeNetwork(Settings):
     """Least bus bandwidth of a large all-reduce in GB/s, by the node count from which on it holds: {2: 40.0}."""
     allow_sockets: bool = False
     """Go on, with a warning, where the network is found not to be in use."""
-    place: str | None = Field(None, pattern=r"^(gce|env:\w+)$")
-    """The source of this machine's place in the fabric, for the order of ranks: `gce` (metadata server), `env:NAME`."""
+    place: Literal["gce"] | None = None
+    """The source of this machine's place in the fabric, for the order of ranks: GCE's metadata server."""
     gate_seconds: int = 60
     """Seconds that the measurement before the training may take; 0 leaves it out."""
 
@@ -140,9 +144,7 @@ UNTOLD = NodeNetwork(gate_seconds=0)
 def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instead: str = "") -> Iterator[Finding]:
     """Yield what is wrong with an NCCL for the network's plug-in: before a job is submitted, and again on its nodes.
 
-    Args:
-        owner: who has it, for the message: `the image's torch 2.13.0`.
-        instead: what to do, where the caller knows better than this network.
+    The `owner` is who has it, as `the image's torch 2.13.0`; `instead` what to do, where the caller knows better.
     """
     fit, name = network.nccl_fit(version), network.name
     tested = " or ".join(network.nccl_versions)
@@ -167,15 +169,124 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """Return the network that the environment names; a plain one, that is not measured, where it names none."""
+    """The network that the environment names; a plain one, that is not measured, where it names none."""
     if NETWORK not in environ:
         return UNTOLD
     try:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
-        first = error.errors()[0]
         raise UserError(
-            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first['msg']} at "
-            f"{'.'.join(map(str, first['loc'])) or 'its start'}); "
-            "the launcher that submits and the image that runs have to be of one version"
+            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})",
+            fix="the launcher that submits and the image that runs have to be of one version",
         ) from error
+
+
+# --- whether ranks use it ---------------------------------------------------------------------------------------------
+# NCCL falls back to plain sockets without failing, at a tenth of the speed; its own log says so, and with RDMA so do
+# the counters of the cards.
+
+# Once per communicator and rank, with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS that has INIT. The words are the same from
+# NCCL 2.18 to 2.30 (https://github.com/NVIDIA/nccl/blob/master/src/init.cc, commAlloc).
+_USING = re.compile(r"NCCL INFO Using network (?P<name>.+?)\s*$")
+
+_TELLING = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Bootstrap)")
+
+# What NCCL and the plug-ins print, and what is behind it. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
+# another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
+# GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
+_NOT_THERE = "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?"
+_MISFIT = "the plug-in does not fit the GPU driver of this node; never use `latest` of either"
+_HINTS = {
+    "ould not find: libnccl-net": _NOT_THERE,
+    "No plugin found": _NOT_THERE,
+    "Failed to find ncclNetPlugin": "the plug-in is of another version than this NCCL: see network_plugin",
+    "NET/IB : No device found": "the pod has no RDMA devices: look at its network annotations, or its resource claim",
+    "Inappropriate ioctl": _MISFIT,
+    "gpu_tx_reg_mr failed": _MISFIT,
+    "onnection refused, retrying": "the receive daemon does not answer: look at the sidecar's log",
+}
+
+
+def bytes_sent(sys: Path, ports: Sequence[str], interfaces: Sequence[str]) -> tuple[int, int] | None:
+    """Bytes that the cards' ports (`device:port`) and the network interfaces have sent; None where a pod may not look.
+
+    RDMA bypasses the kernel's network stack: a port's own counters move, those of its interface stay still.
+    """
+    try:
+        # port_xmit_data counts words of four bytes (InfiniBand's PortXmitData).
+        counters = [sys / f"class/infiniband/{'/ports/'.join(port.split(':'))}/counters" for port in ports]
+        cards = [4 * int((folder / "port_xmit_data").read_text()) for folder in counters]
+        kernel = [int((sys / f"class/net/{name}/statistics/tx_bytes").read_text()) for name in interfaces]
+    except (OSError, ValueError):
+        return None
+    return (sum(cards), sum(kernel)) if cards and kernel else None
+
+
+Counters = Callable[[], tuple[int, int] | None]
+
+
+class NetworkUse:
+    """Reads along in what the ranks of one node print into `logs`, and looks at the cards that NCCL was told to use."""
+
+    def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, sent: Counters = lambda: None) -> None:
+        self._sent, self._before = sent, sent()
+        # Within one node NCCL names a network too, and does not use it.
+        self._expected = network.nccl_net if nodes > 1 else None
+        self._logs, self._network = logs, network
+        self._offsets: dict[Path, int] = {}
+        self._tail: deque[str] = deque(maxlen=30)
+        self._seen: set[str] = set()
+
+    def look(self, *, steps: int = 0) -> RankFailure | None:
+        """Read what is new; what is told if the network is not the one asked for.
+
+        After the first of the ranks' `steps` NCCL has begun, and has to have said so.
+        """
+        if self._expected is None:
+            return None
+        for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                fresh = file.read()
+            whole = fresh[: fresh.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                if "NCCL" in line and _TELLING.search(line):
+                    self._tail.append(line)
+                    if said := _USING.search(line):
+                        self._seen.add(said["name"])
+        if wrong := sorted(self._seen - {self._expected}):
+            return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", Fault.NODE)
+        if steps > 0 and not self._seen:
+            what = f"the ranks have done a step, and NCCL has not said that it uses {self._expected}"
+            needed = "NCCL_DEBUG has to be INFO, NCCL_DEBUG_SUBSYS to have INIT, NCCL_DEBUG_FILE to be unset"
+            return self._finding(f"{what}: {needed}, and the script to use the nccl backend", Fault.USER)
+        if self._before is None or (now := self._sent()) is None:
+            return None
+        cards, kernel = (after - before for after, before in zip(now, self._before, strict=True))
+        if cards + kernel < 256 * 2**20:  # set-up, or a small model
+            return None
+        self._before = None  # that is said once
+        told = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel"
+        # Most of it has to go by the cards: logs, checkpoints and a data loader's reads go through the kernel as well.
+        if cards > kernel:
+            print(f"network {self._network.name} is in use: the ranks sent {told}", flush=True)
+            return None
+        return self._finding(f"the ranks do not send by RDMA: {told}", Fault.NODE)
+
+    def _finding(self, what: str, fault: Fault) -> RankFailure | None:
+        hints = dict.fromkeys(hint for words, hint in _HINTS.items() if any(words in line for line in self._tail))
+        message = f"{what} (platform.network={self._network.name})" + "".join(f"; {hint}" for hint in hints)
+        if self._network.allow_sockets:
+            self._expected = None  # that is said once
+            print(f"warning [network.unused] {message} -> allow_sockets is set: the job goes on, slower", flush=True)
+            return None
+        name = "NodeError" if fault is Fault.NODE else "UserError"
+        fix = "To train over plain sockets all the same, set platform.allow_sockets"
+        return RankFailure(
+            local_rank=0,
+            exit_code=fault.exit_code,
+            message=f"{name}: {message}. {fix}",
+            traceback=tuple(self._tail),
+            time=time.time(),
+        )

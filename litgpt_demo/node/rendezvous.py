@@ -38,18 +38,13 @@ _PORTS = {AUTO: "29500", PYTORCHJOB: "23456"}
 # RANK is the node's in older Run:ai, and a process's under torchrun.
 NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
 NODE_COUNTS = ("PET_NNODES", "WORLD_SIZE")
-MASTERS = ("PET_MASTER", "MASTER")
+MASTERS = ("PET_MASTER_ADDR", "MASTER_ADDR")
 
 _POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
 _SHOWN = (
     "PET_NODE_RANK", "RANK", "PET_NNODES", "WORLD_SIZE", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS", "HOSTNAME",
     "PET_MASTER_ADDR", "PET_MASTER_PORT", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-
-# What torchrun gives to each of its ranks; a platform's own would be taken for that by whatever reads it before.
-OF_RANKS = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +58,12 @@ class Node:
     """The folder of the attempt; its nodes may share it."""
     program: tuple[str, ...]
     stage: tuple[str, ...] = ()
-    """Addresses of datasets to bring here."""
     code: str | None = None
     """Address of the archive of the user's own code, which the program is then part of."""
     grace: int = 30
-    """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
     log_uri: str | None = None
     """The address to which logs and error files are copied, because `directory` goes with the machine."""
     log_every: float = 60.0
-    """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
     by_pytorchjob: bool = False
     """Its number is what a PyTorchJob told, which is then checked against what was submitted."""
@@ -80,9 +72,6 @@ class Node:
     def own(self) -> Path:
         """The part of the directory that no other node writes to."""
         return self.directory / f"node-{self.meet.node_rank}"
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
@@ -115,27 +104,47 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     split = list(argv).index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(list(argv[:split]))
     if not (program := tuple(argv[split + 1 :])):
-        raise UserError("no program given; end the command line with `-- script.py …` or `-- -m module …`")
-    master = _master(flags.master, environ)
+        fix = "end the command line with `-- script.py …` or `-- -m module …`"
+        raise UserError("no program given", fix=fix)
+
+    def told(flag: str, given: str, names: Sequence[str] = ()) -> str:
+        """A flag's value: as it is given, of the variable that it names, or of the first of `names` that is set."""
+        if given.startswith("env:"):
+            names = [given.removeprefix("env:")]
+        elif given not in _PORTS or not names:
+            return given
+        for name in names:
+            if environ.get(name):
+                return environ[name]
+        what = f"{flag}={given} is not to be had: {', '.join(names)} is not in the environment"
+        fix = "give the value itself"
+        if given in _PORTS:
+            what += ", so that this node does not know which node it is, or where node 0 is"
+            fix += f", or submit the job as a PyTorch training with a master. The platform tells\n{_table(environ)}"
+        raise UserError(what, fix=fix)
+
+    def number(flag: str, given: str, names: Sequence[str] = ()) -> int:
+        if not (value := told(flag, given, names)).isdecimal():
+            raise UserError(f"{flag}={value!r} is not a whole number", fix="give one such as 0 or 8")
+        return int(value)
+
+    # Node 0's address is never guessed: then each node would train alone.
+    master = told("--master", flags.master, MASTERS)
+    if flags.master in _PORTS:
+        ports = (environ.get(name) for name in ("PET_MASTER_PORT", "MASTER_PORT"))
+        master = f"{master}:{next(filter(None, ports), _PORTS[flags.master])}"
     host, _, port = master.rpartition(":")
     if not host:
-        raise UserError(f"--master={master!r} has no port; give HOST:PORT, for example 10.0.0.5:29500")
-    nodes = flags.nodes
-    if nodes == AUTO:
-        nodes = next((environ[name] for name in NODE_COUNTS if environ.get(name)), None)
-        if nodes is None:
-            names = ", ".join(NODE_COUNTS)
-            raise UserError(f"--nodes=auto finds none of {names} in the environment; give the value itself")
-    meet = Rendezvous(
-        nodes=_number("--nodes", nodes, environ),
-        node_rank=_node_rank(flags.node_rank, environ),
-        host=host,
-        port=_number("--master's port", port, environ),
-        run_id=_value("--run-id", flags.run_id, environ),
-    )
+        raise UserError(f"--master={master!r} has no port", fix="give HOST:PORT, for example 10.0.0.5:29500")
     return Node(
-        meet=meet,
-        processes=_number("--processes", flags.processes, environ),
+        meet=Rendezvous(
+            nodes=number("--nodes", flags.nodes, NODE_COUNTS),
+            node_rank=number("--node-rank", flags.node_rank, NODE_RANKS),
+            host=host,
+            port=number("--master's port", port),
+            run_id=told("--run-id", flags.run_id),
+        ),
+        processes=number("--processes", flags.processes),
         directory=Path(flags.directory).absolute(),
         program=program,
         stage=tuple(flags.stage),
@@ -146,49 +155,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         network=job_network(environ),
         by_pytorchjob=flags.node_rank == PYTORCHJOB,
     )
-
-
-def _node_rank(given: str, environ: Mapping[str, str]) -> int:
-    if given not in {AUTO, PYTORCHJOB}:
-        return _number("--node-rank", given, environ)
-    for name in NODE_RANKS:
-        if environ.get(name, "").isdecimal():
-            return int(environ[name])
-    raise UserError(
-        f"--node-rank={given} finds no number in {', '.join(NODE_RANKS)}, so this pod does not know which node it is; "
-        "give the number itself, or submit the job as a PyTorch training with a master. The platform tells\n"
-        f"{_table(environ)}"
-    )
-
-
-def _master(given: str, environ: Mapping[str, str]) -> str:
-    """The address of node 0, as HOST:PORT. It is never guessed: then each node would train alone."""
-    if given not in {AUTO, PYTORCHJOB}:
-        return _value("--master", given, environ)
-    for name in MASTERS:
-        if host := environ.get(f"{name}_ADDR"):
-            return f"{host}:{environ.get(f'{name}_PORT') or environ.get('MASTER_PORT') or _PORTS[given]}"
-    raise UserError(
-        f"--master={given} finds none of {', '.join(f'{name}_ADDR' for name in MASTERS)} in the environment, so this "
-        "node does not know where node 0 is; give HOST:PORT itself, or submit the job as a PyTorch training with a "
-        "master"
-    )
-
-
-def _value(flag: str, given: str, environ: Mapping[str, str]) -> str:
-    if not given.startswith("env:"):
-        return given
-    name = given.removeprefix("env:")
-    if name not in environ:
-        raise UserError(f"{flag}={given} is not to be had: {name} is not in the environment; give the value itself")
-    return environ[name]
-
-
-def _number(flag: str, given: str, environ: Mapping[str, str]) -> int:
-    value = _value(flag, given, environ)
-    if not value.isdecimal():
-        raise UserError(f"{flag}={value!r} is not a whole number; give one such as 0 or 8")
-    return int(value)
 
 
 # --- the same as one word ---------------------------------------------------------------------------------------------
@@ -224,18 +190,9 @@ def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
     return words
 
 
-# --- what the platform says of it -------------------------------------------------------------------------------------
-
-
-def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what would change torchrun's mind: it reads a `PET_<FLAG>` for every flag that it is not
-    given, and scripts take a platform's RANK and WORLD_SIZE, which count nodes, for its own, which count processes."""
-    return {name: value for name, value in environ.items() if not name.startswith("PET_") and name not in OF_RANKS}
-
-
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
-    the same one wait for each other forever; a world that is too small trains alone and does not say so.
+    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for the same
+    one wait for each other forever; a world that is too small trains alone and does not say so.
 
     WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods

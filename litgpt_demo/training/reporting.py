@@ -18,8 +18,8 @@ from litgpt_demo.errors import TrainLitgptError, words_of
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
-from litgpt_demo.node.collectives import measured_row
-from litgpt_demo.node.times import NodeTimes
+from litgpt_demo.node.environment import NodeTimes
+from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training

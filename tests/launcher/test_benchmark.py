@@ -6,7 +6,7 @@ from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_of
-from litgpt_demo.node.collectives import Result, Speed
+from litgpt_demo.node.gate import Result, Speed
 
 # An RDMA cluster's published table: ranks to algbw and busbw in Gbit/s.
 PUBLISHED = {2: (1687.1, 1687.1), 4: (1081.0, 1621.5), 8: (949.9, 1662.4), 16: (65.2, 122.3), 32: (39.3, 76.2)}

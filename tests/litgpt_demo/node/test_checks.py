@@ -12,11 +12,9 @@ import pytest
 
 from litgpt_demo.errors import Fault, UserError
 from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, check_nccl, check_plugin, cores_of
-from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used
-from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.node.network_use import NetworkUse
+from litgpt_demo.node.gpu import VISIBLE, TorchSeen, check_gpus, check_used, torch_seen
+from litgpt_demo.node.network import NetworkUse, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
 from litgpt_demo.node.torchrun import Rendezvous
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from litgpt_demo.errors import DataError, NetworkError, NodeError
 from litgpt_demo.metrics import rows_of
-from litgpt_demo.node.collectives import MEASURED, Result, Speed, culprits, read_result, rounds
-from litgpt_demo.node.gate import ranks_by_place, verdict
+from litgpt_demo.node.collectives import rounds
+from litgpt_demo.node.gate import MEASURED, Result, Speed, culprits, ranks_by_place, read_result, verdict
 
 
 def result(busbw: float, *, pairs: dict[tuple[int, int], float], alone: dict[int, float] | None = None) -> Result:

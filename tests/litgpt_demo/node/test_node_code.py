@@ -21,8 +21,8 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import code
 from litgpt_demo.node.agent import Ending, fault_of, tagged
 from litgpt_demo.node.checks import check_call
-from litgpt_demo.node.code import fetch_code
-from litgpt_demo.node.log_upload import LogUploader
+from litgpt_demo.node.code import unpacked_code
+from litgpt_demo.node.logs import uploaded
 from litgpt_demo.node.main import exports
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import Rendezvous
@@ -56,11 +56,11 @@ def shipped(folder: Path, content: bytes) -> str:
 def test_more_bytes_or_files_than_code_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = shipped(tmp_path / "root", archive(*(member(f"{number}.py") for number in range(4))))
     monkeypatch.setattr(code, "MOST_FILES", 3)
-    with pytest.raises(DataError, match="unpacks to more than 3 files"):
-        fetch_code(address, tmp_path / "code")
+    with pytest.raises(DataError, match="unpacks to more than 3 files"), unpacked_code(address, tmp_path / "code"):
+        pass
     monkeypatch.setattr(code, "MOST_ARCHIVE", 1000)
-    with pytest.raises(DataError, match="at most 1,000 are read"):
-        fetch_code(address, tmp_path / "code")
+    with pytest.raises(DataError, match="at most 1,000 are read"), unpacked_code(address, tmp_path / "code"):
+        pass
 
 
 HOSTILE = {
@@ -76,23 +76,22 @@ HOSTILE = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_archive_is_a_data_error_and_leaves_nothing_outside(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_text("mine")
-    with pytest.raises(DataError):
-        fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
+    with pytest.raises(DataError), unpacked_code(shipped(tmp_path / "root", content), tmp_path / "code"):
+        pass
     assert {path.name for path in tmp_path.iterdir()} == {"secret", "root", "code"}
     assert not any(path.is_symlink() for path in (tmp_path / "code").rglob("*"))
 
 
 def test_unpacked_code_is_its_owners_alone_and_goes_and_what_the_program_wrote_beside_it_stays(tmp_path: Path) -> None:
     content = archive(member("lib/tool", b"#!/bin/sh", mode=0o755), member("table.csv", b"a,b\n"))
-    code = fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
-    assert os.access(tmp_path / "code" / "lib" / "tool", os.X_OK)
-    assert stat.S_IMODE((tmp_path / "code").stat().st_mode) == 0o700
-    (tmp_path / "code" / "lib" / "__pycache__").mkdir()
-    (tmp_path / "code" / "lib" / "__pycache__" / "second.pyc").touch()
-    (tmp_path / "code" / "weights.pt").touch()
-    with (tmp_path / "code" / "table.csv").open("a") as table:
-        table.write("1,2\n")
-    code.remove()
+    with unpacked_code(shipped(tmp_path / "root", content), tmp_path / "code"):
+        assert os.access(tmp_path / "code" / "lib" / "tool", os.X_OK)
+        assert stat.S_IMODE((tmp_path / "code").stat().st_mode) == 0o700
+        (tmp_path / "code" / "lib" / "__pycache__").mkdir()
+        (tmp_path / "code" / "lib" / "__pycache__" / "second.pyc").touch()
+        (tmp_path / "code" / "weights.pt").touch()
+        with (tmp_path / "code" / "table.csv").open("a") as table:
+            table.write("1,2\n")
     assert {path.name for path in (tmp_path / "code").iterdir()} == {"weights.pt", "table.csv"}
 
 
@@ -244,7 +243,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_logs_and_error_files_outlive_the_machine_and_data_does_not(directory: Path, target: Storage) -> None:
-    with LogUploader(directory, target.address(), 0, interval=0.01):
+    with uploaded(directory, target.address(), 0, interval=0.01):
         until(lambda: target.exists("node-0.log"))
         (directory / "node-0.log").write_text("hello\nand more\n")
         until(lambda: target.read("node-0.log") == b"hello\nand more\n")
@@ -260,13 +259,13 @@ def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, targ
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")
-    with LogUploader(directory, target.address(), 0, life=told):
+    with uploaded(directory, target.address(), 0, life=told):
         pass
     assert target.read("restart-0/node-0.json") == b"the end of the first life"
     assert target.read("node-0.log") == b"hello\n"
     assert not target.exists("node-0.json")
     assert target.read("node-1.json") == b"another node's"
-    with LogUploader(directory, target.address(), 0, life=told and 2):
+    with uploaded(directory, target.address(), 0, life=told and 2):
         pass
     assert target.read("restart-1/node-0.log") == b"hello\n"
     assert target.read("restart-0/node-0.log") == b"the first life"

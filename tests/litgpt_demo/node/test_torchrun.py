@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.node import torchrun
-from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
-from litgpt_demo.node.torchrun import FAILURES, Rendezvous, read_failures, torchrun_command
+from litgpt_demo.node.evidence import RECORDER, gather, kernel_lines, read_failures, recorded
+from litgpt_demo.node.torchrun import FAILURES
 
 
 def rank_folder(log_dir: Path, rank: int) -> Path:
@@ -38,7 +40,7 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     (rank_folder(tmp_path, 1) / "error.json").write_text(json.dumps(content))
     rank_folder(tmp_path, 0)
     told(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5}, {"local_rank": 0, "exit_code": -15, "time": 6})
-    peer, cause = read_failures(tmp_path)
+    peer, cause = read_failures(tmp_path)[0]
     assert (cause.local_rank, cause.exit_code, cause.fault) == (1, 1, Fault.DATA)
     assert cause.traceback[-1] == "DataError: train.bin is cut off"
     assert (peer.local_rank, peer.exit_code, peer.time, peer.bystander) == (0, -15, 6, True)
@@ -56,32 +58,32 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
         (folder / "stderr.log").write_text(output)
         (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
     told(tmp_path, *({"local_rank": rank, "exit_code": 1, "time": 5} for rank in (0, 1)))
-    assert [(one.message, one.fault) for one in read_failures(tmp_path)] == [
+    assert [(one.message, one.fault) for one in read_failures(tmp_path)[0]] == [
         ("", Fault.UNKNOWN), ("RuntimeError: Connection closed by peer", Fault.NETWORK),
     ]  # fmt: skip
 
 
-def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of torch 2.2 and 2.11; what follows the dashes is the program's, whatever it looks like."""
-    import torch.distributed.run
+def test_ranks_have_their_grace_under_a_torchrun_that_knows_of_none_and_their_peers_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of torch 2.2 and 2.11, which close with a default of 30 s whatever they were told."""
+    closed: list[tuple[object, int]] = []
 
-    meet = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
-    command = torchrun_command(meet, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
-    given, newer = command[3:], argparse.ArgumentParser()
-    newer.add_argument("--shutdown-timeout")
-    monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
-    assert torchrun._known_arguments(given) == (given, None)
-    monkeypatch.setattr(torch.distributed.run, "get_args_parser", argparse.ArgumentParser)
-    known, grace = torchrun._known_arguments(given)
-    assert grace == 25
-    assert known == [word for word in given if word != "--shutdown-timeout=25"]
-    assert known[-1] == "--shutdown-timeout=9"
+    def close(ranks: object, death_sig: object = None, timeout: int = 30) -> None:
+        closed.append((death_sig, timeout))
+
+    monkeypatch.setattr(PContext, "close", close)
+    monkeypatch.setenv(torchrun.SHUTDOWN_TIMEOUT, "25")
+    torchrun._bound_grace()
+    for given in ((), (signal.SIGTERM,)):
+        PContext.close(SimpleNamespace(), *given)  # type: ignore[arg-type]
+    assert closed == [(None, torchrun.PEER_GRACE), (signal.SIGTERM, 25)]
 
 
 # The disk has room for 20 bytes, for more before the last line, and none in the end.
 FULL_FOR_A_WHILE = """
 import resource, sys
-from litgpt_demo.node.printing import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_what_does_not_fit
 
 def room(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -100,7 +102,7 @@ raise SystemExit(40)
 # Others take all room of the log's disk, and again what is freed.
 FULL_BUT_FOR_WARNINGS = """
 import pathlib, shutil, sys
-from litgpt_demo.node.printing import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_what_does_not_fit
 
 def fill():
     with (pathlib.Path(sys.argv[1]) / "ballast").open("ab") as ballast:
@@ -129,7 +131,7 @@ def test_a_line_is_in_the_log_whole_or_not_at_all_whatever_stream_it_comes_from(
 def test_a_terminal_that_somebody_has_locked_keeps_no_node_waiting() -> None:
     reader, terminal = os.openpty()
     fcntl.lockf(terminal, fcntl.LOCK_EX)
-    program = "from litgpt_demo.node import printing; printing.drop_what_does_not_fit(); print('hello')"
+    program = "from litgpt_demo.node import logs; logs.drop_what_does_not_fit(); print('hello')"
     subprocess.run([sys.executable, "-c", program], stdout=terminal, check=True)
     assert os.read(reader, 100) == b"hello\r\n"
     os.close(terminal)
@@ -177,7 +179,7 @@ def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) ->
     """A dump of torch 2.13, after five sums, without its entries."""
     status = {"last_enqueued_collective": 5, "last_started_collective": -1, "last_completed_collective": 4}
     dump = {"version": "2.10", "pg_status": {"0": status}, "pg_config": {}, "entries": []}
-    Path(f"{recorder_prefix(tmp_path)}3").write_bytes(pickle.dumps(dump, protocol=2))
+    (tmp_path / f"{RECORDER}3").write_bytes(pickle.dumps(dump, protocol=2))
     [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=0)
     assert (trace.source, trace.rank) == ("recorder", 3)
     assert trace.text.startswith("its flight recorder: last enqueued work: 5, last completed work: 4")

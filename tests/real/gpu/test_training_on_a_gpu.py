@@ -12,10 +12,9 @@ from states import loss_and_gradients, model_with_loss
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.node.collectives import read_result
-from litgpt_demo.node.gpu import check_gpus, check_used
+from litgpt_demo.node.gate import read_result
+from litgpt_demo.node.gpu import check_gpus, check_used, torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
-from litgpt_demo.node.torch_seen import torch_seen
 from litgpt_demo.training.blocks import prepare_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")

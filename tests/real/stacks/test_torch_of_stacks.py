@@ -19,9 +19,9 @@ from waiting import until
 from launcher.images.stacks import STACKS
 from litgpt_demo.errors import Fault
 from litgpt_demo.node.checks import check_nccl
-from litgpt_demo.node.collectives import read_result
+from litgpt_demo.node.gate import read_result
+from litgpt_demo.node.gpu import torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
-from litgpt_demo.node.torch_seen import torch_seen
 
 TESTS = Path(__file__).parents[2]
 # pip's words where it is the machine that cannot have a wheel, and not the requirement that is wrong.
