@@ -33,7 +33,7 @@ from launcher.platforms.base import Capability, Platform
 from launcher.runs.run import Run, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
-from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -278,7 +278,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal found."""
+    """Yield why this run could not be made of what the rehearsal found, and what is odd about the corpus."""
+    yield from warnings_of(run.dataset)
     if isinstance(rehearsal, Finding):
         yield rehearsal
     elif isinstance(rehearsal, DatasetManifest):

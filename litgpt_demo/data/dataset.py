@@ -8,6 +8,7 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings
 from litgpt_demo.data.corpus import Source, corpus_identity, sources
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
+from litgpt_demo.findings import Finding
 from litgpt_demo.manifests import FileRecord, bring, read_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 
@@ -90,6 +92,8 @@ class PlannedDataset:
     key: str
     unknown: str = ""
     """The reason why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
+    left_out: tuple[str, ...] = ()
+    """What the corpus's paths select and nobody can read, or would read twice: a sentence each."""
 
     @property
     def path(self) -> str:
@@ -103,7 +107,8 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     Raises:
         UserError: the corpus or the tokenizer is not there.
     """
-    found = sources(data.corpus)
+    left_out = list[str]()
+    found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
     told = set(DataConfig.model_fields) - {"corpus", "tokenizer"}
     if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
@@ -112,7 +117,9 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
     rest = data.model_dump(mode="json", include=told)
     key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, unicode)
-    return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
+    return PlannedDataset(
+        data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key, left_out=tuple(left_out)
+    )
 
 
 def preview_dataset(data: DataConfig) -> PlannedDataset:
@@ -122,6 +129,16 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
     except (Unreachable, NetworkError) as error:
         return PlannedDataset(
             data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
+        )
+
+
+def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
+    """Yield what is odd about the corpus, as far as its names and its start tell: things that make no error."""
+    if planned.left_out:
+        told = "; ".join(planned.left_out[:3]) + "; …" * (len(planned.left_out) > 3)
+        what = f"data.corpus.paths select what is not read, {len(planned.left_out):,} in all: {told}"
+        yield Finding(
+            "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
 
 

@@ -26,17 +26,20 @@ _NEWLY_READ = (".gzip", ".zstd", ".bz2", ".xz")
 """Ends of compressed files that were bad documents once."""
 
 
-def sources(corpus: Corpus) -> list[Source]:
+def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
     """The files of the corpus in their one order: by name, but the standard library's by the hash of the name.
 
     In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
     sample of all of it. Local files are read through once for their checksum.
+
+    Args:
+        left_out: takes what a local path selects and nobody can read, or would read twice.
     """
     match corpus:
         case StdlibCorpus():
             return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
         case FileCorpus():
-            found = _file_sources(corpus)
+            found = _file_sources(corpus, [] if left_out is None else left_out)
         case HubCorpus():
             found = hub_sources(corpus)
             _require_one_format(corpus, corpus.files, [source.name for source in found])
@@ -99,7 +102,7 @@ def _stdlib_sources() -> Iterator[Source]:
                     yield _Place(str(path), path.relative_to(library).as_posix()).source()
 
 
-def _file_sources(corpus: FileCorpus) -> list[Source]:
+def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
     """The files that the paths select, each once; a file that two paths name differently takes the smaller name."""
     places: dict[str, _Place] = {}
     for path in corpus.paths:
@@ -109,7 +112,7 @@ def _file_sources(corpus: FileCorpus) -> list[Source]:
             raise UserError(
                 f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
             )
-        found = _on_this_machine(path) if bucket_path(path) is None else _in_bucket(path)
+        found = _on_this_machine(path, left_out) if bucket_path(path) is None else _in_bucket(path)
         _require_one_format(corpus, path, [place.name for place in found])
         for place in found:
             places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
@@ -131,18 +134,18 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
         )
 
 
-def _on_this_machine(path: str) -> list[_Place]:
+def _on_this_machine(path: str, left_out: list[str]) -> list[_Place]:
     given = Path(path).expanduser()
     if given.is_file():
         return [_Place(_absolute(given), given.name)]
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
-    names = list(_below(base, pattern))
+    names = list(_below(base, pattern, left_out))
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
     return [_Place(_absolute(Path(base, name)), name) for name in names]
 
 
-def _below(base: str, pattern: str) -> Iterator[str]:
+def _below(base: str, pattern: str, left_out: list[str]) -> Iterator[str]:
     """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
     parts = pattern.split("/")
     hidden = any(part.startswith((".", "_")) for part in parts)
@@ -150,17 +153,26 @@ def _below(base: str, pattern: str) -> Iterator[str]:
     seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
-        with suppress(OSError):  # what may not be read has no files
-            if (found := _identity(Path(base, folder))) in seen:
+        here = Path(base, folder)
+        try:
+            if (found := _identity(here)) in seen:
+                if (above := here.resolve()) in [here.parent.resolve(), *here.parent.resolve().parents]:
+                    left_out.append(_shown(f"{here} is a link to {above}, which it lies in"))
                 continue
             seen.add(found)
-            for path in sorted(Path(base, folder).iterdir()):
+            for path in sorted(here.iterdir()):
                 name = f"{folder}{path.name}"
                 deeper = "**" in parts or name.count("/") < len(parts) - 1
-                if path.is_file() and matches(name, pattern):
-                    yield name
-                elif path.is_dir() and deeper and (hidden or not is_beside(path.name)):
-                    (links if path.is_symlink() else folders).append(f"{name}/")
+                if path.is_dir():
+                    if deeper and (hidden or not is_beside(path.name)):
+                        (links if path.is_symlink() else folders).append(f"{name}/")
+                elif matches(name, pattern):
+                    if path.is_file():
+                        yield name
+                    else:
+                        left_out.append(_shown(f"{path} {'leads nowhere' if path.is_symlink() else 'is no file'}"))
+        except OSError as error:
+            left_out.append(_shown(f"{here} cannot be read ({error.strerror})"))
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, suppress
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.corpus import Shard, plan_shards
-from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset, warnings_of
 from litgpt_demo.data.preparation.filters import first_of_each
 from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Survey, Work, file_name
 from litgpt_demo.data.preparation.publishing import RunningSha256, publish
@@ -304,6 +305,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--data", required=True, help="the data settings as JSON")
     args = parser.parse_args(argv)
     planned = plan_dataset(DataConfig.model_validate_json(args.data))
+    for finding in warnings_of(planned):
+        print(finding, file=sys.stderr)
     manifest = prepare(planned, open_storage(args.root))
     print(f"{planned.path}: {manifest.train.tokens} training tokens, {manifest.validation.tokens} validation tokens")
     return 0

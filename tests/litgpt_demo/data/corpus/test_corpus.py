@@ -233,15 +233,21 @@ def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> No
         read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
-def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
+def test_a_linked_folder_is_read_once_however_many_links_lead_there_and_links_that_lead_back_or_nowhere_are_named(
+    tmp_path: Path,
+) -> None:
     folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
     deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
     for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": there, "home": tmp_path}.items():
         (folder / link).symlink_to(target)
     (there / "back").symlink_to(folder)
-    (folder / "a").symlink_to(folder / "a")
+    (folder / "b.txt").symlink_to(folder / "b.txt")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
+        sources(files(path), left_out := [])
+        back = {"deep/self": deep, "deep/up": folder, "home": tmp_path}
+        above = [f"{folder}/{link} is a link to {target}, which it lies in" for link, target in back.items()]
+        assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]
 
 
 def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: str, tmp_path: Path, hub: Hub) -> None:
