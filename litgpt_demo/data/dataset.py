@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
-from litgpt_demo.data.corpus import Source, corpus_identity, sources
+from litgpt_demo.data.corpus import Source, corpus_identity, sources, unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
 from litgpt_demo.findings import Finding
@@ -133,13 +133,15 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
-    """Yield what is odd about the corpus, as far as its names and its start tell: things that make no error."""
+    """Yield what is odd about the corpus and makes no error, as far as its files' names and their start tell."""
     if planned.left_out:
         told = "; ".join(planned.left_out[:3]) + "; …" * (len(planned.left_out) > 3)
         what = f"data.corpus.paths select what is not read, {len(planned.left_out):,} in all: {told}"
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
+    if (problem := unseen_separator(planned.data.corpus, planned.sources)) is not None:
+        yield Finding("warning", "data.separator", *problem)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:

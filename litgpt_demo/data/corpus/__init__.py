@@ -22,3 +22,4 @@ from litgpt_demo.data.corpus.shards import documents as documents
 from litgpt_demo.data.corpus.shards import documents_by_footer as documents_by_footer
 from litgpt_demo.data.corpus.shards import plan_shards as plan_shards
 from litgpt_demo.data.corpus.shards import read_shard as read_shard
+from litgpt_demo.data.corpus.shards import unseen_separator as unseen_separator

@@ -3,11 +3,13 @@ documents in batches."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO
 
 from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
@@ -23,13 +25,15 @@ from litgpt_demo.data.corpus.lines import (
     whole_text,
 )
 from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_BYTES = 8_000_000
 """Text in a batch, about."""
+LOOKED_AT = 4_000_000
+"""Bytes of text in which a separator is looked for."""
 _SHARDS = 400
 """About how many a large corpus has: one that has to be done again is 0.25 % of the work."""
 _SMALLEST, _LARGEST = 4 << 20, 64 << 20
@@ -269,6 +273,41 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> I
                 else separated_texts(stream, source, separator, part.start, part.end, most=most)
             )
             yield from require_text(batches, source) if layout.format == "auto" and not part.start else batches
+
+
+def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, where the separator is nowhere in the start of a corpus of text files.
+
+    Looks at the first LOOKED_AT bytes, up to the first file that is not on this machine and has more.
+    """
+    layout, texts, left = Layout.of(corpus), list[bytes](), LOOKED_AT
+    if (separator := layout.separator) is None:
+        return None
+    with TemporaryDirectory(prefix="train-litgpt-") as scratch, suppress(TrainLitgptError, OSError):  # its reader tells
+        for source in (source for source in sources if layout.format_of(source.name) == "text"):
+            if left <= 0 or (source.is_remote and source.size > left):
+                break
+            there = nullcontext(source.file) if source.file is not None else local_copy(source, Path(scratch))
+            with there as path, opened(path, source) as stream:
+                texts.append(stream.read(left))
+            left -= len(texts[-1])
+    if not any(texts) or any(separator.encode() in text for text in texts):
+        return None
+    what = (
+        f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {LOOKED_AT - left:,} bytes of text, "
+        "so that each file is one document"
+    )
+    # As a shell hands on what is typed there, and as Windows and Unix end lines.
+    typed = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
+    unix = typed.replace("\r\n", "\n")
+    for other in (typed, unix, unix.replace("\n", "\r\n")):
+        if any(other.encode() in text for text in texts):
+            found = json.dumps(other)
+            return (
+                f"{what}; found was {found}",
+                f"set data.corpus.separator={found}, in a shell all of it in quotes: '…'",
+            )
+    return what, "look at what stands between the documents there, or leave it out if each file is one"
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from corpora import SEPARATOR, corpus_in, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import finished_dataset, open_dataset, plan_dataset, stage
+from litgpt_demo.data.dataset import finished_dataset, open_dataset, plan_dataset, stage, warnings_of
 from litgpt_demo.data.verification import main, require_sound, verify_dataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import write_manifest
@@ -47,6 +49,42 @@ def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> N
     places = [large_vocabulary(tmp_path / name, size) for name, size in (("one", 300), ("two", 300), ("other", 301))]
     keys = [plan_dataset(settings_for(folder, tokenizer={"kind": "file", "path": str(path)})).key for path in places]
     assert keys[0] == keys[1] != keys[2]
+
+
+TWO_LINES = ("one\n\ntwo", "one\r\n\r\ntwo")
+
+
+@pytest.mark.parametrize(
+    ("separator", "text", "found"),
+    [
+        ("\n\n", TWO_LINES[1], r'"\r\n\r\n"'),
+        ("\r\n\r\n", TWO_LINES[0], r'"\n\n"'),
+        (r"\n\n", TWO_LINES[0], r'"\n\n"'),
+        (r"\n\n", TWO_LINES[1], r'"\r\n\r\n"'),
+        ("---", TWO_LINES[0], ""),
+        ("\n\n", TWO_LINES[0], None),
+    ],
+    ids=range(6),
+)
+def test_a_separator_that_never_occurs_is_a_warning_with_what_was_found_instead(
+    root: str, tmp_path: Path, separator: str, text: str, found: str | None
+) -> None:
+    for name in ("a.txt", "b.txt.gz"):
+        data = text.encode()
+        open_storage(root).write(f"texts/{name}", gzip.compress(data) if name.endswith(".gz") else data)
+    corpus = {"kind": "files", "paths": [f"{root}/texts"], "separator": separator}
+    told = [
+        (one.code, one.severity, one.what, one.fix)
+        for one in warnings_of(plan_dataset(settings_for(tmp_path, corpus=corpus)))
+    ]
+    if found is None:
+        assert told == []
+        return
+    [(code, severity, what, fix)] = told
+    assert (code, severity) == ("data.separator", "warning")
+    assert what.startswith(f"data.corpus.separator={json.dumps(separator)} is nowhere in the first ")
+    assert f"found was {found}" in what if found else "found" not in what
+    assert f"set data.corpus.separator={found}" in fix or not found
 
 
 def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_path: Path) -> None:
