@@ -251,8 +251,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
 
     None where that would take long, or the corpus cannot be looked at.
     """
-    from litgpt_demo.data.corpus import documents
     from litgpt_demo.data.preparation import prepare
+    from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
 
     if planned.unknown:
@@ -266,7 +266,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if isinstance(corpus, OpenWebTextCorpus) or first.is_remote or first.size > _OPENED:
+            if isinstance(corpus, OpenWebTextCorpus) or first.file is None or first.size > _OPENED:
                 return None
             begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
             texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
@@ -289,8 +289,7 @@ def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
             yield finding_of(error, "data.too-small")
     elif rehearsal is not None:  # what may turn out too small once it is counted
         train, length, each = run.config.train, run.config.model.sequence_length, rehearsal.document_bytes
-        held_out = math.ceil(run.config.data.validation_fraction * rehearsal.documents)
-        tokens = held_out * each / _BYTES_PER_TOKEN
+        tokens = math.ceil(run.config.data.validation_fraction * rehearsal.documents) * each / _BYTES_PER_TOKEN
         if tokens <= length:
             yield Finding(
                 "warning",
