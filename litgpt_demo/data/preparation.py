@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -208,7 +208,8 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
             if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
                 folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
                 shared = replace(work, handover=Path(stack.enter_context(folder)))
-            hashes = stack.enter_context(_RunningSha256(shared))
+            hashes = _RunningSha256(shared)
+            stack.callback(hashes.stop)
             all_bytes, encoded = sum(record.text_bytes for _, record in surveyed), list[Encoded]()
             progress = _Progress(report, Preparation(phase="encode", all_bytes=all_bytes))
             with closing(each(partial(encode, shared), _assignments(work, surveyed))) as records:
@@ -345,29 +346,22 @@ class _RunningSha256:
     It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
     Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once.
 
-    Leaving its block calls off what is still to be hashed.
+    `stop` calls off what is still to be hashed.
     """
 
     def __init__(self, work: Work) -> None:
-        self._work = work
-        self._thread = ThreadPoolExecutor(1)
-        self._waiting: dict[int, Encoded] = {}
-        self._next = 0
-        self._hashing: list[Future[None]] = []
+        self._work, self._thread = work, ThreadPoolExecutor(1)
+        self._waiting, self._hashing = dict[int, Encoded](), list[Future[None]]()
         self._files: dict[str, list[_HashedFile]] = {"train": [], "val": []}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def stop(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def add(self, record: Encoded) -> None:
         """Take in a shard that is done; they may come in any order."""
         self._waiting[record.number] = record
-        while (following := self._waiting.pop(self._next, None)) is not None:
+        while (following := self._waiting.pop(len(self._hashing), None)) is not None:
             self._hashing.append(self._thread.submit(self._hash, following))
-            self._next += 1
 
     def files(self, split: str) -> list[_HashedFile]:
         """Return the split's files: one, or several past the size cap; waits for what is still to be hashed."""

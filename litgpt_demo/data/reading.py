@@ -17,7 +17,7 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -379,17 +379,16 @@ def _too_long(source: Source, index: int, place: str, most: int) -> BadDocument:
     return BadDocument(index=index, place=f"{source.name}, {place}", reason=reason, error=error)
 
 
-def _batch_of(
-    values: Sequence[bytes | None], bad_one: Callable[[int, UnicodeDecodeError | None], BadDocument]
-) -> Batch:
-    """The batch of these UTF-8 texts. `bad_one` describes the one at an index that is not UTF-8, or None at all."""
+def _batch_of(texts: pa.LargeStringArray, bad_one: Callable[[int, UnicodeDecodeError | None], BadDocument]) -> Batch:
+    """The batch of these texts. `bad_one` describes the one at an index that is not UTF-8, or None at all."""
     import pyarrow as pa
 
-    texts = pa.array(values, pa.large_binary()).view(pa.large_string())
-    if _is_sound(texts):
-        return Batch(texts=texts)
+    if not texts.null_count:
+        with suppress(pa.ArrowInvalid):
+            texts.validate(full=True)
+            return Batch(texts=texts)
     good, bad = list[bytes](), list[BadDocument]()
-    for index, value in enumerate(values):
+    for index, value in enumerate(texts.view(pa.large_binary()).to_pylist()):
         try:
             if value is None:
                 bad.append(bad_one(index, None))
@@ -398,19 +397,6 @@ def _batch_of(
             bad.append(bad_one(index, error))
             good.append(b"")
     return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
-
-
-def _is_sound(texts: pa.LargeStringArray) -> bool:
-    """Return True if every text is there and is UTF-8."""
-    import pyarrow as pa
-
-    if texts.null_count:
-        return False
-    try:
-        texts.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -507,6 +493,7 @@ def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterat
 
 def _text_batch(texts: list[bytes], start: int, between: int, source: Source) -> Batch:
     """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
+    import pyarrow as pa
 
     def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
         assert error is not None
@@ -515,7 +502,7 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source) ->
         told = DataError(f"{source.address} is not UTF-8 at byte {byte} ({what})", fix=_CONVERT)
         return BadDocument(index=index, place=f"{source.name}, byte {byte}", reason=f"not UTF-8 ({what})", error=told)
 
-    return _batch_of(texts, bad_one)
+    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), bad_one)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -657,7 +644,7 @@ def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int
                     texts = found.column(0).cast("large_string")
                     text += texts.nbytes  # empty ones too: their places in it
                     _require_bounded(text, bound, where)
-                    batch = Batch(texts=texts) if _is_sound(texts) else _repaired(texts, column, source, place, row)
+                    batch = _rows(texts, column, source, place, row)
                     if batch.texts.nbytes > most:  # Arrow has read what is too long by now: it holds all of a page
                         long = pc.greater(pc.binary_length(batch.texts), most)
                         bad = [
@@ -673,9 +660,8 @@ def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int
                 raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
 
 
-def _repaired(texts: Any, column: str, source: Source, place: str, first: int) -> Batch:
+def _rows(texts: Any, column: str, source: Source, place: str, first: int) -> Batch:
     """`first` is the row of the group that these begin with."""
-    import pyarrow as pa
 
     def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
         told = DataError(f"has null in column {column!r}", fix="a document is a string: repair or drop the row")
@@ -683,7 +669,7 @@ def _repaired(texts: Any, column: str, source: Source, place: str, first: int) -
             told = DataError(f"is not UTF-8 in column {column!r} ({error})", fix="write the file anew from valid text")
         return _bad(source, index, f"{place}{first + index}", told)
 
-    return _batch_of(texts.view(pa.large_binary()).to_pylist(), bad_one)
+    return _batch_of(texts, bad_one)
 
 
 def _require_bounded(size: int, bound: int, where: str) -> None:
