@@ -448,7 +448,7 @@ def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    from litgpt_demo.data.verification import verify_dataset
+    from litgpt_demo.data.dataset import verify_dataset
 
     start = time.monotonic()
     found = verify_dataset(dataset)

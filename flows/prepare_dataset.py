@@ -10,9 +10,10 @@ from prefect import flow
 from flows.hooks import begin
 from flows.parameters import DATASET_FIELDS, config_from, takes
 from launcher.config import RunConfig
-from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
+from launcher.events import Note
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
 from tasks import dataset
-from tasks.steps import as_it_is
+from tasks.steps import as_it_is, emit
 
 
 @flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
@@ -22,4 +23,6 @@ async def prepare_dataset(**parameters: Any) -> DatasetManifest:
     begin()
     config = config_from(RunConfig, parameters)
     planned = await asyncio.to_thread(plan_dataset, config.data)
+    for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
+        emit(Note(what=str(finding), severity=finding.severity))
     return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)

@@ -20,7 +20,7 @@ COMMANDS = MappingProxyType(
         "node": "litgpt_demo.node.main:main",
         "train": "litgpt_demo.training.loop:main",
         "prepare": "litgpt_demo.data.preparation:main",
-        "verify": "litgpt_demo.data.verification:main",
+        "verify": "litgpt_demo.data.dataset:main",
         "windows": "litgpt_demo.data.batches:main",
         "collect": "litgpt_demo.export.models:main",
         "collectives": "litgpt_demo.node.collectives:main",

@@ -47,15 +47,11 @@ class Unreadable:
 
 
 def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
-    """Return the value of type `kind` that stored bytes hold, with their seal taken off if they have one.
+    """The value that stored bytes hold, with their seal taken off if they have one; `kind` is a pydantic model, a
+    dataclass, or a type such as `dict[str, Any]`.
 
-    Args:
-        kind: a pydantic model, a dataclass, or a type such as `dict[str, Any]`.
-        where: the address of the bytes.
-        fix: what a person is to do when they are damaged.
-
-    Raises:
-        DataError: they are not JSON, not of this kind, not as they were written, or beyond what is parsed.
+    A DataError with the address `where` and the advice `fix`: they are not JSON, not of this kind, not as they were
+    written, or beyond what is parsed.
     """
     if len(content) > MOST_BYTES:
         raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")

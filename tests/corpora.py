@@ -24,9 +24,11 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
-from litgpt_demo.data.corpus import documents, shards, sources
+from litgpt_demo.data import shards
+from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.data.shards import documents
 from litgpt_demo.data.tokens import TokenizerFiles
 from litgpt_demo.storage import BucketStorage, open_storage
 
@@ -83,7 +85,6 @@ def write(folder: Path, contents: dict[str, bytes]) -> Path:
 
 
 def corpus_in(folder: Path, texts: Sequence[str] = TEXTS) -> Path:
-    """Two files of documents."""
     return write(folder, {"a.txt": as_text(texts[:9]), "b.txt": as_text(texts[9:])})
 
 
@@ -131,7 +132,6 @@ def prepared(folder: Path, root: Path, **fields: Any) -> tuple[DatasetManifest, 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below the folder, hidden ones too."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

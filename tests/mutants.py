@@ -145,7 +145,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("platforms-world-size-inherited", "litgpt_demo/node/main.py",
      'for name in environ if not name.startswith("PET_") and name not in _OF_RANKS', "for name in environ",
      "litgpt_demo/node/test_node_code.py", "litgpt_demo/node/test_node_environment.py"),
-    ("pieces-of-another-assignment", "litgpt_demo/data/preparation/workers.py",
+    ("pieces-of-another-assignment", "litgpt_demo/data/workers.py",
      "if done is not None and done.assignment == assignment.digest:", "if done is not None:",
      "litgpt_demo/data/test_preparation.py::test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_made_before_it_is_read"),
     ("forged-document-boundary", "litgpt_demo/data/tokens.py",

@@ -33,7 +33,7 @@ from launcher.platforms.base import Capability, Platform
 from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
-from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -46,7 +46,7 @@ _OPENED = 64_000_000
 """Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
 _BYTES_PER_TOKEN = 4
 """About what GPT-2's tokenizer makes of English."""
-_PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.preparation.workers)
+_PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.workers)
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
@@ -227,8 +227,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
 
     None where that would take long, or the corpus cannot be looked at.
     """
-    from litgpt_demo.data.corpus import documents
     from litgpt_demo.data.preparation import prepare
+    from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
 
     if planned.unknown:
@@ -242,7 +242,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if isinstance(corpus, OpenWebTextCorpus) or first.is_remote or first.size > _OPENED:
+            if isinstance(corpus, OpenWebTextCorpus) or first.file is None or first.size > _OPENED:
                 return None
             begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
             texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
@@ -259,15 +259,15 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     Each worker holds what is fetched for a shard, and about as many bytes of tokens. While half of the file system is
     free the copies stay for the second reading.
     """
-    from litgpt_demo.data.corpus import plan_shards
     from litgpt_demo.data.preparation import threads_for
-    from litgpt_demo.data.preparation.ledger import Work
+    from litgpt_demo.data.shards import plan_shards
+    from litgpt_demo.data.workers import Work
 
-    if not any(source.is_remote for source in planned.sources):
+    if not any(source.file is None for source in planned.sources):
         return ""
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
-    sizes = [sum(part.source.size for part in shard.parts if part.source.is_remote) for shard in shards]
+    sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
     if work.max_bytes is not None:
         sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
     sizes.sort(reverse=True)
@@ -281,7 +281,8 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal found."""
+    """Yield why this run could not be made of what the rehearsal found, and what is odd about the corpus."""
+    yield from warnings_of(run.dataset)
     if isinstance(rehearsal, Finding):
         yield rehearsal
     elif isinstance(rehearsal, DatasetManifest):

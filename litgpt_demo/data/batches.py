@@ -66,12 +66,9 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
 
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
     """The samples of a whole step of a run, of all ranks, by their place in the training split."""
+    train, key = spec.train, spec.dataset_key
     return batch_numbers(
-        step=step,
-        global_batch=spec.train.global_batch,
-        windows=len(windows),
-        dataset_key=spec.dataset_key,
-        seed=spec.train.seed,
+        step=step, global_batch=train.global_batch, windows=len(windows), dataset_key=key, seed=train.seed
     )
 
 

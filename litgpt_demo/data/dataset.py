@@ -7,24 +7,40 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 
 from __future__ import annotations
 
+import argparse
+import os
+import tempfile
 import unicodedata
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
+import google_crc32c
 from pydantic import JsonValue
 
 from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
-from litgpt_demo.data.corpus import Source, corpus_identity, sources
+from litgpt_demo.data.corpus import corpus_identity, sources
+from litgpt_demo.data.reading import Source
+from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
+from litgpt_demo.findings import Finding
 from litgpt_demo.manifests import FileRecord, bring, read_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage.local import explaining
 
 UNKNOWN = "unknown"
 """Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
 
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
+
+_BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
+_READERS = 4
 
 
 class Split(Settings):
@@ -90,6 +106,8 @@ class PlannedDataset:
     key: str
     unknown: str = ""
     """The reason why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
+    left_out: tuple[str, ...] = ()
+    """What the corpus's paths select and nobody can read, or would read twice: a sentence each."""
 
     @property
     def path(self) -> str:
@@ -98,12 +116,10 @@ class PlannedDataset:
 
 
 def plan_dataset(data: DataConfig) -> PlannedDataset:
-    """Look at the sources and say which dataset they make; reads no text but what the checksums need.
-
-    Raises:
-        UserError: the corpus or the tokenizer is not there.
-    """
-    found = sources(data.corpus)
+    """Look at the sources and say which dataset they make; reads no text but what the checksums need. A UserError where
+    the corpus or the tokenizer is not there."""
+    left_out = list[str]()
+    found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
     told = set(DataConfig.model_fields) - {"corpus", "tokenizer"}
     if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
@@ -112,7 +128,9 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
     rest = data.model_dump(mode="json", include=told)
     key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, unicode)
-    return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
+    return PlannedDataset(
+        data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key, left_out=tuple(left_out)
+    )
 
 
 def preview_dataset(data: DataConfig) -> PlannedDataset:
@@ -123,6 +141,18 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
         return PlannedDataset(
             data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
         )
+
+
+def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
+    """Yield what is odd about the corpus and makes no error, as far as its files' names and their start tell."""
+    if planned.left_out:
+        told = "; ".join(planned.left_out[:3]) + "; …" * (len(planned.left_out) > 3)
+        what = f"data.corpus.paths select what is not read, {len(planned.left_out):,} in all: {told}"
+        yield Finding(
+            "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
+        )
+    if (problem := unseen_separator(planned.data.corpus, planned.sources)) is not None:
+        yield Finding("warning", "data.separator", *problem)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
@@ -151,8 +181,7 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 def stage(address: str, scratch: Path) -> Path:
     """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last."""
-    storage = open_storage(address)
-    manifest = open_dataset(address)
+    storage, manifest = open_storage(address), open_dataset(address)
     folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
     if storage.local_path() is None:
         open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
@@ -165,3 +194,124 @@ def open_dataset(address: str) -> DatasetManifest:
     if manifest is None:
         raise DataError(f"{address} has no manifest, so it is not a finished dataset; run `train-litgpt prepare` first")
     return manifest
+
+
+# --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of reading a dataset again."""
+
+    manifest: DatasetManifest
+    problems: tuple[str, ...]
+    """One sentence each; none if everything is as the manifest says."""
+    strays: tuple[str, ...] = ()
+    """The files that the manifest does not list; each is one of the problems."""
+
+    @property
+    def remedy(self) -> str:
+        """The advice to a person who has these problems."""
+        if len(self.strays) == len(self.problems):
+            return "remove the files that it does not list"
+        return "remove that folder and prepare it again"
+
+
+class _Content(NamedTuple):
+    """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
+
+    record: FileRecord
+    largest: int
+    ends: int
+    last: int
+
+
+def verify_dataset(address: str) -> Verification:
+    """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
+
+    Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
+    Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
+    """
+    import numpy as np
+
+    manifest, storage = open_dataset(address), open_storage(address)
+    with ThreadPoolExecutor(_READERS) as pool:
+        contents = list(pool.map(lambda record: _content(storage, record, manifest), manifest.files))
+    found = {content.record.path: content for content in contents if content is not None}
+    problems = list[str]()
+    if manifest.format != FORMAT:
+        problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
+    for record in manifest.files:
+        if (here := found.get(record.path)) is None:
+            place = storage.address(record.path)
+            problems.append(f"{place} is not a file" if os.path.lexists(place) else f"{place} is missing")
+            continue
+        for name in ("size", "crc32c", "sha256"):
+            found_here, said = getattr(here.record, name), getattr(record, name)
+            if found_here != said:
+                problems.append(f"{record.path} has {name} {found_here}, its manifest says {said}")
+    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+        of_split = [found[record.path] for record in split.files if record.path in found]
+        tokens = sum(content.record.size for content in of_split) // np.dtype(manifest.dtype).itemsize
+        if tokens != split.tokens:
+            problems.append(f"{name} holds {tokens} tokens, its manifest says {split.tokens}")
+        if (ends := sum(content.ends for content in of_split)) != split.documents:
+            closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
+            problems.append(f"{closes}, its manifest says {split.documents}")
+        for record, largest, _, last in of_split:
+            if largest >= manifest.vocab_size:
+                most = manifest.vocab_size - 1
+                problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
+            if record.size and last != manifest.end_of_text:
+                problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
+    strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
+    problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
+    return Verification(manifest=manifest, problems=tuple(problems), strays=tuple(strays))
+
+
+def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
+    """Everything about the file in one reading; None if there is no such file."""
+    import numpy as np
+
+    size, crc32c, hashed, largest, ends, last = 0, 0, sha256(), -1, 0, -1
+    with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
+        if (path := storage.local_path(record.path)) is None:
+            path = Path(folder, "file")
+            storage.download(record.path, path)
+        elif not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
+            return None
+        with explaining(str(path)), path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                size += len(block)
+                crc32c = google_crc32c.extend(crc32c, block)
+                if record.sha256 is not None:
+                    hashed.update(block)
+                if record not in manifest.tokenizer and len(block) % np.dtype(manifest.dtype).itemsize == 0:
+                    ids = np.frombuffer(block, dtype=manifest.dtype)
+                    largest, last = max(largest, int(ids.max())), int(ids[-1])
+                    ends += int(np.count_nonzero(ids == manifest.end_of_text))
+        found = FileRecord(
+            path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=record.sha256 and hashed.hexdigest()
+        )
+        return _Content(found, largest, ends, last)
+    return None
+
+
+def require_sound(address: str) -> DatasetManifest:
+    """The manifest of the dataset at `address`, every byte compared; a DataError names all that is wrong."""
+    verification = verify_dataset(address)
+    if verification.problems:
+        raise DataError(
+            f"{address} is not what its manifest says: {'; '.join(verification.problems)}: {verification.remedy}"
+        )
+    return verification.manifest
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo verify`: for a machine that has nothing but this package."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo verify", description=verify_dataset.__doc__)
+    parser.add_argument("dataset", help="folder or gs:// address of a prepared dataset")
+    args = parser.parse_args(argv)
+    manifest = require_sound(args.dataset)
+    print(f"{args.dataset}: {manifest.documents} documents, {manifest.tokens} tokens, all as the manifest says")
+    return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.corpus.hub import hub_endpoint
+from litgpt_demo.data.corpus import hub_endpoint
 from litgpt_demo.errors import DataError, Unreachable, UserError, words_of
 from litgpt_demo.storage import open_storage
 
@@ -62,19 +62,11 @@ class TokenizerFiles:
 
 def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
     """A tokenizer that exists already; a UserError where it does not, or names no end-of-text token."""
-    match settings:
-        case HubTokenizer():
-            return assemble(_from_hub(settings), origin=settings.name)
-        case LitgptTokenizer():
-            return assemble(_from_folder(settings.path, "tokenizer.json"), origin=settings.path)
-        case TokenizerFile():
-            folder, _, name = settings.path.rpartition("/")
-            files = _from_folder(folder or ".", name)
-            return assemble(files, origin=settings.path, end_of_text=settings.end_of_text)
-
-
-def _from_folder(folder: str, name: str) -> dict[str, bytes]:
-    storage = open_storage(folder)
+    if isinstance(settings, HubTokenizer):
+        return assemble(_from_hub(settings), origin=settings.name)
+    whole = settings.path if isinstance(settings, TokenizerFile) else f"{settings.path.rstrip('/')}/tokenizer.json"
+    folder, _, name = whole.rpartition("/")
+    storage = open_storage(folder or ".")
     try:
         files = {"tokenizer.json": storage.read(name)}
     except FileNotFoundError as error:
@@ -82,7 +74,9 @@ def _from_folder(folder: str, name: str) -> dict[str, bytes]:
             f"data.tokenizer: {storage.address(name)} is not there; give the folder or file with a tokenizer.json "
             "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
         ) from error
-    return files | {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
+    files |= {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
+    token = settings.end_of_text if isinstance(settings, TokenizerFile) else None
+    return assemble(files, origin=settings.path, end_of_text=token)
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
@@ -190,9 +184,8 @@ def train_tokenizer(
 ) -> TokenizerFiles:
     """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
 
-    Args:
-        report: is called with the number of documents in the sample and their bytes, while it is read and before the
-            training, which takes about 0.1 s per megabyte of prose.
+    `report` is called with the number of documents in the sample and their bytes, while it is read and before the
+    training, which takes about 0.1 s per megabyte of prose.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -256,8 +249,7 @@ class Encoder:
     def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
         """The ids of all documents behind one another, and each document's number of ids, its end-of-text included.
 
-        Args:
-            texts: a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
+        `texts` is a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
         """
         import awkward
         import numpy as np
@@ -279,11 +271,7 @@ class Encoder:
         return ids, lengths
 
     def compare(self, texts: Any) -> None:
-        """Compare the ids of the beginnings of the first documents with those that Hugging Face's tokenizers gives.
-
-        Args:
-            texts: as `encode` takes them.
-        """
+        """Compare the ids of the first documents' beginnings with those that Hugging Face's tokenizers gives."""
         import pyarrow as pa
 
         beginnings = [text.as_py()[:_COMPARED] for text in texts[:_COMPARED_DOCUMENTS]]

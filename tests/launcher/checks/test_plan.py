@@ -236,3 +236,12 @@ def test_a_run_whose_corpus_cannot_be_asked_for_is_shown_and_never_started(
     with pytest.raises(UserError, match="cannot be reached"):
         plan_run(config)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_says_what_of_a_corpus_is_not_read(tiny: Tiny, tmp_path: Path, corpus: Path) -> None:
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "corpus.txt").symlink_to(corpus)
+    (folder / "again").symlink_to(folder)
+    (told,) = (one for one in plan_of(tiny({"data.corpus.paths": [str(folder)]})).findings if "data." in one.code)
+    assert (told.severity, told.code) == ("warning", "data.left-out")
+    assert f"{folder}/again is a link to {folder}, which it lies in" in told.what

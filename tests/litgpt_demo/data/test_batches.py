@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.batches import Windows, batch_numbers, open_windows, permuted, share_of
-from litgpt_demo.errors import UserError
+from litgpt_demo.data.batches import Windows, batch_numbers, permuted, share_of
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())
@@ -76,10 +73,3 @@ def test_windows_cover_the_files_without_overlap_and_targets_are_one_ahead(
     assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()
     assert targets.ravel().tolist() == tokens[1 : len(windows) * length + 1].tolist()
     assert len(tokens) - 1 - len(windows) * length < length  # no whole window is left unused
-
-
-def test_a_split_shorter_than_one_sample_is_refused_with_what_would_do(tmp_path: Path) -> None:
-    for tokens in (0, 32):
-        np.zeros(tokens, dtype="<u2").tofile(tmp_path / "val.bin")
-        with pytest.raises(UserError, match=rf"val\.bin has {tokens} tokens, .*sequence_length=32 needs 33; take more"):
-            open_windows([tmp_path / "val.bin"], dtype="<u2", length=32)

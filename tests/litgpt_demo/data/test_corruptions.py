@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import keep, pair
 
-from litgpt_demo.data.dataset import DatasetManifest, stage
-from litgpt_demo.data.verification import require_sound
+from litgpt_demo.data.dataset import DatasetManifest, require_sound, stage
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, open_checkpoint

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,25 +14,33 @@ import pytest
 from corpora import SEPARATOR, corpus_in, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import finished_dataset, open_dataset, plan_dataset, stage
-from litgpt_demo.data.verification import main, require_sound, verify_dataset
+from litgpt_demo.data.dataset import (
+    finished_dataset,
+    main,
+    open_dataset,
+    plan_dataset,
+    require_sound,
+    stage,
+    verify_dataset,
+    warnings_of,
+)
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import open_storage
 
 
-def test_a_setting_that_decides_the_bytes_is_part_of_the_key(tmp_path: Path) -> None:
+def test_a_setting_that_decides_the_bytes_is_part_of_the_key_and_the_place_of_a_tokenizer_is_not(
+    tmp_path: Path,
+) -> None:
     folder = corpus_in(tmp_path / "corpus")
     corpus = {"kind": "files", "paths": [str(folder)], "separator": SEPARATOR}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"tokenizer": {"kind": "train", "vocab_size": 301}},
-        {"validation_fraction": 0.2},
-        {"split_seed": 1},
-        {"corpus": {**corpus, "separator": "\n"}},
-        {"corpus": {**corpus, "max_bytes": 500}},
-    ]
+    changes: list[dict[str, Any]] = [{}, {"validation_fraction": 0.2}, {"split_seed": 1}]
+    places = [large_vocabulary(tmp_path / name, size) for name, size in (("one", 300), ("two", 300), ("other", 301))]
+    one, two, other = ({"tokenizer": {"kind": "file", "path": str(path)}} for path in places)
+    changes += [one, other, {"tokenizer": {"kind": "train", "vocab_size": 301}}]
+    changes += [{"corpus": {**corpus, "separator": "\n"}}, {"corpus": {**corpus, "max_bytes": 500}}]
     assert len({plan_dataset(settings_for(folder, **change)).key for change in changes}) == len(changes)
+    assert plan_dataset(settings_for(folder, **one)).key == plan_dataset(settings_for(folder, **two)).key
 
 
 def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -> None:
@@ -42,11 +52,23 @@ def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -
         assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
 
 
-def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> None:
-    folder = corpus_in(tmp_path / "corpus")
-    places = [large_vocabulary(tmp_path / name, size) for name, size in (("one", 300), ("two", 300), ("other", 301))]
-    keys = [plan_dataset(settings_for(folder, tokenizer={"kind": "file", "path": str(path)})).key for path in places]
-    assert keys[0] == keys[1] != keys[2]
+UNIX, WINDOWS, TYPED = "\n\n", "\r\n\r\n", r"\n\n"
+UNSEEN = [(UNIX, WINDOWS), (WINDOWS, UNIX), (TYPED, UNIX), (TYPED, WINDOWS), ("---", ""), (UNIX, UNIX)]
+
+
+@pytest.mark.parametrize(("separator", "there"), UNSEEN, ids=range(6))
+def test_a_separator_that_never_occurs_is_a_warning_with_what_was_found_instead(
+    root: str, tmp_path: Path, separator: str, there: str
+) -> None:
+    text = f"one{there}two".encode()
+    open_storage(root).write("texts/a.txt", text)
+    open_storage(root).write("texts/b.txt.gz", gzip.compress(text))
+    corpus = {"kind": "files", "paths": [f"{root}/texts"], "separator": separator}
+    told = "".join(map(str, warnings_of(plan_dataset(settings_for(tmp_path, corpus=corpus)))))
+    nowhere = f"warning [data.separator] data.corpus.separator={json.dumps(separator)} is nowhere in the first "
+    assert told.startswith(nowhere) if separator != there else told == ""
+    advice = f"; found was {json.dumps(there)} -> set data.corpus.separator={json.dumps(there)}, in a shell"
+    assert (advice in told) == (there not in {"", separator})
 
 
 def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_path: Path) -> None:

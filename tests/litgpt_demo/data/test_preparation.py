@@ -41,16 +41,14 @@ from litgpt_demo.data.dataset import (
     DatasetManifest,
     PlannedDataset,
     finished_dataset,
-    open_dataset,
     plan_dataset,
     stage,
+    verify_dataset,
 )
-from litgpt_demo.data.preparation import MapFn, in_threads, prepare
-from litgpt_demo.data.preparation.publishing import check_totals
+from litgpt_demo.data.preparation import MapFn, check_totals, in_threads, prepare
 from litgpt_demo.data.tokens import load_tokenizer
-from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.storage import open_storage, sha256_of
+from litgpt_demo.storage import open_storage
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,9 +71,6 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
         texts = HfTokenizer.from_file(path).decode_batch([one[:-1].tolist() for one in documents])
         assert texts == [text for number, text in enumerate(TEXTS) if (number in held_out) == validation]
     assert (manifest.vocab_size, manifest.train.documents, manifest.validation.documents) == (size, 18, 3)
-    assert {record.path: record.sha256 for record in manifest.files} == {
-        name: sha256_of(folder / name) for name in set(contents(folder)) - {"manifest.json"}
-    }
 
 
 class Killed(Exception):
@@ -83,7 +78,6 @@ class Killed(Exception):
 
 
 def killed_after(results: int, each: MapFn) -> MapFn:
-    """As `each`, until so many results have come."""
     left = iter(range(results))
 
     def mortal(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
@@ -177,7 +171,6 @@ def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Pat
 
 
 def stored(root: str, planned: PlannedDataset) -> dict[str, bytes]:
-    """Every file of the dataset."""
     storage = open_storage(root).within(planned.path)
     return {path: storage.read(path) for path in storage.list()}
 
@@ -194,7 +187,6 @@ def test_a_finished_dataset_is_done_and_staged_from_where_it_is(
     assert storage.list(".scratch") == []
     staged = stage(f"{root}/{planned.path}", tmp_path / "scratch")
     assert contents(staged) == contents(dataset[1])
-    assert open_dataset(str(staged)) == made
 
 
 def test_two_preparations_at_once_both_end_well_and_a_split_past_the_cap_is_numbered_files(
@@ -253,16 +245,14 @@ def test_a_corpus_that_makes_no_dataset_is_refused_with_what_is_bad_in_it(
     assert not (tmp_path / "root" / ".scratch").exists()
 
 
-def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, tokenizer: TokenizerFile) -> None:
+def test_bad_documents_are_left_out_and_of_very_many_the_first_places_are_written_down(
+    tmp_path: Path, tokenizer: TokenizerFile
+) -> None:
     lines = b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n'
-    source, storage = write(corpus_in(tmp_path / "corpus"), {"c.jsonl": lines}), open_storage(str(tmp_path / "root"))
-    paths = of_each(source)
-    with pytest.raises(DataError, match=r"c\.jsonl, line 2 has 7 as 'text'"):
-        prepare(plan_dataset(settings_for(source, paths, tokenizer=tokenizer)), storage)
-    manifest = prepare(plan_dataset(settings_for(source, paths, tokenizer=tokenizer, on_bad_document="skip")), storage)
-    assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
-    assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
-    assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
+    source = write(tmp_path / "corpus", {"c.jsonl": lines})
+    manifest, _ = prepared(source, tmp_path / "root", tokenizer=tokenizer, on_bad_document="skip")
+    assert (manifest.documents, manifest.bad_documents, len(manifest.bad_places)) == (2, 2000, 100)
+    assert manifest.bad_places[0] == "c.jsonl, line 2: has 7 as 'text'"
 
 
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:

@@ -51,16 +51,15 @@ def texts_of(*documents: str) -> pa.LargeStringArray:
     return pa.array(documents, pa.large_string())
 
 
-def test_a_trained_tokenizer_has_the_ids_asked_for_of_a_sample_and_closes_documents(tokenizer: TokenizerFiles) -> None:
+def test_a_trained_tokenizer_has_the_ids_asked_for_of_a_sample_or_says_how_many_it_gives(
+    tokenizer: TokenizerFiles,
+) -> None:
     found = hugging_face(tokenizer.files)
     assert tokenizer.vocab_size == found.get_vocab_size() == VOCABULARY
     assert found.token_to_id(END_OF_TEXT) == tokenizer.end_of_text
     assert json.loads(tokenizer.files["tokenizer_config.json"])["eos_token"] == END_OF_TEXT
     asked = TrainedTokenizer(kind="train", vocab_size=300, sample_bytes=10_000)
     assert train_tokenizer(asked, TEXT).hash == train_tokenizer(asked, [TEXT[0][:10_000]]).hash
-
-
-def test_a_vocabulary_larger_than_the_text_gives_is_refused_with_the_one_it_gives() -> None:
     with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
 
@@ -113,7 +112,7 @@ def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_t
         unchecked.compare(texts_of("a <tab> b", "a<tab>b"))
 
 
-def test_a_tokenizer_found_in_a_file_or_a_litgpt_checkpoint_is_the_one_that_was_written(
+def test_a_tokenizer_of_a_file_or_a_litgpt_checkpoint_is_the_one_written_and_its_end_of_text_the_settings_or_its_own(
     tokenizer: TokenizerFiles, tmp_path: Path
 ) -> None:
     folder = write(tmp_path, dict(tokenizer.files) | {"lit_model.pth": b"weights"})
@@ -121,9 +120,6 @@ def test_a_tokenizer_found_in_a_file_or_a_litgpt_checkpoint_is_the_one_that_was_
     assert load_tokenizer(TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")).hash == tokenizer.hash
     assert from_checkpoint.hash == tokenizer.hash
     assert set(from_checkpoint.files) == {"tokenizer.json", "tokenizer_config.json"}
-
-
-def test_the_end_of_text_token_is_the_settings_or_the_tokenizers_own(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
     for named, end_of_text in (({"content": END_OF_TEXT, "special": True}, None), ("missing", END_OF_TEXT)):
         config = json.dumps({"eos_token": named, "model_max_length": 512}).encode()
         write(tmp_path, {"bpe.json": tokenizer.files["tokenizer.json"], "tokenizer_config.json": config})

@@ -14,8 +14,7 @@ from bucket_faults import FaultyBucket
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from training_runs import NewRun, rows, train
 
-from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.data.verification import verify_dataset
+from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export import models as making

@@ -8,9 +8,8 @@ import pytest
 from corpora import contents, corpus_in, files, put_objects, settings_for
 from states import keep, pair
 
-from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.data.dataset import plan_dataset, require_sound
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.verification import require_sound
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import BucketStorage, open_storage
 from litgpt_demo.training.checkpoints import committed

@@ -40,7 +40,8 @@ from pyarrow import parquet
 from waiting import until
 
 from litgpt_demo.config import Corpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
-from litgpt_demo.data.corpus import corpus_identity, documents, forget, plan_shards, read_shard, sources
+from litgpt_demo.data.corpus import corpus_identity, forget, sources
+from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, NetworkError, UserError
 from litgpt_demo.storage import BucketStorage, open_storage
 
@@ -102,13 +103,6 @@ def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_docume
             assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
 
-@pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int8(), pa.large_string())], ids=str)
-def test_strings_of_any_arrow_type_are_a_column_of_text(tmp_path: Path, kind: pa.DataType) -> None:
-    texts = ["one", "two", "one", "a text of more than twelve bytes"]
-    write(tmp_path, {"corpus.parquet": as_parquet(texts, kind=kind)})
-    assert read(files(tmp_path), tmp_path / "scratch") == texts
-
-
 def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
     # 100 MB in one row group, which compress to next to nothing.
     texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(10_000)])
@@ -130,10 +124,10 @@ PAGES = ["first page", "second page\nwith a line", "third"]
 LINES = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in PAGES).encode()
 
 
-@pytest.mark.parametrize("name", ["c4-train.00000-of-01024.json.gz", "part.json"])
-def test_an_object_a_line_is_a_document_a_line(tmp_path: Path, name: str) -> None:
-    corpus = files(write(tmp_path / "c4", {name: gzip.compress(LINES) if name.endswith(".gz") else LINES}))
-    assert read(corpus, tmp_path) == PAGES
+def test_an_object_a_line_is_a_document_a_line(tmp_path: Path) -> None:
+    names = {"c4-train.00000-of-01024.json.gz": gzip.compress(LINES), "part.json": LINES}
+    corpus = files(write(tmp_path / "c4", names))
+    assert read(corpus, tmp_path) == PAGES * 2
     told: Any = corpus_identity(corpus, sources(corpus))
     assert told["settings"]["json"] == "lines", "what was made of such files as text is another dataset"
 
@@ -152,7 +146,7 @@ MIXED = {
     "b/two.jsonl.gz": gzip.compress(as_jsonl(["three", "four"])),
     "a/one.txt": b"two",
     "a-z.txt": b"one",
-    "c.parquet": as_parquet(["five", "six", "seven"]),
+    "c.parquet": as_parquet(["five", "six", "seven"], kind=pa.dictionary(pa.int8(), pa.large_string())),
 }
 
 
@@ -233,15 +227,21 @@ def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> No
         read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
-def test_a_linked_folder_is_read_once_however_many_links_lead_there_or_back(tmp_path: Path) -> None:
+def test_a_linked_folder_is_read_once_however_many_links_lead_there_and_links_that_lead_back_or_nowhere_are_named(
+    tmp_path: Path,
+) -> None:
     folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
     deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
     for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": there, "home": tmp_path}.items():
         (folder / link).symlink_to(target)
     (there / "back").symlink_to(folder)
-    (folder / "a").symlink_to(folder / "a")
+    (folder / "b.txt").symlink_to(folder / "b.txt")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
+        sources(files(path), left_out := [])
+        back = {"deep/self": deep, "deep/up": folder, "home": tmp_path}
+        above = [f"{folder}/{link} is a link to {target}, which it lies in" for link, target in back.items()]
+        assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]
 
 
 def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: str, tmp_path: Path, hub: Hub) -> None:
@@ -288,7 +288,7 @@ TEXTS = ["one", random.Random(0).randbytes(200_000).hex(), "two", "three"]
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     contents = {
         "README.md": b"# A corpus",
-        "data/b-large.parquet": as_parquet(TEXTS[1:]),
+        "data/b-large.parquet": as_parquet(TEXTS[1:], kind=pa.string_view()),
         "data/a-small.parquet": as_parquet(TEXTS[:1]),
         "extra/notes.jsonl": as_jsonl(["note"]),
     }

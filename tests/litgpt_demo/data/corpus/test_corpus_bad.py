@@ -20,8 +20,9 @@ from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.corpus import BadDocument, documents, plan_shards, read_shard, sources
-from litgpt_demo.data.corpus.files import opened, seekable
+from litgpt_demo.data.corpus import sources
+from litgpt_demo.data.reading import BadDocument, opened, seekable
+from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, UserError
 
 
@@ -140,8 +141,8 @@ def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
     with pytest.raises(UserError, match="has int64 in column 'id', and documents are strings"):
         read(corpus.model_copy(update={"column": "id"}), tmp_path)
 
-    monkeypatch.setattr("litgpt_demo.data.corpus.parquet.MOST_RATIO", 0)
-    monkeypatch.setattr("litgpt_demo.data.corpus.parquet.SLACK", 0)
+    monkeypatch.setattr("litgpt_demo.data.reading.MOST_RATIO", 0)
+    monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 0)
     with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, and at most 0 are expanded"):
         read(corpus, tmp_path)
 
@@ -175,7 +176,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None
 def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("litgpt_demo.data.corpus.files.SLACK", 1_000_000)
+    monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 1_000_000)
     bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
     bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
     [source] = sources(files(tmp_path))
@@ -216,7 +217,7 @@ def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long
     text: str, separator: str, target: int | None, chunk: int, most: int, mark: bytes
 ) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litgpt_demo.data.corpus.lines.CHUNK", chunk)
+        patch.setattr("litgpt_demo.data.reading.CHUNK", chunk)
         write(Path(folder), {"a.txt": mark + text.encode()})
         found, bad = skipping(Path(folder), target, separator=separator, most=most)
     expected, byte, long = text.split(separator), len(mark), []

@@ -1,0 +1,488 @@
+"""The files of a corpus: listed, each by a name and a version that say nothing about where it lies, and fetched.
+
+`corpus_identity` is what the dataset's key takes of the list. A file whose content is no longer what was listed is an
+error, because the key would then name a text that the dataset does not hold.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import os
+import re
+import shutil
+import stat
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from hashlib import sha1, sha256
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import JsonValue
+
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.reading import CHUNK, Layout, Source, ending_of
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.secrets import is_protected, redacted
+from litgpt_demo.storage import ObjectInfo, bucket_path, crc32c_of, is_remote, open_storage, sha256_of
+from litgpt_demo.storage.local import explaining
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+_READERS = 4  # local files read at once
+_NEWLY_READ = (".gzip", ".zstd", ".bz2", ".xz")  # ends of compressed files that were bad documents once
+
+# Hidden files, and what Spark, Hive, Delta Lake and Databricks keep beside the data. Not every name that begins with an
+# underscore, as in Hive: `__init__.py` is text that people train on.
+_BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark_metadata|(started|committed)_.*)$")
+
+
+def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
+    """The files of the corpus in their one order: by name, but the standard library's by the hash of the name.
+
+    In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
+    sample of all of it. Local files are read through once for their checksum.
+
+    Args:
+        left_out: takes what a local path selects and nobody can read, or would read twice.
+    """
+    if isinstance(corpus, StdlibCorpus):
+        return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
+    if isinstance(corpus, FileCorpus):
+        found = _file_sources(corpus, [] if left_out is None else left_out)
+    else:
+        hub = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
+        found = _hub_sources(hub)
+        _require_one_format(hub, hub.files, [source.name for source in found])
+    # Two folders may hold files of one name: then the content decides, never the folder.
+    return sorted(found, key=lambda source: (source.name, source.version, source.size))
+
+
+def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
+    """Return what the dataset's key hashes of a corpus: settings that decide the text, files by name and content.
+
+    Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
+    """
+    settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
+    told = settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
+    if isinstance(settings, HubCorpus) and settings.format == "auto":
+        del told["format"]  # datasets made before there was a choice keep their keys
+    # What was made of these before is another dataset.
+    if Layout.of(corpus).format == "auto" and any(ending_of(source.name) == ".json" for source in sources):
+        told["json"] = "lines"  # it was text once
+    if any(source.name.lower().endswith(_NEWLY_READ) for source in sources):
+        told["compressed"] = "decompressed"
+    return {"settings": told, "files": [[source.name, source.size, source.version] for source in sources]}
+
+
+class _Place(NamedTuple):
+    """A file that a path selects: its address, and its name there; size and checksum where the listing told them."""
+
+    address: str
+    name: str
+    stored: ObjectInfo | None = None
+
+    def source(self) -> Source:
+        """A local file is read for its checksum."""
+        folder, _, last = self.address.rpartition("/")
+        stored = self.stored or open_storage(folder or "/").stat(last)
+        return Source(
+            address=_shown(self.address),
+            name=_shown(self.name),
+            size=stored.size,
+            version=f"crc32c:{stored.crc32c}",
+            file=None if is_remote(self.address) else Path(self.address),
+        )
+
+
+def _shown(path: str) -> str:
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _stdlib_sources() -> Iterator[Source]:
+    """Python files of the standard library that decode as UTF-8; its test suite has a few that do not, on purpose."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(library):
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            with suppress(UnicodeDecodeError):
+                if path.is_file():
+                    path.read_bytes().decode()
+                    yield _Place(str(path), path.relative_to(library).as_posix()).source()
+
+
+def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
+    """The files that the paths select, each once; a file that two paths name differently takes the smaller name."""
+    places: dict[str, _Place] = {}
+    for path in corpus.paths:
+        if not path.strip():
+            raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
+        if bucket_path(path) is None and is_remote(path):
+            raise UserError(
+                f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
+            )
+        found = _on_this_machine(path, left_out) if bucket_path(path) is None else _in_bucket(path)
+        _require_one_format(corpus, path, [place.name for place in found])
+        for place in found:
+            places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(_Place.source, places.values()))
+
+
+def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
+    """A card, a licence or an index beside the data would be trained on, and nobody would see it: a UserError."""
+    layout, formats = Layout.of(corpus), dict[str, list[str]]()
+    for name in map(_shown, sorted(names)):
+        formats.setdefault(layout.format_of(name), []).append(name)
+    if len(formats) > 1:
+        first, *_ = found = sorted(formats.items())
+        told = [f"{len(some):,} {form} ({', '.join(some[:3])}{', …' * (len(some) > 3)})" for form, some in found]
+        raise UserError(
+            f"data.corpus: {path} has files of several formats: {', '.join(told)}",
+            fix=f"name those to read by a pattern for each format, such as **/*{PurePosixPath(first[1][0]).suffix}, "
+            "or set data.corpus.format if all are of one",
+        )
+
+
+# --- on this machine, and in a bucket ---------------------------------------------------------------------------------
+
+
+def _on_this_machine(path: str, left_out: list[str]) -> list[_Place]:
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [_Place(_absolute(given), given.name)]
+    base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
+    names = list(_below(base, pattern, left_out))
+    if not names:
+        raise _nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir())
+    return [_Place(_absolute(Path(base, name)), name) for name in names]
+
+
+def _below(base: str, pattern: str, left_out: list[str]) -> Iterator[str]:
+    """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
+    parts = pattern.split("/")
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    folders, links = [""], list[str]()
+    seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        here = Path(base, folder)
+        try:
+            if (found := _identity(here)) in seen:
+                if (above := here.resolve()) in [here.parent.resolve(), *here.parent.resolve().parents]:
+                    left_out.append(_shown(f"{here} is a link to {above}, which it lies in"))
+                continue
+            seen.add(found)
+            for path in sorted(here.iterdir()):
+                name = f"{folder}{path.name}"
+                deeper = "**" in parts or name.count("/") < len(parts) - 1
+                if path.is_dir():
+                    if deeper and (hidden or _BESIDE.match(path.name) is None):
+                        (links if path.is_symlink() else folders).append(f"{name}/")
+                elif _matches(name, pattern):
+                    if path.is_file():
+                        yield name
+                    else:
+                        left_out.append(_shown(f"{path} {'leads nowhere' if path.is_symlink() else 'is no file'}"))
+        except OSError as error:
+            left_out.append(_shown(f"{here} cannot be read ({error.strerror})"))
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    return (found := folder.stat()).st_dev, found.st_ino
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow symbolic links)
+
+
+def _in_bucket(address: str) -> list[_Place]:
+    base, pattern = _fixed_part(address.rstrip("/"))
+    parent, _, last = base.rpartition("/")
+    if not pattern and is_remote(parent) and open_storage(parent).exists(last):
+        return [_Place(base, last)]
+    found = []
+    for stored in open_storage(base).inventory(odd=True):
+        name = re.sub(r"(^|/)(\.{0,2}/)+", r"\1", stored.path)
+        if not _matches(name, pattern or "**"):
+            continue
+        if name != stored.path or re.search(r"[\0\r\n]", name):
+            raise UserError(
+                f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: components that "
+                "are empty or dots, and line breaks, cannot be read; rename it, or give a pattern that leaves it out"
+            )
+        found.append(_Place(f"{base}/{name}", name, stored))
+    if not found:
+        raise _nothing_at(address, base, pattern, there=True)
+    return found
+
+
+def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> UserError:
+    if not pattern or not there:
+        return UserError(
+            f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
+        )
+    return UserError(
+        f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
+        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out, "
+        "and so are `_SUCCESS` and the like"
+    )
+
+
+def _fixed_part(path: str) -> tuple[str, str]:
+    """`path` cut before the first component with a wildcard; the second half is empty where there is none."""
+    parts = path.split("/")
+    wild = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    return ("/".join(parts[:wild]) or "/") if wild else ".", "/".join(parts[wild:])
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern selects the file called `name`, as Python's recursive glob would.
+
+    `*`, `?` and `[…]` stay inside a component, the component `**` is any number of folders, and a name that begins with
+    a dot is only matched by a component that does too; so it is with `_SUCCESS` and others that writers keep beside.
+    """
+    (first, _, deeper), (here, _, later) = name.partition("/"), pattern.partition("/")
+    if not name or not pattern:
+        return name == pattern
+    visible = _BESIDE.match(first) is None
+    if pattern == "**":
+        return visible and (not deeper or _matches(deeper, pattern))
+    if here == "**":
+        return _matches(name, later) or (visible and _matches(deeper, pattern))
+    return fnmatch.fnmatchcase(first, here) and (visible or here.startswith(first[0])) and _matches(deeper, later)
+
+
+# --- the Hugging Face Hub ---------------------------------------------------------------------------------------------
+
+_HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
+_HUB_TRIES = 3  # a download goes on where it broke off, so a few tries get a large file through a bad line
+
+
+def hub_endpoint() -> str:
+    """Return the Hub's address. It is read at each call: huggingface_hub keeps what HF_ENDPOINT was at its import.
+
+    A UserError where a token would be sent there and the way is not encrypted.
+    """
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not is_protected(endpoint):
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        if "authorization" in build_hf_headers():
+            raise UserError(
+                f"HF_ENDPOINT={redacted(endpoint)} is not encrypted, and your Hugging Face token would be sent there; "
+                "write https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1 for a mirror that needs no token"
+            )
+    return endpoint
+
+
+def _hub_sources(corpus: HubCorpus) -> list[Source]:
+    """The repository's files that the corpus takes, pinned to a commit."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    endpoint = hub_endpoint()
+    hub = redacted(endpoint)
+    try:
+        info = HfApi(endpoint=endpoint).dataset_info(
+            corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
+        )
+    except HfHubHTTPError as error:
+        raise _refusal(error, corpus.name, corpus.revision, hub) from None
+    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+        raise Unreachable(
+            f"the Hub at {hub} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
+            "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
+        ) from None
+    files, found = info.siblings or [], list[Source]()
+    for file in files:
+        if not _matches(name := file.rfilename, corpus.files):
+            continue
+        if name.startswith("/") or ".." in name.split("/"):
+            what = f"{hub} lists {name!r}, which leads out of the folder of downloads"
+            raise UserError(f"{what}; see whose server that is, and unset HF_ENDPOINT")
+        if file.size is None or file.blob_id is None:
+            raise UserError(f"{hub} lists {name} without size and blob id, so it cannot be pinned; unset HF_ENDPOINT")
+        version = f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
+        address = f"hf://datasets/{corpus.name}@{info.sha}/{name}"
+        found.append(Source(address=address, name=name, size=file.size, version=version))
+    if not found:
+        some = ", ".join(sorted(file.rfilename for file in files)[:10]) or "nothing"
+        raise UserError(
+            f"data.corpus.files={corpus.files!r} matches no file of the dataset {corpus.name}; it has {some}"
+        )
+    return found
+
+
+def _fetch_from_hub(source: Source, folder: Path) -> Path:
+    """One that broke off there before is taken up where it ended."""
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    place = _HUB_ADDRESS.fullmatch(source.address)
+    assert place is not None, source.address
+    endpoint, lost = hub_endpoint(), ""
+    for _ in range(_HUB_TRIES):
+        try:
+            return Path(
+                hf_hub_download(
+                    place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
+                    local_dir=folder, endpoint=endpoint,
+                )
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            raise _refusal(error, place["repository"], place["commit"], redacted(endpoint)) from None
+        except (httpx.TransportError, LocalEntryNotFoundError) as error:
+            lost = words_of(error)
+    raise NetworkError(f"{source.address} could not be fetched from {redacted(endpoint)} in {_HUB_TRIES} tries: {lost}")
+
+
+def _refusal(error: HfHubHTTPError, repository: str, revision: str, hub: str) -> Exception:
+    """Return what the user can do about the Hub's refusal; the most special class comes first.
+
+    It is not chained to what it says: a traceback may show the headers that were sent, and the token is one of them.
+    """
+    from huggingface_hub import errors
+
+    advice = {
+        errors.GatedRepoError: f"the dataset {repository} is gated: accept its conditions on "
+        f"{hub}/datasets/{repository} and set HF_TOKEN to a token of that account",
+        errors.RepositoryNotFoundError: f"{hub} has no dataset {repository}, or it is private; check data.corpus.name, "
+        "and set HF_TOKEN to a token that may read it",
+        errors.RevisionNotFoundError: f"the dataset {repository} has no branch, tag or commit {revision!r}; "
+        "set data.corpus.revision",
+    }
+    for kind, words in advice.items():
+        if isinstance(error, kind):
+            return UserError(words)
+    status, words = error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}"
+    if status == 429 or status >= 500:
+        return NetworkError(f"{words}; the Hub has too much to do, try again later")
+    return UserError(f"{words}; is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?")
+
+
+# --- a file on this machine, with the very content that was listed ----------------------------------------------------
+
+# Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the second
+# or two, and then two writes in a row look like one.
+_SETTLED = 2_000_000_000
+
+
+@contextmanager
+def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
+    """The file on this machine, verified before it is read and, by its time of change, again afterwards.
+
+    A remote file is fetched into `scratch` and stays there for the next reading. One that another process of this
+    machine is fetching already is waited for. One that is gone, is not what was listed or changes meanwhile is a
+    DataError.
+    """
+    if (path := source.file) is None:
+        yield _fetched(source, scratch)
+        return
+    before, failure = _verified(path, source), None
+    try:
+        yield path
+    except (DataError, OSError) as error:
+        failure = error
+    if _verified(path, source) != before:
+        raise DataError(
+            f"{source.address} was written anew while it was read, so that what was read may be neither the old nor "
+            "the new text: it changed meanwhile; run again to list it anew"
+        ) from failure
+    if failure is not None:
+        raise failure
+
+
+def _fetched(source: Source, scratch: Path) -> Path:
+    folder = _folder_of(source, scratch)  # where a download that was killed finds what it had
+    content = folder / "content"
+    with explaining(str(scratch), needed=source.size), _alone(folder):
+        if not content.exists():
+            folder.mkdir(exist_ok=True)
+            if bucket_path(source.address) is None:
+                _fetch_from_hub(source, folder).rename(content)
+            else:
+                parent, _, last = source.address.rpartition("/")
+                try:
+                    open_storage(parent).download(last, content)
+                except FileNotFoundError as error:
+                    raise _gone(source) from error
+        try:
+            _verified(content, source)
+        except DataError:
+            content.unlink()  # so that the next try fetches it anew
+            raise
+    return content
+
+
+def forget(sources: Iterable[Source], scratch: Path) -> None:
+    """Remove what was fetched of these files; who wants one later fetches it anew."""
+    for source in sources:
+        folder = _folder_of(source, scratch)
+        if source.file is None and folder.exists():
+            with _alone(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(source: Source, scratch: Path) -> Path:
+    return scratch / "sources" / sha256(f"{source.version} {source.address}".encode()).hexdigest()[:24]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One thread of one process of this machine at a time; a process that dies lets go of the lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _verified(path: Path, source: Source) -> tuple[int, ...]:
+    """What tells this state of the file from another without reading it, if it holds what `source` says.
+
+    The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError as error:
+        raise _gone(source) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise _gone(source)
+    signature = found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
+    algorithm, _, listed = source.version.partition(":")
+    settled = time.time_ns() - found.st_mtime_ns > _SETTLED
+    checksum = _known_checksum(path, algorithm, signature) if settled else _CHECKSUMS[algorithm](path)
+    if checksum != listed:
+        raise DataError(
+            f"{source.address} has {algorithm} {checksum} ({found.st_size} bytes), listed was {listed} "
+            f"({source.size} bytes): it changed meanwhile or came damaged; run again to list it anew"
+        )
+    return signature
+
+
+def _gone(source: Source) -> DataError:
+    return DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
+
+
+@cache
+def _known_checksum(path: Path, algorithm: str, signature: tuple[int, ...]) -> str:
+    return _CHECKSUMS[algorithm](path)
+
+
+def _git_blob_of(path: Path) -> str:
+    """The id that git gives a file: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects, "Object Storage"."""
+    blob = sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)  # git's own choice
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            blob.update(chunk)
+    return blob.hexdigest()
+
+
+_CHECKSUMS: dict[str, Callable[[Path], str]] = {"crc32c": crc32c_of, "sha256": sha256_of, "git": _git_blob_of}

@@ -1,0 +1,475 @@
+"""Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
+
+    tokenizer  trained on the start of the corpus, where none is given
+    survey     each shard of the corpus: which documents stay, and how many
+    encode     each shard: its training and its validation documents as two pieces of tokens
+    publish    the pieces joined, checked and described by the manifest
+
+What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
+believes the records and does the rest. Workers may be threads, processes or other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus
+from litgpt_demo.data.corpus import corpus_identity
+from litgpt_demo.data.dataset import (
+    FORMAT,
+    DatasetManifest,
+    PlannedDataset,
+    Split,
+    finished_dataset,
+    plan_dataset,
+    warnings_of,
+)
+from litgpt_demo.data.shards import Shard, plan_shards
+from litgpt_demo.data.workers import (
+    SHARDS,
+    Assignment,
+    Encoded,
+    Mask,
+    StoredTokenizer,
+    Survey,
+    TokenPiece,
+    Work,
+    encode,
+    file_name,
+    settle_tokenizer,
+    skipped_ones,
+    survey,
+)
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
+from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.storage import MANIFEST, Storage, combined_crc32c, is_remote, open_storage
+from litgpt_demo.storage.private import own_temporary
+
+T = TypeVar("T")
+R = TypeVar("R")
+Surveyed: TypeAlias = list[tuple[Shard, Survey]]
+
+_WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
+_AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
+_BLOCK = 1 << 20  # bytes read at a time
+_PLACES = 1000  # of bad documents, that are written down in the manifest
+
+# nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
+OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
+
+
+class MapFn(Protocol):
+    """A way to carry out steps: `step` on every item, in any place and order; results as they come.
+
+    Closing the generator calls off what has not begun.
+    """
+
+    def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """The progress of a preparation."""
+
+    phase: Literal["tokenizer", "survey", "encode", "publish"]
+    documents: int = 0
+    """Done in this phase."""
+    text_bytes: int = 0
+    """UTF-8 bytes of those."""
+    all_bytes: int | None = None
+    """The total that `text_bytes` will reach; None while the corpus is surveyed."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Since the phase began."""
+
+    @property
+    def rate(self) -> float:
+        """UTF-8 bytes per second."""
+        return self.text_bytes / max(self.seconds, 1e-3)
+
+    @property
+    def seconds_left(self) -> float | None:
+        if self.all_bytes is None or not self.text_bytes:
+            return None
+        return (self.all_bytes - self.text_bytes) / self.rate
+
+
+Report = Callable[[Preparation], None]
+
+
+class _Progress:
+    """Reports the sums of a phase's records as they come."""
+
+    def __init__(self, report: Report, beginning: Preparation) -> None:
+        self._report, self._start, self._now = report, monotonic(), beginning
+
+    def add(self, record: Survey | Encoded) -> None:
+        now, tokens = self._now, 0
+        if isinstance(record, Encoded):
+            tokens = record.train.tokens + record.validation.tokens
+        self._now = replace(
+            now,
+            documents=now.documents + record.documents,
+            text_bytes=now.text_bytes + record.text_bytes,
+            tokens=now.tokens + tokens,
+            seconds=monotonic() - self._start,
+        )
+        self._report(self._now)
+
+
+def threads_for(root: str) -> int:
+    """Return how many threads keep this machine's cores busy: two for each where half of them wait for a bucket."""
+    return len(os.sched_getaffinity(0)) * (2 if is_remote(root) else 1)
+
+
+def in_threads(workers: int) -> MapFn:
+    """Steps in threads of this process."""
+
+    def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(step, item) for item in items]
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    return each
+
+
+def prepare(
+    planned: PlannedDataset, root: Storage, *, each: MapFn | None = None, report: Report = lambda progress: None
+) -> DatasetManifest:
+    """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
+
+    A corpus that is empty, too small or not what it says it is is a DataError; settings that do not fit, a UserError.
+
+    Args:
+        each: carries out the steps; without it, as many threads as `threads_for` says.
+    """
+    if planned.unknown:
+        raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
+    work = Work(data=planned.data, root=root.root, path=planned.path)
+    if (done := finished_dataset(root, planned)) is None:
+        try:
+            done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
+            write_manifest(work.storage, done)
+        except (TrainLitgptError, OSError):
+            # Another preparation of it may have ended meanwhile, and swept what this one had begun.
+            if (done := finished_dataset(root, planned)) is None:
+                raise
+        finally:
+            _remove_if_empty(work.scratch)
+    # What the making of it has left:
+    for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
+        if name != MANIFEST and name not in {record.path for record in done.files}:
+            work.storage.remove(name)
+    work.storage.remove_unfinished()
+    shutil.rmtree(work.scratch, ignore_errors=True)
+    _remove_if_empty(work.scratch)
+    return done
+
+
+def _remove_if_empty(scratch: Path) -> None:
+    """Remove the folder and its parent if they are empty, but never the user's part of the temporary folder."""
+    for folder in (scratch, scratch.parent):
+        if folder != own_temporary():
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+    def sampled(documents: int, text_bytes: int) -> None:
+        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
+
+    tokenizer = settle_tokenizer(planned, work, sampled)
+    for by_footer in (True, False):
+        surveyed = _survey_all(planned, work, partial(survey, work, by_footer=by_footer), each, report)
+        with ExitStack() as stack:
+            shared = work
+            if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
+                folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
+                shared = replace(work, handover=Path(stack.enter_context(folder)))
+            hashes = _RunningSha256(shared)
+            stack.callback(hashes.stop)
+            all_bytes, encoded = sum(record.text_bytes for _, record in surveyed), list[Encoded]()
+            progress = _Progress(report, Preparation(phase="encode", all_bytes=all_bytes))
+            with closing(each(partial(encode, shared), _assignments(work, surveyed))) as records:
+                for record in records:
+                    if record is None:
+                        break  # there are empty documents, so that all of them have to be read to be counted
+                    progress.add(record)
+                    encoded.append(record)
+                    hashes.add(record)
+                else:
+                    report(Preparation(phase="publish"))
+                    encoded.sort(key=lambda record: record.number)
+                    return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+    raise AssertionError("every document was read and counted, and there are others")
+
+
+# --- which documents, and which of them for validation ----------------------------------------------------------------
+
+
+def _survey_all(
+    planned: PlannedDataset, work: Work, step: Callable[[Shard], Survey], each: MapFn, report: Report
+) -> Surveyed:
+    """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
+    shards, progress = plan_shards(work.data.corpus, planned.sources), _Progress(report, Preparation(phase="survey"))
+    left, width, taken = work.max_bytes, 1, list[tuple[Shard, Survey]]()
+
+    def surveys(chosen: Sequence[Shard]) -> Surveyed:
+        records = dict[int, Survey]()
+        for record in each(step, chosen):
+            progress.add(record)
+            records[record.number] = record
+        return [(shard, records[shard.number]) for shard in chosen]
+
+    if left is None:
+        return surveys(shards)
+    # One shard, two, four, …: a small `max_bytes` of a large corpus reads little, a large one is not held up.
+    while wave := shards[len(taken) : len(taken) + width]:
+        for shard, record in surveys(wave):
+            if record.read_bytes >= left:
+                return taken + surveys([replace(shard, limit=left)])
+            taken.append((shard, record))
+            left -= record.read_bytes
+        width = min(2 * width, _WIDEST_WAVE)
+    return taken
+
+
+def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
+    data, surveys = work.data, [record for _, record in surveyed]
+    counts = [record.documents for record in surveys]
+    unique: Sequence[int | None] = [None] * len(surveys)
+    if data.filters.drop_duplicates:
+
+        def digests(position: int) -> bytes:
+            file = surveys[position].digests
+            return work.ledger.read(file.path) if file is not None else b""
+
+        masks = _first_of_each(counts, digests)
+        for record, mask in zip(surveys, masks, strict=True):
+            work.ledger.write(file_name(record.number, "unique"), np.packbits(mask).tobytes())
+        unique = counts = [int(mask.sum()) for mask in masks]
+    if (count := sum(counts)) < 2:
+        files, read = sum(len(shard.parts) for shard, _ in surveyed), sum(record.read_documents for record in surveys)
+        others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
+        bad = [place for record in surveys for place in record.bad_places]
+        others += skipped_ones(sum(record.bad for record in surveys), bad)
+        raise DataError(
+            f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
+            "one for training and one for validation are the least: give more text, "
+            f"or for text files a data.corpus.separator that cuts it into documents{others}"
+        )
+    # For validation: the first ceil(fraction * count) of a permutation. Generator.permutation(count) would shuffle
+    # 8-byte numbers with the same draws.
+    every = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
+    np.random.default_rng(data.split_seed).shuffle(every)
+    held_out = np.sort(every[: math.ceil(data.validation_fraction * count)].astype(np.int64))
+    if len(held_out) == count:
+        raise UserError(
+            f"data.validation_fraction={data.validation_fraction} of {count} documents leaves none to train on; "
+            "lower it, or give more documents"
+        )
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    cuts = np.searchsorted(held_out, starts)
+    return [
+        Assignment(
+            shard=shard,
+            survey=record,
+            unique=unique[i],
+            held_out=tuple((held_out[cuts[i] : cuts[i + 1]] - starts[i]).tolist()),
+        )
+        for i, (shard, record) in enumerate(surveyed)
+    ]
+
+
+def _first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> list[Mask]:
+    """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
+
+    The digests of a shard's documents are asked for once for every `_AT_ONCE` documents there are in all, so that
+    memory is bounded by that and by a byte per document.
+    """
+    first = np.zeros(sum(counts), dtype=bool)
+    groups = -(-len(first) // _AT_ONCE) or 1
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    for group in range(groups):
+        # The digests that fall into the group, as pairs of numbers, and the numbers of their documents.
+        every_number, every_key = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
+        for shard, start in enumerate(starts[:-1]):
+            found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
+            mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
+            every_number.append(mine + start)
+            every_key.append(found[mine])
+        numbers, keys = np.concatenate(every_number), np.concatenate(every_key)
+        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: of equal digests the lowest number comes first
+        ordered = keys[order]
+        leads = np.ones(len(ordered), dtype=bool)
+        leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+        first[numbers[order[leads]]] = True
+    return np.split(first, starts[1:-1]) if len(counts) else []
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _HashedFile:
+    """A file of a split: the pieces that are to be joined in it, and their sha256."""
+
+    pieces: list[FileRecord] = field(default_factory=list)
+    hash: Any = field(default_factory=sha256)
+
+
+class _RunningSha256:
+    """The sha256 of a split's files, taken from the pieces while later ones are still being encoded.
+
+    It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
+    Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once.
+
+    `stop` calls off what is still to be hashed.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._thread = work, ThreadPoolExecutor(1)
+        self._waiting, self._hashing = dict[int, Encoded](), list[Future[None]]()
+        self._files: dict[str, list[_HashedFile]] = {"train": [], "val": []}
+
+    def stop(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def add(self, record: Encoded) -> None:
+        """Take in a shard that is done; they may come in any order."""
+        self._waiting[record.number] = record
+        while (following := self._waiting.pop(len(self._hashing), None)) is not None:
+            self._hashing.append(self._thread.submit(self._hash, following))
+
+    def files(self, split: str) -> list[_HashedFile]:
+        """Return the split's files: one, or several past the size cap; waits for what is still to be hashed."""
+        for done in self._hashing:
+            done.result()
+        return self._files[split] or [_HashedFile()]
+
+    def _hash(self, record: Encoded) -> None:
+        ledger, folder = self._work.ledger, self._work.handover
+        for split, piece in (("train", record.train), ("val", record.validation)):
+            if piece.file is None:
+                continue
+            files = self._files[split]
+            taken = sum(before.size for before in files[-1].pieces) if files else 0
+            if not files or taken + piece.file.size > self._work.data.max_file_bytes:
+                files.append(_HashedFile())
+            files[-1].pieces.append(piece.file)
+            path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+            if folder is not None:
+                ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+            with path.open("rb") as content:
+                while block := content.read(_BLOCK):
+                    files[-1].hash.update(block)
+            if folder is not None:
+                path.unlink()
+
+
+def _published(
+    planned: PlannedDataset,
+    work: Work,
+    tokenizer: StoredTokenizer,
+    surveys: Sequence[Survey],
+    encoded: Sequence[Encoded],
+    hashes: _RunningSha256,
+) -> DatasetManifest:
+    """Join the pieces and describe everything; the manifest itself is not written yet."""
+    data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
+    if data.filters.drop_duplicates:
+        dropped["duplicate"] = sum(survey.documents for survey in surveys) - sum(entry.documents for entry in encoded)
+    of_tokenizer, tokenizer_files = tokenizer
+    manifest = DatasetManifest(
+        format=FORMAT,
+        name=planned.name,
+        key=planned.key,
+        corpus=corpus_identity(data.corpus, planned.sources),
+        filters=data.filters,
+        dropped=dict(sorted((+dropped).items())),
+        bad_documents=sum(survey.bad for survey in surveys),
+        bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
+        document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
+        tokenizer_hash=of_tokenizer.hash,
+        vocab_size=of_tokenizer.vocab_size,
+        end_of_text=of_tokenizer.end_of_text,
+        dtype=of_tokenizer.dtype,
+        validation_fraction=data.validation_fraction,
+        split_seed=data.split_seed,
+        text_bytes=sum(entry.text_bytes for entry in encoded),
+        train=_joined(work, "train", [entry.train for entry in encoded], hashes),
+        validation=_joined(work, "val", [entry.validation for entry in encoded], hashes),
+        tokenizer=tokenizer_files,
+    )
+    check_totals(planned, manifest)
+    return manifest
+
+
+def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: _RunningSha256) -> Split:
+    """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
+    files, records = hashes.files(name), list[FileRecord]()
+    for number, file in enumerate(files):
+        path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
+        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
+        expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), file.pieces, "00000000")
+        if (stored.crc32c, stored.size) != (expected, sum(piece.size for piece in file.pieces)):
+            where = work.storage.address(path)
+            raise DataError(
+                f"{where} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to {expected}; "
+                "the disk or the bucket damaged it: run again, and if that repeats, on another disk"
+            )
+        records.append(FileRecord.of(stored, sha256=file.hash.hexdigest()))
+    documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
+    return Split(documents=documents, tokens=tokens, files=tuple(records))
+
+
+def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
+    """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
+    data, usual = planned.data, ("validation_fraction", "split_seed", "filters")
+    gpt2 = (manifest.vocab_size, manifest.end_of_text) == (50257, 50256)
+    as_usual = data.model_dump(include={*usual}) == DataConfig().model_dump(include={*usual})
+    if not (isinstance(data.corpus, OpenWebTextCorpus) and gpt2 and as_usual):
+        return
+    tokens = {"train": manifest.train.tokens, "validation": manifest.validation.tokens}
+    found = {"documents": manifest.documents} | tokens
+    if found != OPENWEBTEXT_TOTALS:
+        raise DataError(
+            f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
+            "a source file is missing or changed: compare the revision of Skylion007/openwebtext"
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo prepare`: the preparation alone, for a machine that has nothing but this package."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo prepare", description=__doc__)
+    parser.add_argument("--root", required=True, help="folder or gs:// address to prepare the dataset under")
+    parser.add_argument("--data", required=True, help="the data settings as JSON")
+    args = parser.parse_args(argv)
+    planned = plan_dataset(DataConfig.model_validate_json(args.data))
+    for finding in warnings_of(planned):
+        print(finding, file=sys.stderr)
+    manifest = prepare(planned, open_storage(args.root))
+    print(f"{planned.path}: {manifest.train.tokens} training tokens, {manifest.validation.tokens} validation tokens")
+    return 0

@@ -1,0 +1,701 @@
+"""One file of a corpus: what it is by its name and its first bytes, and the documents in it, in batches.
+
+format     a document is                                  position in errors
+text       the file, or what stands between separators    byte of the (decompressed) text
+jsonl      the string in one field of each line           line
+parquet    a value of one column of strings               row group and row
+"""
+
+from __future__ import annotations
+
+import bz2
+import io
+import json
+import lzma
+import math
+import os
+import re
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+
+import psutil
+
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
+from litgpt_demo.storage.local import explaining
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from _typeshed import WriteableBuffer
+    from pyarrow.parquet import ParquetFile
+
+CHUNK = 1 << 18
+"""Bytes read at a time: what fits a core's cache is copied several times as fast as what does not."""
+MOST_RATIO = 1_000
+SLACK = 1 << 30
+"""Bytes that a parquet file may hold besides `MOST_RATIO` times its size, and so a compressed one. Both make text a few
+times smaller; only a bomb is made thousands of times smaller."""
+
+Format = Literal["text", "jsonl", "parquet"]
+_FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file of a corpus."""
+
+    address: str
+    """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
+    name: str
+    """The same wherever the corpus lies: the path below the library's folder, below the part of a pattern that has no
+    wildcard, or in the repository. Part of the dataset's key."""
+    size: int
+    """Bytes as stored, compressed if the file is."""
+    version: str
+    """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the dataset's key."""
+    file: Path | None = None
+    """Where a local one is opened: what is no UTF-8 in its path is escaped (`\\xe9`) in address and name."""
+
+
+class Layout(NamedTuple):
+    """How documents lie in the files of a corpus."""
+
+    format: Literal["auto"] | Format = "auto"
+    column: str = "text"
+    separator: str | None = None
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Layout:
+        if isinstance(corpus, FileCorpus):
+            return cls(corpus.format, corpus.column, corpus.separator)
+        return cls(corpus.format, corpus.column) if isinstance(corpus, HubCorpus) else cls()
+
+    def format_of(self, name: str) -> Format:
+        """Return the format that the user gave, else the one of the name."""
+        return _FORMATS.get(ending_of(name), "text") if self.format == "auto" else self.format
+
+    def separator_of(self, name: str) -> bytes | None:
+        """The bytes between two documents of a file in which any document can be found by them; else None."""
+        form = self.format_of(name)
+        if form == "text" and self.separator is not None:
+            return self.separator.encode()
+        return b"\n" if form == "jsonl" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that cannot be read."""
+
+    index: int
+    """Its number in its batch; what `read_shard` gives counts from the shard's first, bad and empty ones too."""
+    place: str
+    """The file's name and the position in it, the same wherever the corpus lies: `part-1.jsonl, line 3`."""
+    reason: str
+    error: TrainLitgptError
+    """To raise where bad documents are not skipped; it names the file's address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Documents that follow each other, as they lie in the files: a bad one stands as an empty text."""
+
+    texts: pa.LargeStringArray
+    """Valid UTF-8 without nulls. May be a slice of a longer array: mind its offset."""
+    bad: tuple[BadDocument, ...] = ()
+
+    def slice(self, start: int, end: int) -> Batch:
+        """The documents [start, end)."""
+        if start == 0 and end == len(self.texts):
+            return self
+        bad = tuple(replace(one, index=one.index - start) for one in self.bad if start <= one.index < end)
+        return Batch(texts=self.texts.slice(start, end - start), bad=bad)
+
+
+def read(
+    path: Path, source: Source, layout: Layout, start: int = 0, end: int | None = None, *, scratch: Path, most: int
+) -> Iterator[Batch]:
+    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others.
+
+    Args:
+        most: bytes that a document may have.
+    """
+    form, separator = layout.format_of(source.name), layout.separator_of(source.name)
+    if form == "parquet":
+        with seekable(path, source, scratch) as plain:
+            yield from _parquet_texts(plain, source, layout.column, start, end, most)
+        return
+    with opened(path, source) as stream:
+        if not start and (what := foreign(stream.peek(HEAD))):
+            error = DataError(f"{source.address} is {what}")
+            yield _only(BadDocument(index=0, place=f"{source.name}, byte 0", reason=f"is {what}", error=error))
+            return
+        begun = start
+        if start:
+            stream.seek(start)
+        elif stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):  # the mark that says UTF-8 is no text
+            begun = len(stream.read(len(BOM_UTF8)))
+        if form == "jsonl":
+            yield from _json_lines(stream, source, layout.column, start, begun, end, most)
+            return
+        if separator is None:
+            batches = _whole_text(stream, source, begun, most)
+        else:  # UTF-8 keeps characters apart, so the bytes of the separator occur only where the separator does
+            batches = (
+                _only(_too_long(source, 0, f"byte {byte}", most))
+                if texts is None
+                else _text_batch(texts, byte, len(separator), source)
+                for byte, texts in _runs(stream, separator, begun, end, most)
+            )
+        for number, batch in enumerate(batches):
+            if layout.format == "auto" and start == number == 0:
+                _require_text(batch.texts, source)
+            yield batch
+
+
+def cuts(path: Path, source: Source, layout: Layout, target: int) -> Iterator[tuple[int, int]]:
+    """The places where a file is cut, about every `target` stored bytes: each a row group or byte, and the number of
+    stored bytes before it. Between row groups or documents; a compressed file or one document is not cut."""
+    separator = layout.separator_of(source.name)
+    if compression_of(path, source) is not None:
+        return
+    if layout.format_of(source.name) == "parquet":
+        begin = total = 0
+        with row_groups(path, source, layout.column) as (_, groups):
+            for number, group in enumerate(groups):
+                if total > begin and total + group.total_compressed_size - begin > target:
+                    yield number, total
+                    begin = total
+                total += group.total_compressed_size
+        return
+    with path.open("rb") as file:
+        if separator is None or foreign(file.read(HEAD)):
+            return
+        # A cut is behind a separator that a scan from the file's start is sure to find. One that can overlap itself is
+        # found wherever no other begins less than its length before: in `a\n\n\n\n` a scan for `\n\n` finds the first
+        # and the third, and one that comes upon the second would go astray.
+        length, position = len(separator), target
+        while position < source.size:
+            base = file.seek(max(0, position - length + 1))
+            window, at, before = file.read(CHUNK + 2 * length), -1, -length
+            while (at := window.find(separator, at + 1)) >= 0 and (base + at < position or at - before < length):
+                before = at
+            if at < 0:
+                position += CHUNK
+            elif (cut := base + at + length) < source.size:
+                yield cut, cut
+                position = cut + target
+            else:
+                return
+
+
+# --- what a file is ---------------------------------------------------------------------------------------------------
+
+
+def _zstd() -> Any:
+    from zstandard import ZstdDecompressor
+
+    # `zstd --long=31`, as text collections use it, needs windows of 2 GiB; the library's own limit is 128 MiB.
+    return ZstdDecompressor(max_window_size=2**31).decompressobj(write_size=1 << 15)
+
+
+class Compression(NamedTuple):
+    """A way to compress a file as a whole."""
+
+    name: str
+    endings: tuple[str, ...]
+    magic: bytes
+    decoder: Callable[[], Any]
+    """Of one member: has decompress, eof and unused_data."""
+    piece: int
+    """Compressed bytes that are decoded at a time."""
+    bounded: bool = False
+    """The decoder takes the most that may come out. Where none can be given, the piece is so small that little does:
+    gzip makes at most 1,032 bytes of one, and zstd 128 KiB of four."""
+
+
+_COMPRESSIONS = (
+    # + 16: with gzip's header and trailer
+    Compression("gzip", (".gz", ".gzip"), b"\x1f\x8b", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14),
+    Compression("zstd", (".zst", ".zstd"), b"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
+    Compression("bzip2", (".bz2",), b"BZh", bz2.BZ2Decompressor, 1 << 16, bounded=True),
+    Compression("xz", (".xz",), b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
+)
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # behind `BZh` and a digit, which alone may be text
+
+# First bytes, and what has them: https://en.wikipedia.org/wiki/List_of_file_signatures
+_UTF16 = "written in UTF-16; convert it, for example with iconv -f utf-16 -t utf-8"
+_FOREIGN = {
+    b"PK\3\4": "a zip archive; unpack it",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive; unpack it",
+    b"Rar!\x1a\7": "a RAR archive; unpack it",
+    b"\4\x22\x4d\x18": "compressed by lz4; decompress it",
+    b"%PDF-": "a PDF document; extract its text",
+    b"PAR1\x15": "a parquet file; set data.corpus.format=parquet, or give it a name that ends in .parquet",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
+}
+HEAD = 512
+"""Bytes that `foreign` looks at."""
+
+
+def ending_of(name: str) -> str:
+    """The end of a file's name that says its format, before the one of its compression."""
+    path = PurePosixPath(name.lower())
+    return (path.with_suffix("") if any(path.suffix in one.endings for one in _COMPRESSIONS) else path).suffix
+
+
+def compression_of(path: Path, source: Source) -> Compression | None:
+    """Return the compression that the file's first bytes say; where they say none, the end of its name."""
+    with path.open("rb") as file:
+        head = file.read(10)
+    for one in _COMPRESSIONS:
+        if head.startswith(one.magic) and (one.name != "bzip2" or head[4:] in _BZIP2_BLOCKS):
+            return one
+    ending = PurePosixPath(source.name.lower()).suffix
+    return next((one for one in _COMPRESSIONS if ending in one.endings), None)
+
+
+def foreign(head: bytes) -> str | None:
+    """What a file with these first bytes is instead of text, and what to do about it."""
+    if head.startswith(b"ustar", 257):
+        return "a tar archive; unpack it"
+    halves = head[::2], head[1::2]  # of ASCII in UTF-16 without a mark, which is valid UTF-8
+    if len(head) >= 8 and any(all(one) and not any(other) for one, other in (halves, halves[::-1])):
+        return _UTF16
+    return next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
+
+
+@contextmanager
+def opened(path: Path, source: Source) -> Iterator[io.BufferedReader]:
+    """The file's content, decompressed if it is compressed."""
+    compression = compression_of(path, source)
+    with path.open("rb") as file:
+        if compression is None:
+            yield file
+        else:
+            yield io.BufferedReader(_Pieces(_decompressed(file, compression, source.address)), CHUNK)
+
+
+@contextmanager
+def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
+    """The file's content as a file: a parquet file is read from its end, which a compressed one cannot be."""
+    if compression_of(path, source) is None:
+        yield path
+        return
+    with explaining(str(scratch)):
+        scratch.mkdir(parents=True, exist_ok=True)
+        folder = TemporaryDirectory(prefix="corpus-", dir=scratch)
+    with folder as name:  # more is needed than the size, but who knows how much
+        plain, written, most = Path(name, "decompressed"), 0, SLACK + MOST_RATIO * path.stat().st_size
+        with explaining(str(scratch), needed=source.size), opened(path, source) as stream, plain.open("wb") as file:
+            while block := stream.read(CHUNK):
+                written += len(block)
+                if written > most:
+                    raise DataError(
+                        f"{source.address} holds more than {most:,} bytes decompressed, over {MOST_RATIO:,} times its "
+                        "size: no parquet file is like that, and the disk is not filled with it. Remove it, or "
+                        "decompress it yourself"
+                    )
+                file.write(block)
+        yield plain
+
+
+class _Pieces(io.RawIOBase):
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        super().__init__()
+        self._pieces, self._ready = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        while not self._ready and (piece := next(self._pieces, None)) is not None:
+            self._ready = memoryview(piece)
+        size = min(len(target), len(self._ready))
+        target[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+
+def _decompressed(file: BinaryIO, compression: Compression, address: str) -> Iterator[bytes]:
+    """Yield what compressed data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
+
+    The libraries' own readers take data that were cut off (zstandard's) or go wrong (bz2's, lzma's) for data that end
+    there.
+    """
+    from zstandard import ZstdError
+
+    decoder, given, bound = compression.decoder(), 0, [CHUNK] if compression.bounded else []
+    while True:
+        piece = decoder.unused_data if decoder.eof else b""
+        if not piece and (decoder.eof or getattr(decoder, "needs_input", True)):
+            piece = file.read(compression.piece)
+            if not piece and decoder.eof:
+                return
+        try:
+            if not piece and getattr(decoder, "needs_input", True):
+                raise EOFError("the data end before their end mark; the file was cut off")
+            if decoder.eof:
+                decoder = compression.decoder()
+            text = bytes(decoder.decompress(piece, *bound))
+        except (EOFError, zlib.error, lzma.LZMAError, OSError, ZstdError) as error:
+            raise DataError(
+                f"{address} is damaged {compression.name} after byte {given} of the decompressed text: {error}"
+            ) from error
+        given += len(text)
+        yield text
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _only(bad: BadDocument) -> Batch:
+    import pyarrow as pa
+
+    return Batch(texts=pa.array([""], pa.large_string()), bad=(bad,))
+
+
+def _bad(source: Source, index: int, place: str, told: TrainLitgptError) -> BadDocument:
+    """The error that a document is alone says what; here it is told where."""
+    error = type(told)(f"{source.address}, {place} {told.what}", fix=told.fix)
+    return BadDocument(index=index, place=f"{source.name}, {place}", reason=told.what, error=error)
+
+
+def _too_long(source: Source, index: int, place: str, most: int) -> BadDocument:
+    reason = f"has more than {most:,} bytes"
+    error = DataError(
+        f"{source.address}: the document at {place} {reason}, and data.max_document_bytes lets in no more. Is it "
+        "damaged, or is there a data.corpus.separator that cuts it? Else raise that setting: making its tokens takes 8 "
+        "times as much memory"
+    )
+    return BadDocument(index=index, place=f"{source.name}, {place}", reason=reason, error=error)
+
+
+def _batch_of(texts: pa.LargeStringArray, bad_one: Callable[[int, UnicodeDecodeError | None], BadDocument]) -> Batch:
+    """The batch of these texts. `bad_one` describes the one at an index that is not UTF-8, or None at all."""
+    import pyarrow as pa
+
+    if not texts.null_count:
+        with suppress(pa.ArrowInvalid):
+            texts.validate(full=True)
+            return Batch(texts=texts)
+    good, bad = list[bytes](), list[BadDocument]()
+    for index, value in enumerate(texts.view(pa.large_binary()).to_pylist()):
+        try:
+            if value is None:
+                bad.append(bad_one(index, None))
+            good.append((value or b"").decode().encode())
+        except UnicodeDecodeError as error:
+            bad.append(bad_one(index, error))
+            good.append(b"")
+    return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+# The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
+_MEMORY_OF_A_BYTE = 8
+
+# Documents and characters at the beginning of a text file that show whether it is one.
+_LOOKED_AT, _LOOKED_AT_CHARACTERS = 20, 1 << 16
+_CONVERT = "convert it, for example with iconv -f latin1 -t utf-8"
+
+
+def _whole_text(stream: io.BufferedReader, source: Source, start: int, most: int) -> Iterator[Batch]:
+    """The file as one document. Without the memory for it, the tokenizer or the system would end the process without a
+    word: that is a DataError."""
+    free = psutil.virtual_memory().available
+    limit = min(most, free // _MEMORY_OF_A_BYTE)
+    # A compressed file does not say how long its text is.
+    text = stream.read(limit + 1) if source.size <= limit else None
+    if text is not None and len(text) <= limit:
+        yield _text_batch([text], start, 0, source)
+    elif limit == most:
+        yield _only(_too_long(source, 0, "byte 0", most))
+    else:
+        size = max(source.size, limit)
+        raise DataError(
+            f"{source.address} is one document of {size / 1e9:.1f} GB or more, and its tokens take about "
+            f"{_MEMORY_OF_A_BYTE * size / 1e9:.0f} GB of memory to make, of which {free / 1e9:.0f} GB are free",
+            fix="set data.corpus.separator to what stands between its documents, or cut the file into several",
+        )
+
+
+def _require_text(texts: pa.LargeStringArray, source: Source) -> None:
+    """A file is taken for text by its name, unless all lines that it begins with are JSON objects: the model would be
+    trained on braces and field names."""
+    text = "\n".join(texts.slice(0, _LOOKED_AT).to_pylist())
+    head = text[:_LOOKED_AT_CHARACTERS]
+    lines = (head.rpartition("\n")[0] if len(head) < len(text) else head).splitlines()
+    try:
+        records = [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, RecursionError):
+        return
+    if records and records[0] and all(isinstance(record, dict) for record in records):
+        fields = list(records[0])
+        column = "text" if "text" in fields else fields[0]
+        raise UserError(
+            f"{source.address} would be read as text, and its lines are JSON objects with the fields {_quoted(fields)}",
+            fix=f"set data.corpus.format=jsonl and data.corpus.column={column}, or "
+            "data.corpus.format=text to train on the lines as they stand",
+        )
+
+
+def _runs(
+    stream: io.BufferedReader, separator: bytes, start: int, end: int | None, most: int
+) -> Iterator[tuple[int, list[bytes] | None]]:
+    """bytes.split over bytes [start, end) of a stream, which stands at `start`: a chunk's pieces at a time, each time
+    with where they begin.
+
+    With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
+    `most` bytes: it is told of when so many are read, and never held as a whole.
+    """
+    left = math.inf if end is None else end - start
+    rest, skipping = b"", False
+    unsure = len(separator) - 1  # bytes at the end of `rest` that may be the beginning of a separator
+    # At least as much again as was in vain: so the work stays linear, however many chunks a piece spans.
+    while chunk := stream.read(int(min(left, max(CHUNK, min(len(rest), most + unsure + 1 - len(rest)))))):
+        left -= len(chunk)
+        *pieces, rest = (rest + chunk).split(separator)
+        if skipping and pieces:
+            start += len(pieces.pop(0)) + len(separator)
+            skipping = False
+        if pieces:
+            yield from _bounded(pieces, start, len(separator), most)
+            start += sum(map(len, pieces)) + len(separator) * len(pieces)
+        if len(rest) > most + unsure and not skipping:
+            yield start, None
+            skipping = True
+        if skipping:
+            dropped = max(0, len(rest) - unsure)
+            start, rest = start + dropped, rest[dropped:]
+    if not skipping and (end is None or rest):
+        yield from _bounded([rest], start, len(separator), most)
+
+
+def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterator[tuple[int, list[bytes] | None]]:
+    """Yield the pieces with where they begin, and None for each that is too long."""
+    if most >= CHUNK and len(pieces[0]) <= most:  # all others came within one chunk
+        yield start, pieces
+        return
+    for piece in pieces:
+        yield start, [piece] if len(piece) <= most else None
+        start += len(piece) + between
+
+
+def _text_batch(texts: list[bytes], start: int, between: int, source: Source) -> Batch:
+    """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
+    import pyarrow as pa
+
+    def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
+        assert error is not None
+        byte = start + sum(len(text) + between for text in texts[:index]) + error.start
+        what = _not_utf8(error)
+        told = DataError(f"{source.address} is not UTF-8 at byte {byte} ({what})", fix=_CONVERT)
+        return BadDocument(index=index, place=f"{source.name}, byte {byte}", reason=f"not UTF-8 ({what})", error=told)
+
+    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), bad_one)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"0x{error.object[error.start]:02x}, {error.reason}"
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(
+    stream: io.BufferedReader, source: Source, column: str, start: int, begun: int, end: int | None, most: int
+) -> Iterator[Batch]:
+    """The string in one field of each line; lines of white space are none."""
+    import pyarrow as pa
+    from pydantic_core import from_json  # two to three times as fast as json, and as strict
+
+    @cache
+    def lines_before() -> int:
+        """Counted only where a line has to be named."""
+        if not start:
+            return 0  # and a compressed stream cannot be rewound
+        here = stream.tell()
+        stream.seek(0)
+        count = sum(stream.read(min(CHUNK, start - byte)).count(b"\n") for byte in range(0, start, CHUNK))
+        stream.seek(here)
+        return count
+
+    done = 0
+    for _, lines in _runs(stream, b"\n", begun, end, most):
+        first, done = done, done + (1 if lines is None else len(lines))
+        if lines is None:
+            yield _only(_too_long(source, 0, f"line {lines_before() + done}", most))
+            continue
+        with suppress(ValueError, LookupError, TypeError, pa.ArrowException):  # one of them is bad: which?
+            found = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
+            if not (quick := pa.array(found, pa.large_string())).null_count:
+                yield Batch(texts=quick)
+                continue
+        texts, bad = list[str](), list[BadDocument]()
+        for row, line in enumerate(lines):
+            if line and not line.isspace():
+                try:
+                    texts.append(_json_text(line, column))
+                except TrainLitgptError as told:
+                    bad.append(_bad(source, len(texts), f"line {lines_before() + first + row + 1}", told))
+                    texts.append("")
+        yield Batch(texts=pa.array(texts, pa.large_string()), bad=tuple(bad))
+
+
+def _json_text(line: bytes, column: str) -> str:
+    from pydantic_core import from_json
+
+    try:
+        try:
+            record = from_json(line, cache_strings=False)  # as in the quick way: it means the same in any company
+        except ValueError:
+            # It explains, in a few more: half surrogates in other fields, and nesting beyond 200.
+            record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8 at byte {error.start} ({_not_utf8(error)})", fix=_CONVERT) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        reason = f"is no JSON object but {json.dumps(record)[:60]}"
+        raise DataError(reason, fix=f'a line reads {{{json.dumps(column)}: "…"}}')
+    if column not in record:
+        raise UserError(f"has no field {column!r}; it has {_quoted(record)}", fix="set data.corpus.column")
+    text = record[column]
+    if not isinstance(text, str):
+        reason = f"has {json.dumps(text)[:60]} as {column!r}"
+        raise DataError(reason, fix="a document is a string: repair or drop the line")
+    if b"\\u" in line and re.search("[\ud800-\udfff]", text):
+        raise DataError(f"has half a surrogate pair in {column!r}", fix="no UTF-8 text can hold it: repair the line")
+    return text
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+# --- parquet ----------------------------------------------------------------------------------------------------------
+
+_BUFFER = 1 << 20
+"""Bytes read at a time, about a page."""
+_PIECE_BYTES = 6_000_000
+"""Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size. Less than a
+batch, so that most make one by themselves and need no copying."""
+_MAX_ROWS = 4096
+"""Rows of one array at most, so that a run of long ones among many short ones stays small."""
+
+
+@contextmanager
+def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[ParquetFile, list[Any]]]:
+    """An open parquet file, and its footer's facts about the column in each row group."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    where = f"{source.address}, footer"
+    with _damage(where):
+        # Without a buffer size, the whole column of a row group is held, compressed.
+        content = pa.OSFile(os.fsencode(path))  # which takes text of UTF-8 alone
+        file = ParquetFile(content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+        schema, names = file.schema_arrow, _quoted(file.schema_arrow.names)  # names that are no text are met here
+    if column not in schema.names:
+        raise UserError(f"{source.address} has no column {column!r}; it has {names}", fix="set data.corpus.column")
+    kind = schema.field(column).type
+    text = kind.value_type if isinstance(kind, pa.DictionaryType) else kind  # what pandas writes for categories
+    if text not in (pa.string(), pa.large_string(), pa.string_view()):
+        what = f"{source.address} has {kind} in column {column!r}, and documents are strings"
+        raise UserError(what, fix="set data.corpus.column")
+    with _damage(where):
+        # The columns there are the leaves of nested ones too.
+        leaf = [file.schema.column(leaf).path for leaf in range(len(file.schema))].index(column)
+        chunks = [file.metadata.row_group(group).column(leaf) for group in range(file.num_row_groups)]
+    sizes, most = [chunk.total_compressed_size for chunk in chunks], path.stat().st_size
+    if min(sizes, default=0) < 0 or sum(sizes) > most:  # some would be read again and again
+        raise _damaged(where, f"column {column!r} takes {sum(sizes):,} of the file's {most:,} bytes")
+    with file:
+        yield file, chunks
+
+
+def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int | None, most: int) -> Iterator[Batch]:
+    """The values of the column in the row groups [start, end)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    with row_groups(path, source, column) as (file, chunks):
+        for group in range(start, len(chunks) if end is None else end):
+            place, row, text = f"row group {group}, row ", 0, 0
+            where = f"{source.address}, row group {group}"
+            rows, size = file.metadata.row_group(group).num_rows, chunks[group].total_uncompressed_size
+            bound = MOST_RATIO * chunks[group].total_compressed_size + SLACK // len(chunks)
+            _require_bounded(size, bound, where)
+
+            with _damage(where):
+                # The workers are parallel themselves: no threads.
+                piece = max(1, min(_MAX_ROWS, rows * _PIECE_BYTES // max(1, size)))
+                for found in file.iter_batches(piece, row_groups=[group], columns=[column], use_threads=False):
+                    texts = found.column(0).cast("large_string")
+                    text += texts.nbytes  # empty ones too: their places in it
+                    _require_bounded(text, bound, where)
+                    batch = _rows(texts, column, source, place, row)
+                    if batch.texts.nbytes > most:  # Arrow has read what is too long by now: it holds all of a page
+                        long = pc.greater(pc.binary_length(batch.texts), most)
+                        bad = [
+                            _too_long(source, index, f"{place}{row + index}", most)
+                            for index in pc.indices_nonzero(long).to_pylist()
+                        ]
+                        texts = pc.if_else(long, pa.scalar("", pa.large_string()), batch.texts)
+                        every = sorted((*batch.bad, *bad), key=lambda one: one.index)
+                        batch = Batch(texts=texts, bad=tuple(every))
+                    yield batch
+                    row += len(texts)
+            if row != rows:
+                raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
+
+
+def _rows(texts: Any, column: str, source: Source, place: str, first: int) -> Batch:
+    """`first` is the row of the group that these begin with."""
+
+    def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
+        told = DataError(f"has null in column {column!r}", fix="a document is a string: repair or drop the row")
+        if error is not None:
+            told = DataError(f"is not UTF-8 in column {column!r} ({error})", fix="write the file anew from valid text")
+        return _bad(source, index, f"{place}{first + index}", told)
+
+    return _batch_of(texts, bad_one)
+
+
+def _require_bounded(size: int, bound: int, where: str) -> None:
+    if size > bound:
+        raise DataError(
+            f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
+            "times its size: no corpus is like that. Remove it, or write it anew without dictionary and compression"
+        )
+
+
+@contextmanager
+def _damage(where: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except MemoryError as error:
+        raise DataError(
+            f"{where}: a page of it needs more memory than there is ({error}): the file is damaged or made with huge "
+            "pages; write it anew with smaller row groups, or read it on a machine with more memory"
+        ) from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the machine's trouble; Arrow gives no errno where the data are at fault
+        raise _damaged(where, error) from error
+
+
+def _damaged(where: str, why: object) -> DataError:
+    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}; write or fetch it anew")

@@ -1,0 +1,531 @@
+"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done.
+
+The ledger has a record of each thing that was made, which is written last: each step finds itself done by its record.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import blake2b, sha256
+from itertools import chain, pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from litgpt_demo.config import DataConfig, Filters, OpenWebTextCorpus, Settings, TrainedTokenizer, key_of
+from litgpt_demo.data.corpus import forget
+from litgpt_demo.data.dataset import PlannedDataset
+from litgpt_demo.data.reading import BadDocument, Batch
+from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
+from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_temporary, own_temporary
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+
+SHARDS = "shards"
+"""The folder, below the dataset's, of what workers make."""
+
+_PLACES = 100  # of bad documents, that are written down for a shard
+_LENGTHS = 40  # powers of two that a document's number of tokens may reach
+_ROOM = 0.5  # of the file system is free where copies stay for the second reading
+# Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
+# from the bucket when their turn comes: neighbouring shards may end far apart, and the temporary folder may be memory.
+_WAITING = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The knowledge of every worker of a preparation. It travels to other processes and machines."""
+
+    data: DataConfig
+    root: str
+    path: str
+    """Of the dataset, below the root."""
+    handover: Path | None = None
+    """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
+    there is no such folder. None for a local root, where the pieces themselves can be read."""
+
+    @property
+    def storage(self) -> Storage:
+        """The folder of the dataset."""
+        return open_storage(self.root).within(self.path)
+
+    @property
+    def ledger(self) -> Storage:
+        """The folder of the pieces and their records, whose checksums are compared before they are believed."""
+        return replace(self.storage.within(SHARDS), durable=False)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The UTF-8 bytes of text after which the corpus ends."""
+        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
+
+    @property
+    def scratch(self) -> Path:
+        """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
+        name = self.path.rpartition("/")[2]
+        if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
+            return local
+        # Several buckets may have this dataset.
+        return own_temporary() / f"{name}-{key_of(self.root)}"
+
+    def make_scratch(self) -> Path:
+        """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
+        if self.scratch.parent == own_temporary():
+            return make_temporary(self.scratch.name)
+        try:
+            self.scratch.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.scratch} cannot be written ({error.strerror}); choose another root, or TMPDIR"
+            ) from error
+        return self.scratch
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+class ShardRecord(Settings):
+    """An entry of the ledger: what was made of a shard. Written when all of it is there."""
+
+    number: int
+    shard: str
+    """The shard that it belongs to, limit included: a record of another one counts for nothing."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of those documents."""
+
+
+class Survey(ShardRecord):
+    """The content of a shard: `documents` are those that pass the filters."""
+
+    read: bool = True
+    """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
+    then `text_bytes` is only about right."""
+    kept: FileRecord | None = None
+    """The documents that stay, a bit for each that was read; None where all do."""
+    digests: FileRecord | None = None
+    """DIGEST_BYTES of each that stays; None where duplicates stay too."""
+    read_documents: int
+    read_bytes: int
+    """The same before filtering, with empty and bad ones."""
+    dropped: dict[str, int]
+    bad: int = 0
+    bad_places: tuple[str, ...] = ()
+
+
+class TokenPiece(Settings):
+    """A shard's documents of one split."""
+
+    documents: int
+    tokens: int
+    file: FileRecord | None
+    """None where there are none."""
+
+
+class Encoded(ShardRecord):
+    """A shard's tokens."""
+
+    assignment: str
+    """The documents that were to be encoded, and the split of each."""
+    train: TokenPiece
+    validation: TokenPiece
+    lengths: tuple[int, ...]
+    """The lengths, as in DatasetManifest.document_lengths."""
+
+
+Record = TypeVar("Record", Survey, Encoded)
+
+
+def file_name(number: int, suffix: str) -> str:
+    """The name of what was made of the shard with this number, below SHARDS."""
+    return f"{number:05d}.{suffix}"
+
+
+def _digest_of(shard: Shard) -> str:
+    """Tells a shard from any other, by its files' names and versions, their parts, and the limit."""
+    parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
+    return key_of(shard.number, shard.limit, *parts)
+
+
+def _recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
+    """Return what was noted of this shard, if every file that belongs to it is as it was then."""
+    ledger = work.ledger
+    try:
+        record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
+        if isinstance(record, Survey):
+            files = (record.kept, record.digests)
+        else:
+            files = (record.train.file, record.validation.file)
+        intact = all(file is None or FileRecord.of(ledger.stat(file.path)) == file for file in files)
+    except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
+        return None
+    return record if intact and record.shard == _digest_of(shard) else None
+
+
+def _note(work: Work, name: str, record: Settings) -> None:
+    """Note something as done: whatever it names must be there already."""
+    content = record.model_dump_json().encode()
+    if not work.ledger.create(name, content):  # the usual case, and in a bucket one request where `write` makes two
+        work.ledger.write(name, content)
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+_TOKENIZER = "tokenizer.json"
+
+
+class TokenizerRecord(Settings):
+    """The ledger's entry for the tokenizer."""
+
+    files: tuple[FileRecord, ...]
+
+
+StoredTokenizer: TypeAlias = tuple[TokenizerFiles, tuple[FileRecord, ...]]
+
+
+def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> StoredTokenizer:
+    """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only."""
+    data, tokenizer = planned.data, planned.tokenizer
+    if tokenizer is None:
+        with suppress(FileNotFoundError, DataError):  # DataError: damaged, or of another version of this code
+            return _stored_tokenizer(work)
+        assert isinstance(data.tokenizer, TrainedTokenizer)
+        bad, skip_bad, scratch = list[BadDocument](), data.on_bad_document == "skip", work.make_scratch()
+        texts = documents(
+            data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=data.max_document_bytes, skipped=bad
+        )
+        if (first := next(texts, None)) is None and bad:
+            told = skipped_ones(len(bad), [f"{one.place}: {one.reason}" for one in bad])
+            raise DataError(f"data.corpus ({data.corpus.kind}) holds no text{told}")
+        tokenizer = train_tokenizer(data.tokenizer, chain([] if first is None else [first], texts), report)
+    files = tuple(
+        FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
+        for name, content in sorted(tokenizer.files.items())
+    )
+    _note(work, _TOKENIZER, TokenizerRecord(files=files))
+    return tokenizer, files
+
+
+def _stored_tokenizer(work: Work) -> StoredTokenizer:
+    """The tokenizer that this preparation encodes with; a DataError where its files are not as they were written."""
+    storage, where = work.storage, work.ledger.address(_TOKENIZER)
+    fix = f"remove {work.ledger.address()} and prepare again"
+    record, files = parse_json(work.ledger.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix), dict[str, bytes]()
+    for file in record.files:
+        content = files[file.path.partition("/")[2]] = storage.read(file.path)
+        if sha256(content).hexdigest() != file.sha256:
+            raise DataError(f"{storage.address(file.path)} is not what it was", fix=fix)
+    return assemble(files, origin=storage.address("tokenizer")), record.files
+
+
+def skipped_ones(count: int, places: Sequence[str]) -> str:
+    """What to say behind an error about bad documents that were left out; nothing without any."""
+    told = "; ".join(places[:3]) + "; …" * (count > 3)
+    return f"; data.on_bad_document=skip left out {count:,} bad ones: {told}" if count else ""
+
+
+_encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
+_one_at_a_time = Lock()  # with functools.cache two threads would make the same one
+
+
+def _encoder_of(work: Work) -> Encoder:
+    address = work.storage.address()
+    with _one_at_a_time:
+        if address not in _encoders:
+            _encoders[address] = Encoder(_stored_tokenizer(work)[0])
+        return _encoders[address]
+
+
+# --- the survey -------------------------------------------------------------------------------------------------------
+
+
+def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
+    """See which documents of a shard stay, and write that down; a step for workers.
+
+    With `by_footer` nothing is read where only empty documents can be left out: hardly any corpus has those, so assume
+    none.
+    """
+    name, data, scratch = file_name(shard.number, "survey.json"), work.data, work.make_scratch()
+    if (done := _recorded(work, name, Survey, shard)) is not None:
+        return done
+    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and work.max_bytes is None:
+        counted = documents_by_footer(data.corpus, shard, scratch=scratch)
+        if counted is not None:
+            _free_copies(work, shard)
+            count, size = counted
+            return Survey(
+                number=shard.number, shard=_digest_of(shard), documents=count, text_bytes=size, read=False,
+                read_documents=count, read_bytes=size, dropped={},
+            )  # fmt: skip
+    masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
+    bad, places, read_bytes, kept_bytes = 0, list[str](), 0, 0
+    for batch in _batches(work, shard):
+        kept, reasons = passing(batch.texts, data.filters)
+        lengths = byte_lengths(batch.texts)
+        masks.append(kept)
+        read_bytes += int(lengths.sum())
+        kept_bytes += int(lengths[kept].sum())
+        bad += len(batch.bad)
+        places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
+        dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
+        if data.filters.drop_duplicates:
+            digests.append(_digests_of(_chosen(batch.texts, kept)))
+    mask = np.concatenate(masks)
+
+    def stored(suffix: str, content: bytes) -> FileRecord:
+        return FileRecord.of(work.ledger.write(file_name(shard.number, suffix), content))
+
+    record = Survey(
+        number=shard.number,
+        shard=_digest_of(shard),
+        documents=int(mask.sum()),
+        text_bytes=kept_bytes,
+        kept=None if mask.all() else stored("kept", np.packbits(mask).tobytes()),
+        digests=stored("digests", b"".join(digests)) if data.filters.drop_duplicates else None,
+        read_documents=len(mask),
+        read_bytes=read_bytes,
+        dropped=dict(dropped),
+        bad=bad,
+        bad_places=tuple(places),
+    )
+    _note(work, name, record)
+    _free_copies(work, shard)
+    return record
+
+
+def _free_copies(work: Work, shard: Shard) -> None:
+    """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
+
+    Together the copies are the whole corpus, and the temporary folder may be memory."""
+    room = shutil.disk_usage(work.scratch)
+    if room.free < room.total * _ROOM:
+        forget((part.source for part in shard.parts), work.scratch)
+
+
+def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
+    skip_bad, most = work.data.on_bad_document == "skip", work.data.max_document_bytes
+    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad, most=most)
+
+
+# --- filters: by length, by the share of letters, and because it was there before -------------------------------------
+
+DIGEST_BYTES = 16
+"""Bits of a hash that must agree for documents to count as the same: among 10^12, two different ones do so with
+a probability below 10^-14."""
+
+
+def passing(texts: Any, filters: Filters) -> tuple[Mask, Counter[str]]:
+    """Return which documents pass, and how many were dropped for which reason (the first one that applies).
+
+    `texts` is a LargeStringArray of pyarrow, without nulls; so are those of the other functions here.
+    """
+    import pyarrow.compute as pc
+
+    kept, dropped = np.ones(len(texts), dtype=bool), Counter[str]()
+
+    def drop(reason: str, which: Mask) -> None:
+        dropped[reason] += int((kept & which).sum())
+        kept[which] = False
+
+    drop("empty", byte_lengths(texts) == 0)
+    if filters.min_characters or filters.max_characters:
+        characters = _numbers(pc.utf8_length(texts))
+        drop("too short", characters < (filters.min_characters or 0))
+        if filters.max_characters:
+            drop("too long", characters > filters.max_characters)
+    if filters.min_letter_ratio:
+        drop("too few letters", _letter_ratios(texts) < filters.min_letter_ratio)
+    return kept, +dropped
+
+
+def byte_lengths(texts: Any) -> npt.NDArray[np.int64]:
+    """UTF-8 bytes of each document."""
+    import pyarrow.compute as pc
+
+    return _numbers(pc.binary_length(texts))
+
+
+def _chosen(texts: Any, mask: Mask) -> Any:
+    """The documents that the mask says, copied only where it leaves some out."""
+    return texts if mask.all() else texts.filter(mask)
+
+
+def _numbers(array: Any) -> npt.NDArray[np.int64]:
+    return np.asarray(array.to_numpy(zero_copy_only=False), dtype=np.int64)
+
+
+def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
+    """The share of letters and their marks, in any script, among what is not white space; 0 where all of it is."""
+    import pyarrow.compute as pc
+
+    ends = np.cumsum(_numbers(pc.utf8_length(texts))).tolist()
+    characters = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
+    letters, spaces = (table[characters] for table in _letters_and_spaces())
+    ratios = np.zeros(len(texts))
+    for document, (start, end) in enumerate(pairwise([0, *ends])):
+        visible = end - start - np.count_nonzero(spaces[start:end])
+        if visible:
+            ratios[document] = np.count_nonzero(letters[start:end]) / visible
+    return ratios
+
+
+@cache
+def _letters_and_spaces() -> tuple[Mask, Mask]:
+    """A table by code point: is it a letter or a mark on one, and is it white space?"""
+    import sys
+    import unicodedata
+
+    every = [chr(point) for point in range(sys.maxunicode + 1)]
+    letters = np.fromiter((unicodedata.category(character)[0] in "LM" for character in every), dtype=bool)
+    return letters, np.fromiter((character.isspace() for character in every), dtype=bool)
+
+
+def _digests_of(texts: Any) -> bytes:
+    """DIGEST_BYTES of each document, behind one another."""
+    _, offsets, content = texts.buffers()
+    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
+    view = memoryview(content) if content is not None else memoryview(b"")
+    return b"".join(blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges))
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A shard to encode."""
+
+    shard: Shard
+    survey: Survey
+    unique: int | None
+    """The number of surveyed documents that are not duplicates; None where duplicates stay."""
+    held_out: tuple[int, ...]
+    """The documents that stay and are for validation, counted from the shard's first."""
+
+    @property
+    def digest(self) -> str:
+        survey = self.survey
+        return key_of(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
+
+    def staying(self, ledger: Storage) -> Mask:
+        """Say of every document, as it is read, whether it is encoded."""
+
+        def mask(file: str, count: int) -> Mask:
+            return np.unpackbits(np.frombuffer(ledger.read(file), dtype=np.uint8), count=count).astype(bool)
+
+        survey = self.survey
+        staying = np.ones(survey.read_documents, dtype=bool)
+        if survey.kept is not None:
+            staying = mask(survey.kept.path, survey.read_documents)
+        if self.unique is not None:
+            staying[staying] = mask(file_name(survey.number, "unique"), survey.documents)
+        return staying
+
+
+def encode(work: Work, assignment: Assignment) -> Encoded | None:
+    """Write a shard's two pieces of tokens, then their record; a step for workers.
+
+    None if the shard was not read before and has empty documents: they were counted.
+    """
+    shard, name = assignment.shard, file_name(assignment.shard.number, "json")
+    done = _recorded(work, name, Encoded, shard)
+    if done is not None and done.assignment == assignment.digest:
+        return done
+    encoder, staying = _encoder_of(work), assignment.staying(work.ledger)
+    held_out = np.zeros(int(staying.sum()), dtype=bool)
+    held_out[list(assignment.held_out)] = True
+    histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
+    with _PieceFile(work, assignment, "train") as train, _PieceFile(work, assignment, "val") as validation:
+        for batch in _batches(work, shard):
+            read += len(batch.texts)
+            if read > len(staying):
+                break
+            texts = _chosen(batch.texts, staying[read - len(batch.texts) : read])
+            sizes = byte_lengths(texts)
+            if not sizes.all() and not assignment.survey.read:
+                return None
+            ids, lengths = encoder.encode(texts)
+            if not encoded:
+                encoder.compare(texts)
+            here = held_out[encoded : encoded + len(texts)]
+            if here.any():
+                which = np.repeat(here, lengths)
+                validation.write(ids[which], int(here.sum()))
+                ids = ids[~which]
+            train.write(ids, int((~here).sum()))
+            histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
+            text_bytes += int(sizes.sum())
+            encoded += len(texts)
+        if read != len(staying):
+            names = ", ".join(part.source.address for part in shard.parts[:3])
+            raise DataError(f"{names}: not the {len(staying)} documents of before; something changes them, run again")
+        record = Encoded(
+            number=shard.number,
+            shard=_digest_of(shard),
+            assignment=assignment.digest,
+            documents=encoded,
+            text_bytes=text_bytes,
+            train=train.stored(),
+            validation=validation.stored(),
+            lengths=tuple(histogram.tolist()),
+        )
+    _note(work, name, record)
+    forget((part.source for part in shard.parts), work.scratch)
+    return record
+
+
+class _PieceFile:
+    """The tokens of a shard's documents of one split, on their way into the storage."""
+
+    def __init__(self, work: Work, assignment: Assignment, split: str) -> None:
+        self._work = work
+        # With the assignment in its name, a preparation that counted otherwise writes another file.
+        self._name = file_name(assignment.shard.number, f"{assignment.digest}.{split}.bin")
+        self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
+        self._documents = self._tokens = 0
+
+    def __enter__(self) -> _PieceFile:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with suppress(OSError):  # of what is not stored by now, nothing is wanted
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write(self, ids: Ids, documents: int) -> None:
+        with explaining(str(self._path), needed=ids.nbytes):
+            self._file.write(ids.data)
+        self._tokens += len(ids)
+        self._documents += documents
+
+    def stored(self) -> TokenPiece:
+        """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
+        with explaining(str(self._path)):
+            self._file.close()
+        if not self._tokens:
+            return TokenPiece(documents=0, tokens=0, file=None)
+        folder = self._work.handover
+        if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
+            folder = None
+        stored = self._work.ledger.upload(self._path, self._name, move=folder is None)
+        if folder is not None:
+            self._path.replace(folder / self._name)
+        return TokenPiece(documents=self._documents, tokens=self._tokens, file=FileRecord.of(stored))
