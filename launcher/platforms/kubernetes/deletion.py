@@ -10,7 +10,7 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Forbidden, Resource
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.reasons import advice
-from launcher.platforms.kubernetes.states import condition
+from launcher.platforms.kubernetes.states import condition, uid_of
 
 Left = Mapping[Resource, Sequence[ApiObject]]
 
@@ -38,12 +38,14 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
     left: Left = {}
     try:
         while left := _left(limited, job, kinds, refused):
-            there = {one["metadata"]["uid"] for things in left.values() for one in things}
-            going = any(_leaving(thing) for things in left.values() for thing in things)
+            there = {uid_of(one) for things in left.values() for one in things}
+            going = False
             for resource, things in left.items():
+                staying = [one for one in things if not one["metadata"].get("deletionTimestamp")]
+                going = going or len(staying) < len(things)
                 # What has an owner goes with it, or a controller would put another in its place.
-                owned = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in things]
-                free = [one for one, by in zip(things, owned, strict=True) if not by & there and not _leaving(one)]
+                owners = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in staying]
+                free = [one for one, by in zip(staying, owners, strict=True) if not by & there]
                 if not free or resource in refused:
                     continue
                 try:
@@ -61,9 +63,10 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
             time.sleep(pause)
             pause = min(2.0, pause * 1.5)
     except PlatformUnreachable as error:
-        lost = _lost(cluster.within(_LAST_WORDS * limit), left) if left else ""
-        still = f"is not gone: {_told(left)}{lost}" if left else "may not be gone"
-        raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
+        still = f"is not gone: {_told(left)}{_lost(cluster.within(_LAST_WORDS * limit), left)}"
+        raise PlatformUnreachable(
+            f"job {job} {still if left else 'may not be gone'}; {error}; cancel it again"
+        ) from error
     if refused:
         rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
         words = "; ".join(error.message for error in refused.values())
@@ -99,10 +102,6 @@ def _left(
     return left
 
 
-def _leaving(thing: ApiObject) -> bool:
-    return bool(thing["metadata"].get("deletionTimestamp"))
-
-
 def _told(left: Left) -> str:
     """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
     parts = []
@@ -118,9 +117,9 @@ def _told(left: Left) -> str:
 
 def _lost(cluster: Cluster, left: Left) -> str:
     """Return which machines of the pods that are left do not answer; only they can say that a pod has ended."""
-    machines = sorted({pod["spec"]["nodeName"] for pod in left.get(api.PODS, ()) if pod["spec"].get("nodeName")})
+    machines = {pod["spec"]["nodeName"] for pod in left.get(api.PODS, ()) if pod["spec"].get("nodeName")}
     lost = []
-    for machine in machines[:_LOOKED_AT]:
+    for machine in sorted(machines)[:_LOOKED_AT]:
         try:
             found, _ = cluster.list(api.NODES, None, fields=f"metadata.name={machine}")
         except LauncherError:

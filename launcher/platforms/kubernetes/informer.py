@@ -45,21 +45,24 @@ class JobName:
 
 
 class Informer:
-    """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
+    """The objects of a selection as the cluster has them: listed at once, and watched until `stop`.
+
+    Args:
+        changed: told of every object that comes, changes or (then with True) goes.
+    """
 
     def __init__(
-        self, cluster: Cluster, resource: Resource, namespace: str, *, labels: str = "", fields: str = "",
-        objects: list[ApiObject], version: str, changed: Callable[[ApiObject, bool], None],
+        self, cluster: Cluster, resource: Resource, namespace: str, changed: Callable[[ApiObject, bool], None],
+        **selection: str,
     ) -> None:  # fmt: skip
         self._cluster, self._resource, self._namespace = cluster, resource, namespace
-        self._selection = {"labels": labels, "fields": fields}
-        self._changed = changed
-        self._objects = {uid_of(one): one for one in objects}
-        self._version: str | None = version
+        self._selection, self._changed = selection, changed
+        self._objects: dict[str, ApiObject] = {}
         self._trouble: Exception | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stream: Stream | None = None
+        self._version: str | None = self.refresh()
         threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True).start()
 
     def objects(self) -> list[ApiObject]:
@@ -129,18 +132,25 @@ class JobWatch:
         """The JobSet or Job as last seen, also after its deletion."""
         self.pods: Callable[[], list[ApiObject]] = list
         """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
-        self.listed: tuple[Resource, str, str] | None = None
-        """Where the lists of a live job can be watched on from: kind, and version of its object and its pods."""
         self.informers: tuple[Informer, ...] = ()
-        self._deleted = self._settled = False
+        self._live = self._deleted = self._settled = False
         self._seen: dict[tuple[int, int], NodeSeen] = {}
 
     def status(self) -> JobStatus:
         """Return the state of the job; one that is deleted while it is watched was cancelled."""
-        if self.listed is not None and self.workload is not None:
-            self._watch(self.workload, *self.listed)
-        if not self.informers or self.workload is None:
+        if self.workload is None or not (self.informers or self._live):
             return self._list()
+        named = {"fields": f"metadata.name={self._job.name}"}
+        if not self.informers:
+            resource, space = api.SENT[self.workload["kind"]], self._job.namespace
+            pods = Informer(self._cluster, api.PODS, space, self._pod_changed, labels=self._job.labels)
+            try:
+                workloads = Informer(self._cluster, resource, space, self._workload_changed, **named)
+            except LauncherError:
+                pods.stop()
+                raise
+            self.informers, self.pods = (workloads, pods), pods.objects
+            self._deleted = uid_of(self.workload) not in map(uid_of, workloads.objects())
         workloads, pods = self.informers
         if not self._settled:
             workloads.objects()
@@ -160,39 +170,23 @@ class JobWatch:
 
     def _list(self) -> JobStatus:
         """Two calls, or three where the cluster has no JobSets or the job is none."""
-        self.workload, self.pods, self.listed, self._seen = None, list, None, {}
-        for resource in (api.JOBSETS, api.JOBS):
+        self.workload, self.pods, self._seen = None, list, {}
+        for kind in ("JobSet", "Job"):
             try:
-                found, version = self._cluster.list(
-                    resource, self._job.namespace, fields=f"metadata.name={self._job.name}"
+                found, _ = self._cluster.list(
+                    api.SENT[kind], self._job.namespace, fields=f"metadata.name={self._job.name}"
                 )
             except NotThere:  # no such kind in this cluster
                 continue
             if found:
-                pods, pods_version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
+                pods, _ = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
                 for pod in pods:
                     self._pod_changed(pod, gone=False)
-                # Lists leave the kind out.
-                self.workload = {"kind": "JobSet" if resource is api.JOBSETS else "Job", **found[0]}
-                self.pods, self.listed = pods.copy, (resource, version, pods_version)
+                self.workload, self.pods = {"kind": kind, **found[0]}, pods.copy  # lists leave the kind out
                 break
         told = status_of(self.workload, self.pods(), self._seen)
-        if not told.state.live:
-            self.listed = None
+        self._live = told.state.live
         return told
-
-    def _watch(self, workload: ApiObject, resource: Resource, version: str, pods_version: str) -> None:
-        cluster, job = self._cluster, self._job
-        self.listed = None
-        workloads = Informer(
-            cluster, resource, job.namespace, fields=f"metadata.name={job.name}", objects=[workload], version=version,
-            changed=self._workload_changed,
-        )  # fmt: skip
-        pods = Informer(
-            cluster, api.PODS, job.namespace, labels=job.labels, objects=self.pods(), version=pods_version,
-            changed=self._pod_changed,
-        )  # fmt: skip
-        self.informers, self.pods = (workloads, pods), pods.objects
 
     def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
         if self.workload is None or uid_of(workload) != uid_of(self.workload):

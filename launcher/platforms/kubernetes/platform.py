@@ -10,24 +10,23 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
+from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.access import require_permissions
 from launcher.platforms.kubernetes.capacity import spare_machines
-from launcher.platforms.kubernetes.checks import Submitted, check_settings
+from launcher.platforms.kubernetes.checks import check_settings
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.logs import Follower, log_page
-from launcher.platforms.kubernetes.preflight import examine_cluster
+from launcher.platforms.kubernetes.logs import Follower
+from launcher.platforms.kubernetes.preflight import examine_cluster, fix_of, missing
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import losses
+from launcher.platforms.kubernetes.states import container_of, losses, pod_of, workload_of
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -108,24 +107,17 @@ class GkePlatform:
 
     def check_access(self) -> str:
         """Prove that the cluster answers, and lets us do what a run does."""
-        version, name = self.cluster.version(), self._settings.namespace
-        try:
-            there = self.cluster.get(api.NAMESPACES, None, name) is not None
-        except api.Forbidden:
-            there = True  # namespaces may not be looked at; the permissions in it will tell
-        if not there:  # nobody would have any permission in it
-            raise ConfigProblem(
-                f"platform.namespace={name}: {self.cluster.where} has no such namespace",
-                fix=f"create it with `kubectl create namespace {name}`, or fix platform.namespace",
-            )
+        version = self.cluster.version()
         self._learn()
-        require_permissions(self.cluster, self._settings, self.workload)
+        if lacking := missing(self.cluster, self._settings, self.workload):
+            named = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
+            raise LoginProblem(f"{self.cluster.where} does not let you {named}", fix=fix_of(lacking))
         return f"{self.cluster.where} answers ({version})"
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """Yield what the config alone shows to be wrong, then what the cluster lacks for the job."""
         items = submission.body["items"]
-        yield from check_settings(Submitted(items, self._settings))
+        yield from check_settings(self._settings, items)
         try:
             self._learn()
             if self.workload == "job" and submission.job_id in self._rendered:
@@ -138,9 +130,9 @@ class GkePlatform:
 
     def avoidable(self, job: Job) -> Avoidable:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
-        items = render(job, self._settings, self.workload).body["items"]
+        pod = pod_of(workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
-            most = spare_machines(self.cluster, Submitted(items=items, settings=self._settings))
+            most = spare_machines(self.cluster, self._settings, pod)
         except LauncherError:  # machines may not be looked at, or nobody answers
             most = None
         fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
@@ -163,15 +155,35 @@ class GkePlatform:
             raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image; build it first (image.kind=docker), or name one")
-        job, submitted = JobName.parse(submission.job_id), Submitted(submission.body["items"], self._settings)
+        job, items = JobName.parse(submission.job_id), submission.body["items"]
+        workload = workload_of(items)
+        kind, meta = workload["kind"], workload["metadata"]
         made: list[tuple[api.Resource, ApiObject]] = []
         try:
-            self._require_place(job, submission, submitted)
+            if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
+                _serves_jobsets[self._key] = False
+                raise PlatformRefused(
+                    f"{self.cluster.where} has no JobSet; install it (docs/gke.md), or set platform.workload=job"
+                )
+            other = "Job" if kind == "JobSet" else "JobSet"
+            if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
+                raise PlatformRefused(
+                    f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other; "
+                    "cancel it first"
+                )
+            # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
+            command = container_of(pod_of(workload))["command"]
+            directory = command[command.index("--log-uri") + 1].replace("$$", "$")
             try:
-                owner = self._create_workload(job, submitted, made)
-                for item in submitted.items:
-                    if item is not submitted.workload:
-                        self._create_owned(job, item, owner, made)
+                open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
+            except (TrainLitgptError, OSError) as error:
+                raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
+            annotations = {**meta.get("annotations", {}), DIGEST: digest_of(items)}
+            try:
+                owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, made)
+                for item in items:
+                    if item is not workload:
+                        self._create(job, {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}, made)
             except PlatformRefused:
                 for resource, thing in reversed(made):
                     self.cluster.delete_one(resource, thing)
@@ -180,67 +192,32 @@ class GkePlatform:
             raise PlatformRefused(f"{error}; {advice(error.message)}") from error
         return submission.job_id
 
-    def _require_place(self, job: JobName, submission: Submission, submitted: Submitted) -> None:
-        """Check that the cluster knows the kind, has no job of the other kind, and that the root can be written."""
-        kind = submitted.workload["kind"]
-        if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
-            _serves_jobsets[self._key] = False
-            raise PlatformRefused(
-                f"{self.cluster.where} has no JobSet; install it (docs/gke.md), or set platform.workload=job"
-            )
-        other = "Job" if kind == "JobSet" else "JobSet"
-        if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
-            raise PlatformRefused(
-                f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other; cancel "
-                "it first"
-            )
-        # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
-        command = submitted.node["command"]
-        directory = command[command.index("--log-uri") + 1].replace("$$", "$")
+    def _create(self, job: JobName, item: ApiObject, made: list[tuple[api.Resource, ApiObject]]) -> dict[str, str]:
+        """Create an object, or find the very same there; return the reference for what it owns."""
+        kind, resource, meta = item["kind"], api.SENT[item["kind"]], item["metadata"]
+        name, owners, there = meta["name"], meta.get("ownerReferences", []), None
         try:
-            open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
-        except (TrainLitgptError, OSError) as error:
-            raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
-
-    def _create_workload(
-        self, job: JobName, submitted: Submitted, made: list[tuple[api.Resource, ApiObject]]
-    ) -> dict[str, str]:
-        """Create the JobSet or Job, or find it there; return the reference of what it owns."""
-        body, digest = submitted.workload, digest_of(submitted.items)
-        kind, meta = body["kind"], body["metadata"]
-        marked = {**body, "metadata": {**meta, "annotations": {**meta.get("annotations", {}), DIGEST: digest}}}
-        try:
-            workload = self.cluster.create(api.SENT[kind], job.namespace, marked)
-            made.append((api.SENT[kind], workload))
-        except api.NotThere as error:  # the namespace, for the kind was looked for before
+            there = self.cluster.create(resource, job.namespace, item)
+            made.append((resource, there))
+        except api.NotThere as error:
+            if owners:
+                raise
+            # The namespace, for the kind was looked for before.
             raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
         except api.AlreadyThere:
-            there = self.cluster.get(api.SENT[kind], job.namespace, job.name)
-            if there is None or there["metadata"].get("deletionTimestamp"):
-                raise PlatformUnreachable(f"an older {kind} {job.name} is still being removed; submit again") from None
-            if there["metadata"].get("annotations", {}).get(DIGEST) != digest:
-                raise PlatformRefused(
-                    f"{kind} {job} is there, and was made of something else; cancel it, or give the run another name"
-                ) from None
-            workload = there
-        uid = str(workload["metadata"]["uid"])
-        return {"apiVersion": body["apiVersion"], "kind": kind, "name": job.name, "uid": uid}
-
-    def _create_owned(
-        self, job: JobName, item: ApiObject, owner: dict[str, str], made: list[tuple[api.Resource, ApiObject]]
-    ) -> None:
-        resource, name = api.SENT[item["kind"]], item["metadata"]["name"]
-        owned = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
-        try:
-            made.append((resource, self.cluster.create(resource, job.namespace, owned)))
-        except api.AlreadyThere:
             there = self.cluster.get(resource, job.namespace, name)
-            owners = (there or {}).get("metadata", {}).get("ownerReferences", ())
-            if there is not None and not any(one["uid"] == owner["uid"] for one in owners):
-                raise PlatformRefused(
-                    f"{item['kind']} {name} is there, and belongs to something else; remove it, or give the run "
-                    "another name"
-                ) from None
+        if there is None or there["metadata"].get("deletionTimestamp"):
+            raise PlatformUnreachable(f"an older {kind} {name} is still being removed; submit again")
+        found = there["metadata"]
+        if owners and not any(one["uid"] == owners[0]["uid"] for one in found.get("ownerReferences", ())):
+            raise PlatformRefused(
+                f"{kind} {name} is there, and belongs to something else; remove it, or give the run another name"
+            )
+        if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
+            raise PlatformRefused(
+                f"{kind} {job} is there, and was made of something else; cancel it, or give the run another name"
+            )
+        return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -281,17 +258,19 @@ class GkePlatform:
         """Return the lines that the nodes have logged since `position`."""
         job, followed = JobName.parse(job_id), self._jobs.get(job_id)
         if followed is None or not followed.watch.informers:
-            if followed is None or followed.watch.listed is None:
-                followed = _Followed(JobWatch(self.cluster, job))
-                followed.watch.status()
-            return log_page(self.cluster, job, followed.watch.pods(), position)
+            watch, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position)
+            watch.status()
+            try:
+                return follower.page(watch.pods(), last=True)
+            finally:
+                follower.stop()
         over = followed.watch.status().state.final
-        if followed.follower is None or not followed.follower.knows(position):
+        if followed.follower is None or followed.follower.position != position:
             if followed.follower is not None:
                 followed.follower.stop()
-            followed.follower = Follower(self.cluster, job, followed.watch, position)
-        told = followed.follower.page(position, last=over)
-        if over:
+            followed.follower = Follower(self.cluster, job, position)
+        told = followed.follower.page(followed.watch.pods(), last=over)
+        if over and not told.more:
             self._forget(job_id)
         return told
 

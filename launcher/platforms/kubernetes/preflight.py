@@ -1,26 +1,26 @@
-"""Checks of a cluster for a submission before anything is created; and what it has, for `doctor`.
+"""Checks of a cluster for a submission before anything is created, our permissions in it among them.
 
 All of it is looked at, whatever is found on the way. What may not be looked at is a warning: it was not checked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import ImageReference, find_digest
 from launcher.job import UNBUILT
 from launcher.networks.profile import INTERFACES
-from launcher.platforms.kubernetes import access
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import limits, machines, quotas
-from launcher.platforms.kubernetes.checks import Survey
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
+from launcher.platforms.kubernetes.checks import Survey, attachments, bad, daemon_sets, good, networks, risk
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
-from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, networks, release
-from launcher.platforms.kubernetes.reasons import refusals
-from launcher.platforms.kubernetes.render import LEAST_JOBSET
+from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
+from launcher.platforms.kubernetes.render import LEAST_JOBSET, WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition
 from litgpt_demo.findings import Finding, Severity
@@ -30,8 +30,8 @@ LEAST_KUBERNETES = (1, 29)
 
 _JOBSET = ".".join(map(str, LEAST_JOBSET))
 
-
-Check = Callable[[Survey], Iterable[Finding]]
+Permission = tuple[str, Resource, str]
+"""Something to be allowed: a verb of the API, what it is for, and the verb of ours that fails without it."""
 
 
 def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
@@ -40,12 +40,17 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
     Raises:
         PlatformUnreachable, LoginProblem: nothing can be known.
     """
-    survey = Survey(cluster, settings, items)
-    yield from _version(survey)
+    survey, version = Survey(cluster, settings, items), cluster.version()
+    if (number := re.match(r"v?(\d+)\.(\d+)", version)) is not None:  # of v1.33.5-gke.1080000
+        survey.version = (int(number[1]), int(number[2]))
+    if survey.version < LEAST_KUBERNETES:
+        least = ".".join(map(str, LEAST_KUBERNETES))
+        yield bad("version", f"{cluster.where} is {version}; we need {least}, for sidecars", "upgrade the cluster")
+    else:
+        yield good("version", f"{cluster.where} answers: {version}")
     told: dict[str, Severity] = {}
-    there = True
-    for what, check in (*CHECKS.items(), *WITHIN.items()):
-        if what in WITHIN and not there:
+    for what, check in (CHECKS | WITHIN).items():
+        if what in WITHIN and "gke.namespace" in told:
             continue  # what follows from a namespace that is missing says nothing more
         before = told.copy()
         try:
@@ -56,54 +61,79 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
                 if finding.severity in ("error", "warning"):
                     told[finding.code] = finding.severity
         except api.Forbidden as error:
-            unseen = f"{what}: not checked, for {error.message}"
-            yield Finding("warning", "gke.unseen", unseen, access.CLUSTER_ROLES)
+            yield risk("unseen", f"{what}: not checked, for {error.message}", CLUSTER_ROLES)
         except LauncherError as error:
-            yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
-        there = there and "gke.namespace" not in told
+            yield risk("unseen", f"{what}: not checked, for {error}", "try again later")
 
 
-def _good(code: str, what: str) -> Finding:
-    return Finding("info", f"gke.{code}", what)
+# --- permissions ------------------------------------------------------------------------------------------------------
 
 
-def _bad(code: str, what: str, fix: str) -> Finding:
-    return Finding("error", f"gke.{code}", what, fix)
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
+    """Return the permissions that a run with these settings needs, as deployments/rbac.yaml has them. Without those for
+    looking alone, which only the checks have, something is not checked."""
+    made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
+    kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
+    table: dict[Resource, dict[str, str]] = {
+        kind: {"list": "status", "watch": "status", **made},
+        # One of the other kind is only looked for, and removed with the rest.
+        other: {"get": "submit", "list": "status", "deletecollection": "cancel"},
+        api.SERVICES: {"create": "submit", "get": "submit", "list": "cancel", "delete": "cancel"},
+        api.PODS: {"list": "status", "watch": "status", "deletecollection": "cancel"},
+        api.LOGS: {"get": "logs"},
+        api.EVENTS: {"list": "status"},
+    }
+    for resource in made_of(settings):
+        table.setdefault(resource, {"list": "cancel", **made})
+    if settings.queue is not None:
+        table[api.WORKLOADS] = {"list": "status"}
+    return [(verb, resource, why) for resource, verbs in table.items() for verb, why in verbs.items()]
+
+
+def missing(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
+    """Return the needed permissions that the cluster would refuse us."""
+    asked = needed(settings, workload)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        allowed = pool.map(lambda one: cluster.allows(one[0], one[1], settings.namespace), asked)
+        return [one for one, may in zip(asked, allowed, strict=True) if not may]
+
+
+def fix_of(lacking: Iterable[Permission]) -> str:
+    """Return what to do about permissions that are lacking."""
+    without = "; or do without a NetworkPolicy: platform.network_policy: false"
+    return CLUSTER_ROLES + (without if any(one[1] is api.NETWORK_POLICIES for one in lacking) else "")
+
+
+def _permissions(survey: Survey) -> Iterator[Finding]:
+    lacking = missing(survey.cluster, survey.settings, survey.kind)
+    for verb, resource, why in lacking:
+        what = f"you may not {verb} {resource} in namespace {survey.namespace}, which {why} needs"
+        yield bad("permission", what, fix_of([(verb, resource, why)]))
+    if not lacking:
+        yield good("permissions", f"you may do all that a run does in namespace {survey.namespace}")
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def _version(survey: Survey) -> Iterator[Finding]:
-    told = survey.control_plane
-    if survey.version < LEAST_KUBERNETES:
-        least = ".".join(map(str, LEAST_KUBERNETES))
-        yield _bad("version", f"{survey.cluster.where} is {told}; we need {least}, for sidecars", "upgrade the cluster")
-    else:
-        yield _good("version", f"{survey.cluster.where} answers: {told}")
-
-
-def _permissions(survey: Survey) -> Iterator[Finding]:
-    lacking = access.missing(survey.cluster, survey.settings, survey.kind)
-    for one in lacking:
-        what = f"you may not {one} in namespace {survey.namespace}, which {one.why} needs"
-        yield _bad("permission", what, access.fix_of([one]))
-    if not lacking:
-        yield _good("permissions", f"you may do all that a run does in namespace {survey.namespace}")
+def _release(survey: Survey) -> Iterator[Finding]:
+    """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
+    made, pairs = survey.fabric, survey.fabric.known
+    place = next((place for place, pair in enumerate(pairs) if pair.since and survey.version >= pair.since), None)
+    if place is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: place + 1]}:
+        return
+    least, since = pairs[place].plugin, ".".join(map(str, pairs[place].since or ()))
+    what = f"{made.name} {made.pair.plugin} is older than what Kubernetes from {since} on is made for ({least})"
+    yield risk(f"{made.name}-release", what, f"upgrade the DaemonSet that installs it; network_plugin={least}")
 
 
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
-    if survey.kind != "jobset":
-        return
-    crd = survey.get(api.CRDS, "jobsets.jobset.x-k8s.io")
-    if crd is None:
+    if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
+        yield good("jobset", "JobSet is installed")
+    elif survey.kind == "jobset":
         fix = f"install JobSet {_JOBSET} or newer (docs/gke.md), or set platform.workload=job"
-        yield _bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
-    elif not any(one["name"] == "v1alpha2" and one["served"] for one in crd["spec"]["versions"]):
-        yield _bad("jobset", "its JobSet does not serve v1alpha2", f"install JobSet {_JOBSET} or newer")
-    else:
-        yield _good("jobset", "JobSet is installed")
+        yield bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
 
 
 def _multi_networking(survey: Survey) -> Iterator[Finding]:
@@ -114,71 +144,51 @@ def _multi_networking(survey: Survey) -> Iterator[Finding]:
     if not google_way(settings)[1].network_config.enable_multi_networking:
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
-        yield _bad("multi-networking", what, fix)
+        yield bad("multi-networking", what, fix)
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
+# Of a service account and a PriorityClass the dry run of a pod says whether they are there.
 
 
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
-    found = survey.get(api.NAMESPACES, name)
-    if found is None:
+    if survey.get(api.NAMESPACES, name) is None:
         fix = f"kubectl create namespace {name}, or fix platform.namespace"
-        yield _bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
-    elif found.get("status", {}).get("phase") == "Terminating":
-        fix = "take another platform.namespace, or wait and create it again"
-        yield _bad("namespace", f"namespace {name} is being removed", fix)
+        yield bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
     else:
-        yield _good("namespace", f"namespace {name}")
-
-
-def _service_account(survey: Survey) -> Iterator[Finding]:
-    name, space = survey.settings.service_account, survey.namespace
-    if name is None:
-        return
-    found = survey.get(api.SERVICE_ACCOUNTS, name)
-    if found is None:
-        fix = f"kubectl create serviceaccount {name} --namespace {space}, or fix platform.service_account"
-        yield _bad("service-account", f"there is no service account {name} in {space}", fix)
-        return
-    google = found["metadata"].get("annotations", {}).get("iam.gke.io/gcp-service-account")
-    # Since 2024 roles may be granted to the Kubernetes account itself, which cannot be seen from here.
-    yield _good("service-account", f"service account {name}" + (f", which stands for {google}" if google else ""))
+        yield good("namespace", f"namespace {name}")
 
 
 def _queue(survey: Survey) -> Iterator[Finding]:
     name, space = survey.settings.queue, survey.namespace
     if name is None:
         return
-    found = survey.get(api.LOCAL_QUEUES, name)
-    if found is None:
-        known = survey.get(api.CRDS, "localqueues.kueue.x-k8s.io") is not None
+    if (found := survey.get(api.LOCAL_QUEUES, name)) is None:
+        known = survey.cluster.serves(api.LOCAL_QUEUES)
         fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
         what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
-        yield _bad("queue", what, f"{fix}, or leave platform.queue out")
+        yield bad("queue", what, f"{fix}, or leave platform.queue out")
         return
     behind = found["spec"]["clusterQueue"]
-    cluster_queue = survey.get(api.CLUSTER_QUEUES, behind)
-    if cluster_queue is None:
-        yield _bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
+    if (cluster_queue := survey.get(api.CLUSTER_QUEUES, behind)) is None:
+        yield bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
         return
     for thing, what in ((found, f"LocalQueue {name}"), (cluster_queue, f"ClusterQueue {behind}")):
         if (told := condition(thing, "Active", "False")) is not None:
-            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
+            yield bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
         what = f"ClusterQueue {behind} covers {', '.join(sorted(covered))}, and not nvidia.com/gpu"
-        yield _bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
-    yield _good("queue", f"queue {name} of {behind}")
+        yield bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
+    yield good("queue", f"queue {name} of {behind}")
 
 
 def _priority(survey: Survey) -> Iterator[Finding]:
-    resource, kind = api.PRIORITY_CLASSES, "PriorityClass"
-    if survey.settings.queue:
-        resource, kind = api.WORKLOAD_PRIORITIES, "WorkloadPriorityClass"
-    if (name := survey.settings.priority) is not None and survey.get(resource, name) is None:
-        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; fix platform.priority")
+    name = survey.settings.priority if survey.settings.queue else None
+    if name is not None and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
+        fix = "kubectl get workloadpriorityclasses; fix platform.priority"
+        yield bad("priority", f"there is no WorkloadPriorityClass {name}", fix)
 
 
 def _topology(survey: Survey) -> Iterator[Finding]:
@@ -189,20 +199,19 @@ def _topology(survey: Survey) -> Iterator[Finding]:
     levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
     if label not in levels:
         known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
+        yield bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def _claim(survey: Survey) -> Iterator[Finding]:
     name, nodes = survey.settings.claim, survey.settings.nodes
     if name is None:
         return
-    found = survey.get(api.CLAIMS, name)
-    if found is None:
+    if (found := survey.get(api.CLAIMS, name)) is None:
         what = f"there is no PersistentVolumeClaim {name} in {survey.namespace}"
-        yield _bad("claim", what, "create it, or fix platform.claim")
+        yield bad("claim", what, "create it, or fix platform.claim")
     elif nodes > 1 and "ReadWriteMany" not in (modes := found["spec"].get("accessModes", ())):
         what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, and {nodes} nodes write to it"
-        yield _bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
+        yield bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
 def _image(survey: Survey) -> Iterator[Finding]:
@@ -212,10 +221,10 @@ def _image(survey: Survey) -> Iterator[Finding]:
         return
     try:
         if find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0) is None:
-            yield _bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
+            yield bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
     except (ImageProblem, ValueError) as error:
         what = f"image {name} was not looked at: {error}"
-        yield Finding("warning", "gke.image", what, "it may be there all the same")
+        yield risk("image", what, "it may be there all the same")
 
 
 def _secrets(survey: Survey) -> Iterator[Finding]:
@@ -224,7 +233,7 @@ def _secrets(survey: Survey) -> Iterator[Finding]:
         if survey.cluster.secret_type(survey.namespace, name) is None:
             what = f"there is no Secret {name} in namespace {survey.namespace}, and platform.secrets names it"
             fix = f"kubectl create secret generic {name} --namespace {survey.namespace} --from-literal=KEY=VALUE"
-            yield _bad("secret", what, fix)
+            yield bad("secret", what, fix)
 
 
 # https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
@@ -241,10 +250,10 @@ def _pull_secrets(survey: Survey) -> Iterator[Finding]:
         )
         if kind is None:
             what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {survey.namespace}"
-            yield _bad("pull-secret", what, fix)
+            yield bad("pull-secret", what, fix)
         elif kind not in _LOGINS:
             what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
-            yield _bad("pull-secret", what, f"delete it, then {fix}")
+            yield bad("pull-secret", what, f"delete it, then {fix}")
 
 
 # --- what the cluster would take --------------------------------------------------------------------------------------
@@ -256,13 +265,13 @@ def _accepted(survey: Survey) -> Iterator[Finding]:
         try:
             survey.try_out(item)
         except api.AlreadyThere:
-            yield _good("there", f"{name} is there already, and will be taken up if it is the same")
+            yield good("there", f"{name} is there already, and will be taken up if it is the same")
         except api.NotThere:
             continue  # `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
             if "onJobFailureMessagePatterns" in error.message:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
-                yield _bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
+                yield bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             else:
                 # A role that is missing has been found by `_permissions`, which names all of them.
                 yield from (one for one in _refused(item, error) if one.code != "gke.permission")
@@ -288,13 +297,15 @@ def _refused(item: ApiObject, error: api.ApiRefused) -> list[Finding]:
     return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
 
 
+Check = Callable[[Survey], Iterable[Finding]]
+
 CHECKS: dict[str, Check] = {
     "namespace": _namespace,
     "JobSet": _jobset,
     "priority": _priority,
     "topology": _topology,
     "multi-networking": _multi_networking,
-    "the network's release": release,
+    "the network's release": _release,
     "networks": networks,
     "attachments": attachments,
     "the network's DaemonSets": daemon_sets,
@@ -304,7 +315,6 @@ CHECKS: dict[str, Check] = {
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
     "permissions": _permissions,
-    "service account": _service_account,
     "secrets": _secrets,
     "pull secrets": _pull_secrets,
     "queue": _queue,
