@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
+from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Forbidden, Resource
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.reasons import advice
-from launcher.platforms.kubernetes.states import condition, uid_of
+from launcher.platforms.kubernetes.states import silent_since, uid_of
 
 Left = Mapping[Resource, Sequence[ApiObject]]
 
-_LAST_WORDS = 0.1
-"""Part of the time that is kept for finding out why something does not go."""
-_LOOKED_AT = 4
-"""Machines that are looked at for why pods do not go."""
+_NAMED = 4
+"""Silent machines that are named."""
 
 
 def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit: float) -> None:
@@ -31,9 +29,8 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
         kinds: what the job can have been made of.
         limit: seconds that all of it may take.
     """
-    asking = (1 - _LAST_WORDS) * limit
-    ends, pause = time.monotonic() + asking, 0.1
-    limited = cluster.within(asking)
+    ends, pause = time.monotonic() + limit, 0.1
+    limited = cluster.within(limit)
     refused: dict[Resource, Forbidden] = {}
     left: Left = {}
     try:
@@ -63,10 +60,8 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
             time.sleep(pause)
             pause = min(2.0, pause * 1.5)
     except PlatformUnreachable as error:
-        still = f"is not gone: {_told(left)}{_lost(cluster.within(_LAST_WORDS * limit), left)}"
-        raise PlatformUnreachable(
-            f"job {job} {still if left else 'may not be gone'}; {error}; cancel it again"
-        ) from error
+        still = f"is not gone: {_told(left)}{_lost(left.get(api.PODS, ()))}" if left else "may not be gone"
+        raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
     if refused:
         rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
         words = "; ".join(error.message for error in refused.values())
@@ -115,17 +110,9 @@ def _told(left: Left) -> str:
     return ", ".join(parts)
 
 
-def _lost(cluster: Cluster, left: Left) -> str:
-    """Return which machines of the pods that are left do not answer; only they can say that a pod has ended."""
-    machines = {pod["spec"]["nodeName"] for pod in left.get(api.PODS, ()) if pod["spec"].get("nodeName")}
-    lost = []
-    for machine in sorted(machines)[:_LOOKED_AT]:
-        try:
-            found, _ = cluster.list(api.NODES, None, fields=f"metadata.name={machine}")
-        except LauncherError:
-            return ""  # machines may not be looked at, or nobody answers
-        if found and (unknown := condition(found[0], "Ready", "Unknown")) is not None:
-            lost.append(f"{machine} has not answered since {unknown.get('lastTransitionTime', 'some time')}")
-    if not lost:
-        return ""
-    return f"; {', '.join(lost)}: its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"
+def _lost(pods: Sequence[ApiObject]) -> str:
+    """Return which machines of pods do not answer; only they can say that a pod has ended."""
+    lost = {str(pod["spec"]["nodeName"]): since for pod in pods if (since := silent_since(pod))}
+    named = ", ".join(f"{machine} has not answered since {since}" for machine, since in sorted(lost.items())[:_NAMED])
+    fix = "its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"
+    return f"; {named}: {fix}" if named else ""

@@ -201,8 +201,8 @@ def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding
         pods: all pods of the job that are there, of its earlier lives too: they hold up the next one.
         codes: exit codes of nodes that have ended.
     """
-    if silent := sorted((pod for pod in pods if _silent_since(pod)), key=index_of):
-        pod, since = silent[0], min(map(_silent_since, silent))
+    if silent := sorted((pod for pod in pods if silent_since(pod)), key=index_of):
+        pod, since = silent[0], min(map(silent_since, silent))
         named = ", ".join(f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in silent[:_NAMED])
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
         what = f"the machine of {named}{more} has not answered since {since}"
@@ -226,7 +226,7 @@ def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding
         yield Finding("warning", "gke.ending", what, fix)
 
 
-def _silent_since(pod: Object) -> str:
+def silent_since(pod: Object) -> str:
     """Return since when nothing is heard of the pod's machine; empty if it answers, or has told the pod's end.
 
     The control plane declares the pods of a silent machine not ready (a minute after it fell silent at the latest),
