@@ -80,7 +80,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "launcher/runs/test_runs.py"),
     ("price-of-one-node", "launcher/checks/arithmetic.py", "price.usd * nodes * seconds / 3600",
      "price.usd * seconds / 3600", "launcher/checks/test_arithmetic.py"),
-    ("gone-without-proof", "launcher/platforms/kubernetes/deletion.py", "if refused:", "if refused and left:",
+    ("gone-without-proof", "launcher/platforms/kubernetes/platform.py", "if refused:", "if refused and left:",
      "launcher/platforms/kubernetes/test_gke_cancel.py"),
     ("pods-of-two-lives", "launcher/platforms/kubernetes/render.py", '"restartStrategy": "BlockingRecreate"',
      '"restartStrategy": "Recreate"',

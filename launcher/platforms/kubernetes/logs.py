@@ -139,7 +139,7 @@ class Follower:
             reader.hang_up()
 
     def _read(self, reader: _Reader) -> None:
-        uid, failures = uid_of(reader.pod), 0
+        uid, node, failures = uid_of(reader.pod), index_of(reader.pod), 0
         try:
             while not reader.stopped.is_set():
                 last = reader.ended  # the container has ended: one more reading gets all there is
@@ -150,7 +150,15 @@ class Follower:
                         reader.stream = self._cluster.log(self._job.namespace, name, NODE, since=since, follow=not last)
                         for text, place in _lines(reader.stream, reader.place, uid):
                             reader.place = place
-                            self._add(reader, text)
+                            with self._lock:
+                                while self._size >= PAGE and not reader.stopped.is_set():
+                                    self._lock.wait(1.0)  # until the page is fetched, which is full
+                                self._size += len(text) + 1
+                                self._lines.append(LogLine(node, text))
+                                if self._newest[node] == uid:
+                                    self._places[node] = place
+                                if self._size >= PAGE:
+                                    self._lock.notify_all()
                     failures = 0
                     if last:
                         return
@@ -163,19 +171,6 @@ class Follower:
             with self._lock:
                 reader.over = True
                 self._lock.notify_all()
-
-    def _add(self, reader: _Reader, text: str) -> None:
-        """Take a line that a reader has got; where a page is full already, wait until it is fetched."""
-        node = index_of(reader.pod)
-        with self._lock:
-            while self._size >= PAGE and not reader.stopped.is_set():
-                self._lock.wait(1.0)
-            self._size += len(text) + 1
-            if self._size >= PAGE:
-                self._lock.notify_all()
-            self._lines.append(LogLine(node, text))
-            if self._newest[node] == uid_of(reader.pod):
-                self._places[node] = reader.place
 
 
 @dataclass

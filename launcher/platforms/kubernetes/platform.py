@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -19,14 +20,13 @@ from launcher.platforms.kubernetes.capacity import spare_machines
 from launcher.platforms.kubernetes.checks import check_settings
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
-from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.logs import Follower
 from launcher.platforms.kubernetes.preflight import examine_cluster, fix_of, missing
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import container_of, losses, pod_of, workload_of
+from launcher.platforms.kubernetes.states import container_of, losses, pod_of, silent_since, uid_of, workload_of
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -39,6 +39,11 @@ _EXPLAIN = 20.0
 """Seconds between two questions why a job waits."""
 _GONE = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
+
+_NAMED = 4
+"""Silent machines that are named."""
+
+Left = dict[api.Resource, list[ApiObject]]
 
 _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 """Facts that this process has learned of clusters. `render` must not ask, and has to know."""
@@ -73,18 +78,15 @@ class GkePlatform:
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
-        self._connected: Cluster | None = None
         self._rendered: dict[JobId, Job] = {}
         self._jobs: dict[JobId, _Followed] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
         weakref.finalize(self, _stop, self._jobs)
 
-    @property
+    @cached_property
     def cluster(self) -> Cluster:
         """Connected to when it is first needed."""
-        if self._connected is None:
-            self._connected = connect(self._settings)
-        return self._connected
+        return connect(self._settings)
 
     @property
     def workload(self) -> WorkloadObjects:
@@ -283,15 +285,63 @@ class GkePlatform:
     def cancel(self, job_id: JobId) -> None:
         """Delete everything that has the job's labels, and list until nothing has.
 
-        Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named.
+        Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named, with
+        what holds it.
         """
         self._forget(job_id)
-        limit = self._settings.grace + self._gone
-        remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
+        job, limit = JobName.parse(job_id), self._settings.grace + self._gone
+        ends, pause = time.monotonic() + limit, 0.1
+        cluster = self.cluster.within(limit)
+        refused: dict[api.Resource, api.Forbidden] = {}
+        left: Left = {}
+        try:
+            while left := _left(cluster, job, self._settings, refused):
+                there = {uid_of(one) for things in left.values() for one in things}
+                going = False
+                for resource, things in left.items():
+                    staying = [one for one in things if not one["metadata"].get("deletionTimestamp")]
+                    going = going or len(staying) < len(things)
+                    # What has an owner goes with it, or a controller would put another in its place.
+                    owners = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in staying]
+                    free = [one for one, by in zip(staying, owners, strict=True) if not by & there]
+                    if not free or resource in refused:
+                        continue
+                    try:
+                        if resource is api.SERVICES:  # of which there is one, maybe without our labels
+                            cluster.delete_one(resource, free[0])
+                        else:
+                            cluster.delete(resource, job.namespace, labels=job.labels)
+                        going = True
+                    except api.Forbidden as error:
+                        refused[resource] = error
+                if not going:
+                    break  # nothing of what is left may be deleted
+                if time.monotonic() + pause > ends:
+                    raise PlatformUnreachable(f"it had {limit:.0f} s")
+                time.sleep(pause)
+                pause = min(2.0, pause * 1.5)
+        except PlatformUnreachable as error:
+            still = f"is not gone: {_told(left)}" if left else "may not be gone"
+            # Only a machine can say that a pod of it has ended.
+            lost = {pod["spec"]["nodeName"]: since for pod in left.get(api.PODS, ()) if (since := silent_since(pod))}
+            if silent := ", ".join(
+                f"{one} has not answered since {since}" for one, since in sorted(lost.items())[:_NAMED]
+            ):
+                still += f"; {silent}: its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"
+            raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
+        if refused:
+            rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
+            words = "; ".join(error.message for error in refused.values())
+            fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
+            raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest}); {fixes}")
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return everything that has the job's labels, by kind."""
-        return listed(self.cluster, JobName.parse(job_id), made_of(self._settings))
+        """Return everything that has the job's labels, a line for each kind."""
+        job, refused = JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
+        left = _left(self.cluster, job, self._settings, refused)
+        if words := "; ".join(error.message for error in refused.values()):
+            raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
+        return tuple(_told({resource: things}) for resource, things in left.items())
 
 
 def _stop(jobs: dict[JobId, _Followed]) -> None:
@@ -308,3 +358,35 @@ def digest_of(items: Any) -> str:
 
     sent = json.loads(json.dumps(items), object_hook=unlabelled)
     return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _left(
+    cluster: Cluster, job: JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
+) -> Left:
+    left = {}
+    for resource in made_of(settings):
+        # JobSet does not hand our labels on to the Service that it makes.
+        which = {"fields": f"metadata.name={job.name}"} if resource is api.SERVICES else {"labels": job.labels}
+        try:
+            found, _ = cluster.list(resource, job.namespace, **which)
+        except api.NotThere:
+            continue  # a cluster without that kind has nothing of it
+        except api.Forbidden as error:
+            refused[resource] = error
+            continue
+        if found:
+            left[resource] = found
+    return left
+
+
+def _told(left: Left) -> str:
+    """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
+    parts = []
+    for resource, things in left.items():
+        held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
+        some = []
+        for thing in things[:3]:
+            machine = thing.get("spec", {}).get("nodeName")
+            some.append(f"{thing['metadata']['name']}" + (f" on {machine}" if machine else ""))
+        parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
+    return ", ".join(parts)
