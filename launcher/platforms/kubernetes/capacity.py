@@ -1,4 +1,4 @@
-"""Checks that a cluster has, or can get, the machines that a job asks for, and its namespace room for all its pods.
+"""What checks look at, a submission and its cluster; and whether that has, or can get, machines and room for all pods.
 
 Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain numbers.
 """
@@ -6,17 +6,19 @@ Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain num
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from launcher.formatting import bytes_text
 from launcher.job import Object
-from launcher.platforms.kubernetes.checks import Survey, bad, good, risk
-from launcher.platforms.kubernetes.cluster import NODES, QUOTAS, ApiObject, Cluster
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
+from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import condition, container_of
+from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
@@ -32,6 +34,64 @@ _RESERVED = ("limits", "requests")
 """What a pod has reserved on its machine; where only a limit is given, the limit."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def good(code: str, what: str) -> Finding:
+    return Finding("info", f"gke.{code}", what)
+
+
+def risk(code: str, what: str, fix: str) -> Finding:
+    return Finding("warning", f"gke.{code}", what, fix)
+
+
+def bad(code: str, what: str, fix: str) -> Finding:
+    return Finding("error", f"gke.{code}", what, fix)
+
+
+class Survey:
+    """A question to the cluster: what is asked, and about what."""
+
+    def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
+        self.cluster, self.settings, self.items = cluster, settings, items
+        self.namespace, self.fabric = settings.namespace, settings.fabric
+        self.workload = workload_of(items)
+        self.kind: WorkloadObjects = "jobset" if self.workload["kind"] == "JobSet" else "job"
+        self.meta: Object = job_of(self.workload)["template"]["metadata"]
+        self.annotations: dict[str, str] = self.meta.get("annotations", {})
+        self.pod = pod_of(self.workload)
+        self.node = container_of(self.pod)
+        self.version = (0, 0)
+
+    def get(self, resource: Resource, name: str) -> ApiObject | None:
+        return self.cluster.get(resource, self.namespace, name)
+
+    def try_out(self, item: ApiObject) -> ApiObject:
+        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
+        resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
+        return self.cluster.create(resource, self.namespace, item, dry_run=True)
+
+    @property
+    def parts(self) -> list[ApiObject]:
+        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        name = self.workload["metadata"]["name"]
+        metadata = {**self.meta, "name": f"{pod_host(self.kind, name, 0)}-check", "namespace": self.namespace}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.pod}
+        if self.kind == "job":
+            return [pod]
+        metadata = {"name": job_name(name), "namespace": self.namespace, "labels": self.meta["labels"]}
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_of(self.workload)}, pod]
+
+    @cached_property
+    def admitted_pod(self) -> Object:
+        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
+        try:
+            spec: Object = self.try_out(self.parts[-1])["spec"]
+        except api.ApiRefused:
+            return self.pod
+        return spec
+
+
+# --- quantities ------------------------------------------------------------------------------------------------------
 
 
 def _amount(quantity: str | float) -> Decimal:
@@ -75,7 +135,7 @@ def _total(pod: Object, *parts: str) -> Amounts:
 def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
     settings = survey.settings
-    nodes, _ = survey.cluster.list(NODES, None)
+    nodes, _ = survey.cluster.list(api.NODES, None)
     wanted = _total(survey.pod, *_RESERVED)
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     if (fit := reasons.pop("", 0)) >= settings.nodes:
@@ -101,7 +161,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
 
 def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -> int | None:
     """Return how many of the machines that fit a job does not need; None where others can be had."""
-    nodes, _ = cluster.list(NODES, None)
+    nodes, _ = cluster.list(api.NODES, None)
     if settings.cluster or _may_grow(nodes, settings):
         return None
     wanted = _total(pod, *_RESERVED)
@@ -183,7 +243,7 @@ def quotas(survey: Survey) -> Iterator[Finding]:
 
     Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
     """
-    listed, _ = survey.cluster.list(QUOTAS, survey.namespace)
+    listed, _ = survey.cluster.list(api.QUOTAS, survey.namespace)
     pod, nodes = survey.admitted_pod, survey.settings.nodes
     wanted: dict[str, Decimal] = dict.fromkeys(("pods", "count/pods"), Decimal(nodes))
     wanted |= dict.fromkeys(("services", "count/services", "count/jobs.batch"), Decimal(1))

@@ -42,14 +42,7 @@ _LARGEST = 10_000_000
 
 
 def connect(settings: GkePlatformConfig) -> Cluster:
-    """The cluster that the settings mean. Nothing is asked of the cluster itself yet.
-
-    Raises:
-        LoginProblem: there are no credentials, or they may not see the cluster.
-        ConfigProblem: there is no such cluster.
-        NotInstalled: the packages that speak to clusters are not there.
-        PlatformUnreachable: the GKE API does not answer.
-    """
+    """The cluster that the settings mean. Nothing is asked of the cluster itself yet."""
     try:
         return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
     except ImportError as error:
@@ -119,12 +112,7 @@ def _is_own(path: str) -> bool:
 
 
 def _without_programs(path: str, context: str | None) -> Any:
-    """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away.
-
-    Raises:
-        LoginProblem: it is not the user's own, and would.
-        ConfigException: it is no kubeconfig.
-    """
+    """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away."""
     from kubernetes.config import ConfigException
     from kubernetes.config.kube_config import KubeConfigMerger
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,12 +18,11 @@ from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Subm
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import spare_machines
-from launcher.platforms.kubernetes.checks import check_settings
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.logs import Follower
-from launcher.platforms.kubernetes.preflight import examine_cluster, fix_of, missing
+from launcher.platforms.kubernetes.preflight import check_settings, examine_cluster, permissions
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -55,10 +55,10 @@ class _Followed:
 
     watch: JobWatch
     follower: Follower | None = None
-    asked: float | None = None
+    asked: float = -math.inf
     """When the cluster was last asked why the job waits, and the answer."""
     reasons: tuple[Finding, ...] = ()
-    refused_since: float | None = None
+    refused_since: float = math.inf
 
     def stop(self) -> None:
         if self.follower is not None:
@@ -111,9 +111,8 @@ class GkePlatform:
         """Prove that the cluster answers, and lets us do what a run does."""
         version = self.cluster.version()
         self._learn()
-        if lacking := missing(self.cluster, self._settings, self.workload):
-            named = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
-            raise LoginProblem(f"{self.cluster.where} does not let you {named}", fix=fix_of(lacking))
+        if (found := permissions(self.cluster, self._settings, self.workload)).severity == "error":
+            raise LoginProblem(found.what, fix=found.fix)
         return f"{self.cluster.where} answers ({version})"
 
     def check(self, submission: Submission) -> Iterator[Finding]:
@@ -235,24 +234,17 @@ class GkePlatform:
         told, workload = watch.status(), watch.workload
         if told.state.final or workload is None:
             return told
-        pods = watch.pods()
-        missing = losses(pods, told.exit_codes)
-        if told.state is not JobState.PENDING:
-            followed.refused_since = None
-            return replace(told, reasons=tuple(missing))
-        now = time.monotonic()
-        if followed.asked is None or now - followed.asked >= _EXPLAIN:
-            followed.reasons = tuple(explain(self.cluster, job, workload, pods))
-            followed.asked = now = time.monotonic()
-        reasons = (*missing, *followed.reasons)
+        pods, now = watch.pods(), time.monotonic()
+        reasons = tuple(losses(pods, told.exit_codes))
+        if told.state is JobState.PENDING:
+            if now - followed.asked >= _EXPLAIN:
+                followed.reasons = tuple(explain(self.cluster, job, workload, pods))
+                followed.asked = now = time.monotonic()
+            reasons += followed.reasons
         # What keeps the job from running, once something of that kind has for longer than the settings allow. It may
         # change its words from one look to the next: they name pods that are made anew.
         refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
-        if refusal is None:
-            followed.refused_since = None
-            return replace(told, reasons=reasons)
-        if followed.refused_since is None:
-            followed.refused_since = now
+        followed.refused_since = min(followed.refused_since, now) if refusal else math.inf
         waited_enough = now - followed.refused_since > self._settings.refused_after
         return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
 
@@ -324,10 +316,10 @@ class GkePlatform:
             still = f"is not gone: {_told(left)}" if left else "may not be gone"
             # Only a machine can say that a pod of it has ended.
             lost = {pod["spec"]["nodeName"]: since for pod in left.get(api.PODS, ()) if (since := silent_since(pod))}
-            if silent := ", ".join(
-                f"{one} has not answered since {since}" for one, since in sorted(lost.items())[:_NAMED]
-            ):
-                still += f"; {silent}: its pods go when it is back, or when its Node is deleted (`kubectl delete node`)"
+            silent = [f"{machine} has not answered since {since}" for machine, since in sorted(lost.items())]
+            if silent:
+                still += f"; {', '.join(silent[:_NAMED])}: its pods go when it is back, or when its Node is deleted "
+                still += "(`kubectl delete node`)"
             raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
         if refused:
             rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"

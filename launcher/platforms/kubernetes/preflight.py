@@ -1,45 +1,47 @@
-"""Checks of a cluster for a submission before anything is created, our permissions in it among them.
+"""Checks of a submission, and of its cluster, before anything is created.
 
 All of it is looked at, whatever is found on the way. What may not be looked at is a warning: it was not checked.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import ImageReference, find_digest
 from launcher.job import UNBUILT
-from launcher.networks.profile import INTERFACES
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.capacity import limits, machines, quotas
-from launcher.platforms.kubernetes.checks import Survey, attachments, bad, daemon_sets, good, networks, risk
+from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, machines, quotas, risk
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
 from launcher.platforms.kubernetes.render import LEAST_JOBSET, WorkloadObjects, made_of
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import condition
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
+from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
+from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.node.network import NETWORK
+from litgpt_demo.storage import is_remote
 
 LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
 _JOBSET = ".".join(map(str, LEAST_JOBSET))
 
-Permission = tuple[str, Resource, str]
-"""Something to be allowed: a verb of the API, what it is for, and the verb of ours that fails without it."""
+
+INJECTOR = "nri-device-injector"
+_INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
+_NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
-    """Everything that can be known beforehand, good news (`info`) included.
-
-    Raises:
-        PlatformUnreachable, LoginProblem: nothing can be known.
-    """
+    """Everything that can be known beforehand, good news (`info`) included."""
     survey, version = Survey(cluster, settings, items), cluster.version()
     if (number := re.match(r"v?(\d+)\.(\d+)", version)) is not None:  # of v1.33.5-gke.1080000
         survey.version = (int(number[1]), int(number[2]))
@@ -66,12 +68,61 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
             yield risk("unseen", f"{what}: not checked, for {error}", "try again later")
 
 
+def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
+    """Yield everything that cannot be, or is a risk, by what the config says alone."""
+    fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
+    yield from fabric.problems
+    # A plug-in works with the daemon that it was released with; other pairs are somebody's own risk.
+    known = {pair.plugin: pair.daemon for pair in fabric.known}
+    if (chosen := fabric.pair) is not None and chosen.plugin not in known:
+        what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"
+        yield risk("network-release", what, f"the newest that we know is {next(iter(known))}")
+    elif chosen is not None and chosen.daemon != (expected := known[chosen.plugin]):
+        what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
+        yield risk("network-pair", what, "leave platform.network_daemon out")
+    # Variables that name cards name cards that are there: `platform.overrides` may say others. Variables that are read
+    # from the pod's fields have no value here.
+    environment = {one["name"]: one.get("value", "") for one in node["env"]}
+    there = json.loads(environment.get(NETWORK, "{}")).get("interfaces", ())
+    for variable in fabric.named_interfaces:
+        named = [name for name in environment.get(variable, "").split(",") if name]
+        if there and (missing := [name for name in named if name not in there]):
+            what = f"{variable} names {', '.join(missing)}, which the pod has not got"
+            yield bad("interface-unknown", what, f"it has {', '.join(sorted(there))}")
+    # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
+    claim = settings.claim_path.rstrip("/") if settings.claim else None
+    for word, address in pairwise(node["command"]):
+        if word not in {"--log-uri", "--stage", "--code"}:
+            continue
+        if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):
+            what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
+            fix = "root: gs://bucket/prefix, or a folder in platform.claim_path with platform.claim"
+            yield bad("root-not-shared", what, fix)
+    # What may be wished for, and does not end well.
+    if settings.host_network and settings.service_account is not None:
+        what = "pods on the host's network may get the node's identity instead of platform.service_account's"
+        fix = "give the node pool's service account access to the root, or leave platform.host_network out"
+        yield risk("host-network-identity", what, fix)
+    # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
+    if settings.spot and settings.grace > 25:
+        what = f"ranks are given {settings.grace} s to save, and Spot VMs are gone 30 s after their notice"
+        yield risk("spot-grace", what, "set platform.grace to 25 or less")
+    if settings.uid == 0 and not fabric.root:  # what a network needs is no choice
+        what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
+        yield risk("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
+    for name in environment:
+        if name.startswith("PET_"):
+            what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
+            yield risk("torchrun-variable", what, "leave it out")
+
+
 # --- permissions ------------------------------------------------------------------------------------------------------
 
 
-def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
-    """Return the permissions that a run with these settings needs, as deployments/rbac.yaml has them. Without those for
-    looking alone, which only the checks have, something is not checked."""
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource, str]]:
+    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, what
+    they are for, and the verb of ours that fails without. What only the checks look at is not among it.
+    """
     made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
     kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
     table: dict[Resource, dict[str, str]] = {
@@ -90,27 +141,19 @@ def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permi
     return [(verb, resource, why) for resource, verbs in table.items() for verb, why in verbs.items()]
 
 
-def missing(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
-    """Return the needed permissions that the cluster would refuse us."""
+def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> Finding:
+    """Return whether the cluster lets us do all that a run does; of what it does not, all is named."""
     asked = needed(settings, workload)
     with ThreadPoolExecutor(max_workers=4) as pool:
         allowed = pool.map(lambda one: cluster.allows(one[0], one[1], settings.namespace), asked)
-        return [one for one, may in zip(asked, allowed, strict=True) if not may]
-
-
-def fix_of(lacking: Iterable[Permission]) -> str:
-    """Return what to do about permissions that are lacking."""
-    without = "; or do without a NetworkPolicy: platform.network_policy: false"
-    return CLUSTER_ROLES + (without if any(one[1] is api.NETWORK_POLICIES for one in lacking) else "")
-
-
-def _permissions(survey: Survey) -> Iterator[Finding]:
-    lacking = missing(survey.cluster, survey.settings, survey.kind)
-    for verb, resource, why in lacking:
-        what = f"you may not {verb} {resource} in namespace {survey.namespace}, which {why} needs"
-        yield bad("permission", what, fix_of([(verb, resource, why)]))
+        lacking = [one for one, may in zip(asked, allowed, strict=True) if not may]
     if not lacking:
-        yield good("permissions", f"you may do all that a run does in namespace {survey.namespace}")
+        return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")
+    listed = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
+    fix = CLUSTER_ROLES
+    if any(resource is api.NETWORK_POLICIES for _, resource, _ in lacking):
+        fix += "; or do without a NetworkPolicy: platform.network_policy: false"
+    return bad("permission", f"{cluster.where} does not let you {listed}", fix)
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
@@ -145,6 +188,82 @@ def _multi_networking(survey: Survey) -> Iterator[Finding]:
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
         yield bad("multi-networking", what, fix)
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+def networks(survey: Survey) -> Iterator[Finding]:
+    """Check the Network objects that the pods are attached to, and their parameters."""
+    rows = json.loads(survey.annotations.get(INTERFACES, "[]"))
+    found = {row["network"]: survey.get(api.NETWORKS, row["network"]) for row in rows if row["network"] != "default"}
+    if lacking := [name for name, thing in found.items() if thing is None]:
+        there = ", ".join(name for name in found if name not in lacking) or "none of them"
+        what = f"the Network objects {', '.join(lacking)} are missing (there are {there})"
+        fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
+        yield bad("networks", what, fix)
+    for name, thing in found.items():
+        parameters = (((thing or {}).get("spec") or {}).get("parametersRef") or {}).get("name")
+        if parameters and survey.get(api.NETWORK_PARAMETERS, parameters) is None:
+            what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
+            yield bad("networks", what, f"create it: {_NETWORKS}")
+    if found and not lacking:
+        yield good("networks", f"the networks {', '.join(found)}")
+
+
+def attachments(survey: Survey) -> Iterator[Finding]:
+    """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
+    wanted = [one.partition("@")[0] for one in survey.annotations.get(MULTUS, "").split(",") if one]
+    places = [(one.rpartition("/")[0] or survey.namespace, one.rpartition("/")[2]) for one in wanted]
+    if lacking := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
+        what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
+        fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
+        yield bad("networks", what, fix)
+    elif wanted:
+        yield good("networks", f"the attachments {', '.join(wanted)}")
+
+
+def daemon_sets(survey: Survey) -> Iterator[Finding]:
+    """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
+    network, installer, pair = survey.settings.network, survey.fabric.installer, survey.fabric.pair
+    injected = any(key.startswith(DEVICES) for key in survey.annotations)
+    if installer is None and not injected:
+        return
+    tags: dict[str, str] = {}
+    used: dict[str, list[ApiObject]] = {"installer": [], "device-injector": []}
+    for one in survey.cluster.list(api.DAEMON_SETS, None)[0]:
+        pod = one["spec"]["template"]["spec"]
+        for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
+            name, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
+            if installer is not None and name in installer.images:
+                tags[one["metadata"]["name"]] = tag
+                used["installer"].append(one)
+            if injected and INJECTOR in container.get("image", ""):
+                used["device-injector"].append(one)
+    if installer is not None:
+        wanted = pair.plugin if pair is not None else None
+        if not tags:
+            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            yield bad("installer", f"no DaemonSet installs the plug-in of {network} on the nodes", fix)
+        elif wanted not in tags.values():
+            name, tag = next(iter(tags.items()))
+            what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+            yield bad("installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
+        else:
+            yield good("installer", f"the nodes have {network} {wanted}")
+    if injected and not used["device-injector"]:
+        what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
+        yield bad("device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
+    for code, sets in used.items():
+        for name, status in {one["metadata"]["name"]: one.get("status", {}) for one in sets}.items():
+            ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+            if ready < wished:
+                what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
+                yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
+
+
+def _raw(address: str) -> str:
+    return address.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -273,7 +392,7 @@ def _accepted(survey: Survey) -> Iterator[Finding]:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
                 yield bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             else:
-                # A role that is missing has been found by `_permissions`, which names all of them.
+                # A role that is missing has been found by `permissions`, which names all of them.
                 yield from (one for one in _refused(item, error) if one.code != "gke.permission")
 
 
@@ -314,7 +433,7 @@ CHECKS: dict[str, Check] = {
 }
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
-    "permissions": _permissions,
+    "permissions": lambda survey: [permissions(survey.cluster, survey.settings, survey.kind)],
     "secrets": _secrets,
     "pull secrets": _pull_secrets,
     "queue": _queue,

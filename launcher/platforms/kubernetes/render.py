@@ -70,9 +70,6 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
 
     Its id is `namespace/name`. All objects have the labels of the attempt.
-
-    Raises:
-        ConfigProblem: names do not fit, variables clash, or the network is not to be had.
     """
     name = job.attempt_name
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
@@ -255,6 +252,23 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         "securityContext": _security(settings, network, read_only=read_only),
         "volumeMounts": mounts,
     }
+    annotations = {"kubectl.kubernetes.io/default-container": NODE, **network.annotations}
+    if settings.stage == "fuse":
+        # Without limits of its own the sidecar is killed for memory, and the mount is gone for good:
+        # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
+        annotations["gke-gcsfuse/volumes"] = "true"
+        annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
+    # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
+    label = "cloud.google.com/gce-topology-"
+    if (level := settings.topology) is not None:
+        how = "required" if settings.topology_required else "preferred"
+        known = level in {"block", "subblock", "host"}
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{label}{level}" if known else level
+    if settings.slice_nodes is not None:
+        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
+        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
+    if settings.flex_start is not None and settings.queue is not None:
+        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
     # The group makes volumes, a claim's files among them, the trainer's to write. A network's daemons run as their
     # images say, so that such a pod has no user of its own.
     group = {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
@@ -278,32 +292,12 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         "volumes": volumes,
         "resourceClaims": claims or None,
     }
-    return {"metadata": _metadata(job, settings, network), "spec": _given(**spec)}, environment
+    metadata = {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
+    return {"metadata": metadata, "spec": _given(**spec)}, environment
 
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
-    annotations = {"kubectl.kubernetes.io/default-container": NODE, **network.annotations}
-    if settings.stage == "fuse":
-        # Without limits of its own the sidecar is killed for memory, and the mount is gone for good:
-        # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
-        annotations["gke-gcsfuse/volumes"] = "true"
-        annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
-    # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
-    label = "cloud.google.com/gce-topology-"
-    if (level := settings.topology) is not None:
-        how = "required" if settings.topology_required else "preferred"
-        known = level in {"block", "subblock", "host"}
-        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{label}{level}" if known else level
-    if settings.slice_nodes is not None:
-        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
-        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
-    if settings.flex_start is not None and settings.queue is not None:
-        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
-    return {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
 
 
 def _environment(

@@ -197,9 +197,7 @@ def _seconds(moment: str | None) -> float | None:
 def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
     """Yield what keeps a job from ending or from starting again: which machine, since when, and what happens next.
 
-    Args:
-        pods: all pods of the job that are there, of its earlier lives too: they hold up the next one.
-        codes: exit codes of nodes that have ended.
+    All pods count that are there, of earlier lives too: they hold up the next one. Codes are those of nodes that ended.
     """
     if silent := sorted((pod for pod in pods if silent_since(pod)), key=index_of):
         pod, since = silent[0], min(map(silent_since, silent))

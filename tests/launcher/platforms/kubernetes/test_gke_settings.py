@@ -10,8 +10,8 @@ import pytest
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
-from launcher.platforms.kubernetes.checks import check_settings
 from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.preflight import check_settings
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 
