@@ -81,7 +81,7 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
         try:
             load(fresh)
         except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}; log in again") from None
+            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}", fix="log in again") from None
         # The hook sets the token that it was made with, at every request.
         configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
@@ -161,7 +161,7 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
     from kubernetes.client import ApiClient
 
     if not (project := project or own):
-        raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
+        raise LoginProblem("the credentials belong to no project", fix="name the cluster's in platform.project")
     clusters, place = ClusterManagerClient(credentials=credentials), f"projects/{project}/locations"
     with google_errors(GKE, f"looking at cluster {name} of project {project}"):
         try:

@@ -7,41 +7,21 @@ got over in the background; who asks meanwhile is told that the cluster does not
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launcher.errors import LauncherError, PlatformUnreachable
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
+from launcher.job import JobState, JobStatus
 from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, NotThere, Resource, Stream
-from launcher.platforms.kubernetes.states import NodeSeen, final, index_of, node_seen, restart_of, status_of, uid_of
+from launcher.platforms.kubernetes.logs import Follower
+from litgpt_demo.findings import Finding
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
-
-
-@dataclass(frozen=True)
-class JobName:
-    """The name of a job, and the labels that find everything of it."""
-
-    namespace: str
-    name: str
-
-    @classmethod
-    def parse(cls, job_id: str) -> JobName:
-        """Return the name of an id `namespace/name`."""
-        namespace, _, name = job_id.partition("/")
-        return cls(namespace, name)
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
-
-    @property
-    def labels(self) -> str:
-        """A selector. The name is that of the run with the attempt's number behind it."""
-        run, _, attempt = self.name.rpartition("-")
-        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
 
 
 class Informer:
@@ -75,7 +55,7 @@ class Informer:
     def refresh(self) -> str:
         """Ask the cluster once more, for what a watch has not told yet; return the version to watch from."""
         objects, version = self._cluster.list(self._resource, self._namespace, **self._selection)
-        there = {uid_of(one) for one in objects}
+        there = {states.uid_of(one) for one in objects}
         for thing in objects:
             self._apply(thing, gone=False)
         for uid, thing in list(self._objects.items()):
@@ -117,24 +97,28 @@ class Informer:
     def _apply(self, thing: ApiObject, *, gone: bool) -> None:
         with self._lock:
             if gone:
-                self._objects.pop(uid_of(thing), None)
+                self._objects.pop(states.uid_of(thing), None)
             else:
-                self._objects[uid_of(thing)] = thing
+                self._objects[states.uid_of(thing)] = thing
             self._changed(thing, gone)
 
 
 class JobWatch:
     """One job: listed when it is asked for first, and watched from the second time on if it was alive, until `stop`."""
 
-    def __init__(self, cluster: Cluster, job: JobName) -> None:
+    def __init__(self, cluster: Cluster, job: states.JobName) -> None:
         self._cluster, self._job = cluster, job
         self.workload: ApiObject | None = None
         """The JobSet or Job as last seen, also after its deletion."""
         self.pods: Callable[[], list[ApiObject]] = list
         """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
         self.informers: tuple[Informer, ...] = ()
+        self.follower: Follower | None = None
+        self.asked, self.refused_since = -math.inf, math.inf
+        """When the cluster was last asked why the job waits, and since when it refuses to run it."""
+        self.reasons: tuple[Finding, ...] = ()
         self._live = self._deleted = self._settled = False
-        self._seen: dict[tuple[int, int], NodeSeen] = {}
+        self._seen: dict[tuple[int, int], states.NodeSeen] = {}
 
     def status(self) -> JobStatus:
         """Return the state of the job; one that is deleted while it is watched was cancelled."""
@@ -150,23 +134,24 @@ class JobWatch:
                 pods.stop()
                 raise
             self.informers, self.pods = (workloads, pods), pods.objects
-            self._deleted = uid_of(self.workload) not in map(uid_of, workloads.objects())
+            self._deleted = states.uid_of(self.workload) not in map(states.uid_of, workloads.objects())
         workloads, pods = self.informers
         if not self._settled:
             workloads.objects()
-            deleted, over = self._deleted, final(self.workload) is not None
+            deleted, over = self._deleted, states.final(self.workload) is not None
             if over:
                 # The two watches are not in step: the last pods' ends may still be on their way.
                 pods.refresh()
             self._settled = deleted or over
-        told = status_of(self.workload, [] if self._settled and self._deleted else self.pods(), self._seen)
+        told = states.status_of(self.workload, [] if self._settled and self._deleted else self.pods(), self._seen)
         if self._deleted and not told.state.final:
             return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
         return told
 
     def stop(self) -> None:
-        for informer in self.informers:
-            informer.stop()
+        for one in (*self.informers, self.follower):
+            if one is not None:
+                one.stop()
 
     def _list(self) -> JobStatus:
         """Two calls, or three where the cluster has no JobSets or the job is none."""
@@ -184,19 +169,19 @@ class JobWatch:
                     self._pod_changed(pod, gone=False)
                 self.workload, self.pods = {"kind": kind, **found[0]}, pods.copy  # lists leave the kind out
                 break
-        told = status_of(self.workload, self.pods(), self._seen)
+        told = states.status_of(self.workload, self.pods(), self._seen)
         self._live = told.state.live
         return told
 
     def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
-        if self.workload is None or uid_of(workload) != uid_of(self.workload):
+        if self.workload is None or states.uid_of(workload) != states.uid_of(self.workload):
             return  # another of the same name, after ours was deleted
         self.workload = {"kind": self.workload["kind"], **workload}
         self._deleted = self._deleted or gone
 
     def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
         """Keep when a pod began and how it ended: the pods of a failed job are deleted."""
-        node, seen = (restart_of(pod), index_of(pod)), node_seen(pod)
+        node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
         if seen.code is None and (before := self._seen.get(node)) is not None:
             seen = seen._replace(code=before.code, eviction=before.eviction)
         self._seen[node] = seen

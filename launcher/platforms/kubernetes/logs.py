@@ -17,9 +17,8 @@ from datetime import UTC, datetime
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, NotThere, Stream
-from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.render import NODE
-from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
+from launcher.platforms.kubernetes.states import JobName, began, ended, index_of, restart_of, uid_of
 from launcher.platforms.log_files import PAGE, terminal_text
 
 FOLLOWED = 32

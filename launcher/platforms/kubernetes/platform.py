@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar
@@ -20,13 +20,21 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import spare_machines
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
-from launcher.platforms.kubernetes.informer import JobName, JobWatch
+from launcher.platforms.kubernetes.informer import JobWatch
 from launcher.platforms.kubernetes.logs import Follower
 from launcher.platforms.kubernetes.preflight import check_settings, examine_cluster, permissions
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import container_of, losses, pod_of, silent_since, uid_of, workload_of
+from launcher.platforms.kubernetes.states import (
+    JobName,
+    container_of,
+    losses,
+    pod_of,
+    silent_since,
+    uid_of,
+    workload_of,
+)
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -49,23 +57,6 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 """Facts that this process has learned of clusters. `render` must not ask, and has to know."""
 
 
-@dataclass
-class _Followed:
-    """A job whose status was asked for."""
-
-    watch: JobWatch
-    follower: Follower | None = None
-    asked: float = -math.inf
-    """When the cluster was last asked why the job waits, and the answer."""
-    reasons: tuple[Finding, ...] = ()
-    refused_since: float = math.inf
-
-    def stop(self) -> None:
-        if self.follower is not None:
-            self.follower.stop()
-        self.watch.stop()
-
-
 class GkePlatform:
     """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
 
@@ -79,7 +70,7 @@ class GkePlatform:
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
         self._rendered: dict[JobId, Job] = {}
-        self._jobs: dict[JobId, _Followed] = {}
+        self._jobs: dict[JobId, JobWatch] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
         weakref.finalize(self, _stop, self._jobs)
 
@@ -153,9 +144,9 @@ class GkePlatform:
         still being removed is PlatformUnreachable.
         """
         if submission.platform != self.name:
-            raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
+            raise PlatformRefused(f"this was rendered for {submission.platform}", fix=f"render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
-            raise PlatformRefused("the submission has no image; build it first (image.kind=docker), or name one")
+            raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
         job, items = JobName.parse(submission.job_id), submission.body["items"]
         workload = workload_of(items)
         kind, meta = workload["kind"], workload["metadata"]
@@ -163,22 +154,19 @@ class GkePlatform:
         try:
             if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
                 _serves_jobsets[self._key] = False
-                raise PlatformRefused(
-                    f"{self.cluster.where} has no JobSet; install it (docs/gke.md), or set platform.workload=job"
-                )
+                fix = "install it (docs/gke.md), or set platform.workload=job"
+                raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
             other = "Job" if kind == "JobSet" else "JobSet"
             if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
-                raise PlatformRefused(
-                    f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other; "
-                    "cancel it first"
-                )
+                what = f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other"
+                raise PlatformRefused(what, fix="cancel it first")
             # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
             command = container_of(pod_of(workload))["command"]
             directory = command[command.index("--log-uri") + 1].replace("$$", "$")
             try:
                 open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
             except (TrainLitgptError, OSError) as error:
-                raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
+                raise PlatformRefused(f"{directory} cannot be written: {error}", fix="choose another root") from error
             annotations = {**meta.get("annotations", {}), DIGEST: digest_of(items)}
             try:
                 owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, made)
@@ -190,7 +178,7 @@ class GkePlatform:
                     self.cluster.delete_one(resource, thing)
                 raise
         except api.ApiRefused as error:
-            raise PlatformRefused(f"{error}; {advice(error.message)}") from error
+            raise PlatformRefused(str(error), fix=advice(error.message)) from error
         return submission.job_id
 
     def _create(self, job: JobName, item: ApiObject, made: list[tuple[api.Resource, ApiObject]]) -> dict[str, str]:
@@ -204,20 +192,18 @@ class GkePlatform:
             if owners:
                 raise
             # The namespace, for the kind was looked for before.
-            raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
+            raise PlatformRefused(str(error), fix="create the namespace, or fix platform.namespace") from error
         except api.AlreadyThere:
             there = self.cluster.get(resource, job.namespace, name)
         if there is None or there["metadata"].get("deletionTimestamp"):
-            raise PlatformUnreachable(f"an older {kind} {name} is still being removed; submit again")
+            raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
         found = there["metadata"]
         if owners and not any(one["uid"] == owners[0]["uid"] for one in found.get("ownerReferences", ())):
-            raise PlatformRefused(
-                f"{kind} {name} is there, and belongs to something else; remove it, or give the run another name"
-            )
+            fix = "remove it, or give the run another name"
+            raise PlatformRefused(f"{kind} {name} is there, and belongs to something else", fix=fix)
         if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
-            raise PlatformRefused(
-                f"{kind} {job} is there, and was made of something else; cancel it, or give the run another name"
-            )
+            fix = "cancel it, or give the run another name"
+            raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
     # --- while it runs ------------------------------------------------------------------------------------------------
@@ -229,48 +215,47 @@ class GkePlatform:
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason."""
         job = JobName.parse(job_id)
-        followed = self._jobs.setdefault(job_id, _Followed(JobWatch(self.cluster, job)))
-        watch = followed.watch
+        watch = self._jobs.setdefault(job_id, JobWatch(self.cluster, job))
         told, workload = watch.status(), watch.workload
         if told.state.final or workload is None:
             return told
         pods, now = watch.pods(), time.monotonic()
         reasons = tuple(losses(pods, told.exit_codes))
         if told.state is JobState.PENDING:
-            if now - followed.asked >= _EXPLAIN:
-                followed.reasons = tuple(explain(self.cluster, job, workload, pods))
-                followed.asked = now = time.monotonic()
-            reasons += followed.reasons
+            if now - watch.asked >= _EXPLAIN:
+                watch.reasons = tuple(explain(self.cluster, job, workload, pods))
+                watch.asked = now = time.monotonic()
+            reasons += watch.reasons
         # What keeps the job from running, once something of that kind has for longer than the settings allow. It may
         # change its words from one look to the next: they name pods that are made anew.
         refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
-        followed.refused_since = min(followed.refused_since, now) if refusal else math.inf
-        waited_enough = now - followed.refused_since > self._settings.refused_after
+        watch.refused_since = min(watch.refused_since, now) if refusal else math.inf
+        waited_enough = now - watch.refused_since > self._settings.refused_after
         return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`."""
-        job, followed = JobName.parse(job_id), self._jobs.get(job_id)
-        if followed is None or not followed.watch.informers:
-            watch, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position)
-            watch.status()
+        job, watch = JobName.parse(job_id), self._jobs.get(job_id)
+        if watch is None or not watch.informers:
+            once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position)
+            once.status()
             try:
-                return follower.page(watch.pods(), last=True)
+                return follower.page(once.pods(), last=True)
             finally:
                 follower.stop()
-        over = followed.watch.status().state.final
-        if followed.follower is None or followed.follower.position != position:
-            if followed.follower is not None:
-                followed.follower.stop()
-            followed.follower = Follower(self.cluster, job, position)
-        told = followed.follower.page(followed.watch.pods(), last=over)
+        over = watch.status().state.final
+        if watch.follower is None or watch.follower.position != position:
+            if watch.follower is not None:
+                watch.follower.stop()
+            watch.follower = Follower(self.cluster, job, position)
+        told = watch.follower.page(watch.pods(), last=over)
         if over and not told.more:
             self._forget(job_id)
         return told
 
     def _forget(self, job_id: JobId) -> None:
-        if (followed := self._jobs.pop(job_id, None)) is not None:
-            followed.stop()
+        if (watch := self._jobs.pop(job_id, None)) is not None:
+            watch.stop()
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 
@@ -320,12 +305,12 @@ class GkePlatform:
             if silent:
                 still += f"; {', '.join(silent[:_NAMED])}: its pods go when it is back, or when its Node is deleted "
                 still += "(`kubectl delete node`)"
-            raise PlatformUnreachable(f"job {job} {still}; {error}; cancel it again") from error
+            raise PlatformUnreachable(f"job {job} {still}; {error}", fix="cancel it again") from error
         if refused:
             rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
             words = "; ".join(error.message for error in refused.values())
             fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
-            raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest}); {fixes}")
+            raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         """Return everything that has the job's labels, a line for each kind."""
@@ -336,9 +321,9 @@ class GkePlatform:
         return tuple(_told({resource: things}) for resource, things in left.items())
 
 
-def _stop(jobs: dict[JobId, _Followed]) -> None:
-    for followed in jobs.values():
-        followed.stop()
+def _stop(jobs: dict[JobId, JobWatch]) -> None:
+    for watch in jobs.values():
+        watch.stop()
     jobs.clear()
 
 

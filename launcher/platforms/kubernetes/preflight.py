@@ -33,8 +33,6 @@ LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
 _JOBSET = ".".join(map(str, LEAST_JOBSET))
-
-
 INJECTOR = "nri-device-injector"
 _INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"

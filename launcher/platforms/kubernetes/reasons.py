@@ -17,7 +17,6 @@ from typing import NamedTuple
 from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
-from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.render import job_name
 from litgpt_demo.findings import Finding, Severity
 
@@ -112,7 +111,7 @@ REFUSALS = frozenset(
 """Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
 
 
-def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
+def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
     there = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
     waiting = sorted((pod for pod in there if not states.began(pod)), key=states.index_of)
@@ -238,7 +237,7 @@ _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "
 
 
 def _of_events(
-    cluster: Cluster, job: JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
+    cluster: Cluster, job: states.JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
 ) -> Iterator[Finding]:
     """Yield what the newest event of each kind means; nothing for one that keeps nobody from running."""
     uids = {job.name: states.uid_of(workload)}
@@ -267,7 +266,7 @@ def _of_events(
                 yield from _first(_EVENTS, f"{reason}: {message}")
 
 
-def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[Finding]:
+def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Iterator[Finding]:
     """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:

@@ -80,7 +80,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
             f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
         )
     if not RFC_1035.fullmatch(name):
-        raise ConfigProblem(f"{name!r} cannot be a host name; use lower-case letters, digits and dashes")
+        raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
     template, environment = _pod(job, settings, network, workload)
     labels, kueue = job.all_labels, {}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from launcher.job import JobState, JobStatus, Object
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus, Object
 from launcher.platforms.kubernetes.render import NODE
 from litgpt_demo.errors import EXIT_CODES, Fault, fault_of_exit_code, words_of
 from litgpt_demo.findings import Finding
@@ -22,6 +23,29 @@ _FITS = {
 }
 _NAMED = 3
 """Nodes that are named; a job can lose hundreds at once."""
+
+
+@dataclass(frozen=True)
+class JobName:
+    """The name of a job, and the labels that find everything of it."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def parse(cls, job_id: str) -> JobName:
+        """Return the name of an id `namespace/name`."""
+        namespace, _, name = job_id.partition("/")
+        return cls(namespace, name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def labels(self) -> str:
+        """A selector. The name is that of the run with the attempt's number behind it."""
+        run, _, attempt = self.name.rpartition("-")
+        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
 
 
 def workload_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from launcher.errors import PlatformUnreachable
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS, Cluster
-from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.reasons import explain
+from launcher.platforms.kubernetes.states import JobName
 
 JOB = JobName.parse("research/owt-0123456789-1")
 WORKLOAD: dict[str, Any] = {
