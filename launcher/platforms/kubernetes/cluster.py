@@ -179,21 +179,10 @@ class Cluster:
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
         """The objects, and the version to watch from. NotThere says that the cluster has no such kind."""
-        query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
-        found: list[ApiObject] = []
+        page = self.ask("GET", resource.path(namespace), {"labelSelector": labels, "fieldSelector": fields})
         with self._understood():
-            while True:
-                try:
-                    page = self.ask("GET", resource.path(namespace), query)
-                except Expired:
-                    query.pop("continue")  # the cluster changed faster than it could be read: from the beginning
-                    found.clear()
-                    continue
-                found += [one for one in page["items"] or () if isinstance(one, dict)]
-                meta = page.get("metadata") or {}
-                if not (rest := meta.get("continue")):
-                    return found, str(meta.get("resourceVersion") or "")
-                query["continue"] = rest
+            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
+            return [one for one in page["items"] or () if isinstance(one, dict)], version
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
         """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped."""
