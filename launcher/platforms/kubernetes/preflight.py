@@ -21,7 +21,7 @@ from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, ma
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
-from launcher.platforms.kubernetes.render import LEAST_JOBSET, WorkloadObjects, made_of
+from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
 from launcher.sources import CEA, GKE
@@ -32,7 +32,8 @@ from litgpt_demo.storage import is_remote
 LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
-_JOBSET = ".".join(map(str, LEAST_JOBSET))
+_JOBSET = "0.10"
+"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
 INJECTOR = "nri-device-injector"
 _INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"

@@ -180,17 +180,18 @@ def unschedulable(message: str) -> Iterator[Finding]:
         yield from _first(_SCHEDULER, reason) or [unknown]
 
 
-_WAITING = {
-    "ErrImagePull": "image", "ImagePullBackOff": "image", "InvalidImageName": "image", "ErrImageNeverPull": "image",
-    "CreateContainerConfigError": "configuration", "CreateContainerError": "container",
-    "RunContainerError": "container", "CrashLoopBackOff": "crash",
-}  # fmt: skip
-_FIXES = {
-    "image": "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
-    "configuration": "a Secret or ConfigMap that the pod needs is not there",
-    "container": "look at `kubectl describe pod`; a device or path of the machine may be missing",
-    "crash": "look at that container's log: `kubectl logs POD -c CONTAINER --previous`",
-}
+# Why a container waits, and the kubelet's message.
+_WAITING = (
+    Phrase(r"(?s)^((?:ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull): .*)", "image", "{0}",
+           "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
+           "error"),
+    Phrase(r"(?s)^(CreateContainerConfigError: .*)", "configuration", "{0}",
+           "a Secret or ConfigMap that the pod needs is not there", "error"),
+    Phrase(r"(?s)^((?:Create|Run)ContainerError: .*)", "container", "{0}",
+           "look at `kubectl describe pod`; a device or path of the machine may be missing", "error"),
+    Phrase(r"(?s)^(CrashLoopBackOff: .*)", "crash", "{0}",
+           "look at that container's log: `kubectl logs POD -c CONTAINER --previous`", "error"),
+)  # fmt: skip
 
 
 def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
@@ -207,9 +208,8 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
         status = pod.get("status", {})
         for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
             waits = one["state"].get("waiting", {})
-            if (code := _WAITING.get(waits.get("reason", ""))) is not None:
-                what = f"container {one['name']}, image {one['image']}: {waits['reason']}: {waits.get('message', '')}"
-                found.append(Finding("error", f"{_AREA}.{code}", what, _FIXES[code]))
+            for known in _first(_WAITING, f"{waits.get('reason', '')}: {waits.get('message', '')}"):
+                found.append(replace(known, what=f"container {one['name']}, image {one['image']}: {known.what}"))
         for finding in found:
             reasons.setdefault(finding, []).append(states.index_of(pod))
     for finding, nodes in reasons.items():

@@ -26,9 +26,6 @@ from litgpt_demo.storage import bucket_path
 WorkloadObjects = Literal["jobset", "job"]
 
 PLATFORM = "gke"
-LEAST_JOBSET = (0, 10)
-"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
-
 # What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
 # knows. 137 is SIGKILL, mostly for memory: a cluster's rules do not see the reason (OOMKilled); the launcher does, and
 # decides.
