@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, NotThere, Stream
+from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.render import NODE
 from launcher.platforms.kubernetes.states import JobName, began, ended, index_of, restart_of, uid_of
 from launcher.platforms.log_files import PAGE, terminal_text
@@ -86,10 +86,12 @@ class Follower:
 
     Args:
         position: where to begin, as a page's `position` has it; empty is the beginning.
+        once: no more than one page is asked for, and where there is no answer, it is asked for again as a whole.
     """
 
-    def __init__(self, cluster: Cluster, job: JobName, position: str) -> None:
-        self._cluster, self._job = cluster, job
+    def __init__(self, cluster: Cluster, job: JobName, position: str, *, once: bool = False) -> None:
+        self._cluster, self._job, self._once = cluster, job, once
+        self._trouble: LauncherError | None = None
         self.position = position
         """Behind the last page."""
         self._places = {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
@@ -121,6 +123,8 @@ class Follower:
                 for reader in self._readers.values():
                     reader.hang_up()
                 self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END)
+            if self._trouble is not None:
+                raise self._trouble
             rows = {node: astuple(place) for node, place in sorted(self._places.items())}
             self.position = json.dumps(rows, separators=(",", ":"))
             more = last and bool(self._lines) and not self._all_read()
@@ -163,7 +167,11 @@ class Follower:
                         return
                 except NotThere:
                     return  # removed; what of it was not read is in the run's own folder
-                except LauncherError:
+                except LauncherError as error:
+                    if self._once and not isinstance(error, ApiRefused):
+                        self._trouble = error
+                    if self._once:
+                        return
                     failures += 1  # broken off, or not started yet: again, from where we are
                 reader.stopped.wait(0.05 if reader.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
         finally:

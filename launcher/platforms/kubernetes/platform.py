@@ -237,7 +237,7 @@ class GkePlatform:
         """Return the lines that the nodes have logged since `position`."""
         job, watch = JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.informers:
-            once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position)
+            once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
             once.status()
             try:
                 return follower.page(once.pods(), last=True)
