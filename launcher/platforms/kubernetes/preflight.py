@@ -158,17 +158,6 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def _release(survey: Survey) -> Iterator[Finding]:
-    """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
-    made, pairs = survey.fabric, survey.fabric.known
-    place = next((place for place, pair in enumerate(pairs) if pair.since and survey.version >= pair.since), None)
-    if place is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: place + 1]}:
-        return
-    least, since = pairs[place].plugin, ".".join(map(str, pairs[place].since or ()))
-    what = f"{made.name} {made.pair.plugin} is older than what Kubernetes from {since} on is made for ({least})"
-    yield risk(f"{made.name}-release", what, f"upgrade the DaemonSet that installs it; network_plugin={least}")
-
-
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
     if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
@@ -178,25 +167,22 @@ def _jobset(survey: Survey) -> Iterator[Finding]:
         yield bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
 
 
-def _multi_networking(survey: Survey) -> Iterator[Finding]:
-    """https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods"""
-    settings = survey.settings
-    if settings.cluster is None or INTERFACES not in survey.annotations:
-        return
-    if not google_way(settings)[1].network_config.enable_multi_networking:
-        what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
-        fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
-        yield bad("multi-networking", what, fix)
-
-
 # --- the network ------------------------------------------------------------------------------------------------------
 
 
 def networks(survey: Survey) -> Iterator[Finding]:
-    """Check the Network objects that the pods are attached to, and their parameters."""
-    rows = json.loads(survey.annotations.get(INTERFACES, "[]"))
+    """Check what the pods are attached to: Network objects and their parameters, or what Multus attaches them to.
+
+    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
+    """
+    settings, rows = survey.settings, json.loads(survey.annotations.get(INTERFACES, "[]"))
+    if rows and settings.cluster and not google_way(settings)[1].network_config.enable_multi_networking:
+        what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
+        fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
+        yield bad("multi-networking", what, fix)
     found = {row["network"]: survey.get(api.NETWORKS, row["network"]) for row in rows if row["network"] != "default"}
-    if lacking := [name for name, thing in found.items() if thing is None]:
+    lacking = [name for name, thing in found.items() if thing is None]
+    if lacking:
         there = ", ".join(name for name in found if name not in lacking) or "none of them"
         what = f"the Network objects {', '.join(lacking)} are missing (there are {there})"
         fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
@@ -206,25 +192,25 @@ def networks(survey: Survey) -> Iterator[Finding]:
         if parameters and survey.get(api.NETWORK_PARAMETERS, parameters) is None:
             what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
             yield bad("networks", what, f"create it: {_NETWORKS}")
-    if found and not lacking:
-        yield good("networks", f"the networks {', '.join(found)}")
-
-
-def attachments(survey: Survey) -> Iterator[Finding]:
-    """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
     wanted = [one.partition("@")[0] for one in survey.annotations.get(MULTUS, "").split(",") if one]
     places = [(one.rpartition("/")[0] or survey.namespace, one.rpartition("/")[2]) for one in wanted]
-    if lacking := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
-        what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
+    if away := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
+        what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, away))} are missing, or Multus is"
         fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
         yield bad("networks", what, fix)
-    elif wanted:
-        yield good("networks", f"the attachments {', '.join(wanted)}")
+    if (found or wanted) and not (lacking or away):
+        yield good("networks", f"the networks {', '.join(found or wanted)}")
 
 
 def daemon_sets(survey: Survey) -> Iterator[Finding]:
-    """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
+    """Check that the nodes have, and at this Kubernetes version can have, the plug-in that the pods are made for."""
+    pairs = survey.fabric.known
+    place = next((place for place, one in enumerate(pairs) if one.since and survey.version >= one.since), None)
     network, installer, pair = survey.settings.network, survey.fabric.installer, survey.fabric.pair
+    if place is not None and pair is not None and pair.plugin not in {one.plugin for one in pairs[: place + 1]}:
+        least, since = pairs[place].plugin, ".".join(map(str, pairs[place].since or ()))
+        what = f"{network} {pair.plugin} is older than what Kubernetes from {since} on is made for ({least})"
+        yield risk(f"{network}-release", what, f"upgrade the DaemonSet that installs it; network_plugin={least}")
     injected = any(key.startswith(DEVICES) for key in survey.annotations)
     if installer is None and not injected:
         return
@@ -302,22 +288,20 @@ def _queue(survey: Survey) -> Iterator[Finding]:
     yield good("queue", f"queue {name} of {behind}")
 
 
-def _priority(survey: Survey) -> Iterator[Finding]:
-    name = survey.settings.priority if survey.settings.queue else None
+def _kueue(survey: Survey) -> Iterator[Finding]:
+    """Check what the pods name of Kueue's, but for the queue."""
+    settings = survey.settings
+    name = settings.priority if settings.queue else None
     if name is not None and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
         fix = "kubectl get workloadpriorityclasses; fix platform.priority"
         yield bad("priority", f"there is no WorkloadPriorityClass {name}", fix)
-
-
-def _topology(survey: Survey) -> Iterator[Finding]:
-    if survey.settings.topology is None:
-        return
     label = next((value for key, value in survey.annotations.items() if key.endswith("-topology")), None)
-    listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
-    levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
-    if label not in levels:
-        known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-        yield bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
+    if settings.topology is not None:
+        listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
+        levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
+        if label not in levels:
+            known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
+            yield bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def _claim(survey: Survey) -> Iterator[Finding]:
@@ -345,29 +329,27 @@ def _image(survey: Survey) -> Iterator[Finding]:
         yield risk("image", what, "it may be there all the same")
 
 
-def _secrets(survey: Survey) -> Iterator[Finding]:
-    """Only a node finds out whether they have the right entries."""
-    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
-        if survey.cluster.secret_type(survey.namespace, name) is None:
-            what = f"there is no Secret {name} in namespace {survey.namespace}, and platform.secrets names it"
-            fix = f"kubectl create secret generic {name} --namespace {survey.namespace} --from-literal=KEY=VALUE"
-            yield bad("secret", what, fix)
-
-
 # https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
 _LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
 
 
-def _pull_secrets(survey: Survey) -> Iterator[Finding]:
-    """A pod is created without these logins too, and waits for its image."""
+def _secrets(survey: Survey) -> Iterator[Finding]:
+    """Only a node finds out whether they have the right entries. Without a login a pod is created too, and waits."""
+    space = survey.namespace
+    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
+        if survey.cluster.secret_type(space, name) is None:
+            what = f"there is no Secret {name} in namespace {space}, and platform.secrets names it"
+            yield bad(
+                "secret", what, f"kubectl create secret generic {name} --namespace {space} --from-literal=KEY=VALUE"
+            )
     for name in survey.settings.image_pull_secrets:
-        kind = survey.cluster.secret_type(survey.namespace, name)
+        kind = survey.cluster.secret_type(space, name)
         fix = (
-            f"kubectl create secret docker-registry {name} --namespace {survey.namespace} --docker-server=HOST "
+            f"kubectl create secret docker-registry {name} --namespace {space} --docker-server=HOST "
             "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
         )
         if kind is None:
-            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {survey.namespace}"
+            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {space}"
             yield bad("pull-secret", what, fix)
         elif kind not in _LOGINS:
             what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
@@ -420,12 +402,8 @@ Check = Callable[[Survey], Iterable[Finding]]
 CHECKS: dict[str, Check] = {
     "namespace": _namespace,
     "JobSet": _jobset,
-    "priority": _priority,
-    "topology": _topology,
-    "multi-networking": _multi_networking,
-    "the network's release": _release,
+    "Kueue": _kueue,
     "networks": networks,
-    "attachments": attachments,
     "the network's DaemonSets": daemon_sets,
     "machines": machines,
     "image": _image,
@@ -434,7 +412,6 @@ CHECKS: dict[str, Check] = {
 WITHIN: dict[str, Check] = {
     "permissions": lambda survey: [permissions(survey.cluster, survey.settings, survey.kind)],
     "secrets": _secrets,
-    "pull secrets": _pull_secrets,
     "queue": _queue,
     "claim": _claim,
     "quotas": quotas,
