@@ -226,14 +226,14 @@ class Cluster:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
+    def watch(self, resource: Resource, namespace: str, version: str, *, labels: str) -> Stream:
         """The changes after that version, an event per line; the stream ends after some minutes.
 
         Expired says that the version is too long ago.
         """
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
-            "labelSelector": labels, "fieldSelector": fields,
+            "labelSelector": labels,
         }  # fmt: skip
         return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 

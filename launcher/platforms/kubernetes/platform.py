@@ -65,7 +65,7 @@ class GkePlatform:
 
     name: ClassVar[str] = PLATFORM
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
-    poll_seconds: ClassVar[float] = 5.0  # a look costs nothing, for jobs are watched
+    poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
@@ -236,7 +236,7 @@ class GkePlatform:
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`."""
         job, watch = JobName.parse(job_id), self._jobs.get(job_id)
-        if watch is None or not watch.informers:
+        if watch is None or not watch.watched:
             once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
             once.status()
             try:

@@ -125,7 +125,7 @@ def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple
     made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
     kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
     table: dict[Resource, dict[str, str]] = {
-        kind: {"list": "status", "watch": "status", **made},
+        kind: {"list": "status", **made},
         # One of the other kind is only looked for, and removed with the rest.
         other: {"get": "submit", "list": "status", "deletecollection": "cancel"},
         api.SERVICES: {"create": "submit", "get": "submit", "list": "cancel", "delete": "cancel"},
