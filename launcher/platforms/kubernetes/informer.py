@@ -16,7 +16,7 @@ from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.job import JobState, JobStatus
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, NotThere, Stream
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, Stream
 from launcher.platforms.kubernetes.logs import Follower
 from litgpt_demo.findings import Finding
 
@@ -25,7 +25,7 @@ _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 
 
 class JobWatch:
-    """One job: listed when it is asked for first, and watched from the second time on if it was alive, until `stop`."""
+    """One job: looked at when it is asked for first; watched from the second time on, if it was alive, until `stop`."""
 
     def __init__(self, cluster: Cluster, job: states.JobName) -> None:
         self._cluster, self._job = cluster, job
@@ -47,24 +47,26 @@ class JobWatch:
 
     def status(self) -> JobStatus:
         """Return the state of the job; one that is deleted while it is watched was cancelled."""
-        if self.workload is None or not (self.watched or self._live):
-            return self._list()
-        if not self.watched:
+        if self._live and not self.watched:
             self.watched = True
             threading.Thread(target=self._watch, name=f"watch {self._job}", daemon=True).start()
-        kind = self.workload["kind"]
+        if not self.watched:
+            self.workload, self._seen, self._pods = None, {}, {}
         if not (self._deleted or self._settled):
-            found = self._cluster.get(api.SENT[kind], self._job.namespace, self._job.name)
-            if found is None or states.uid_of(found) != states.uid_of(self.workload):
-                self._deleted = True  # and there may be another of the same name
-            else:
-                self.workload = {"kind": kind, **found}
-            if states.final(self.workload) is not None:
-                self._refresh()  # the last pods' ends may still be on their way
-                self._settled = True
+            before, found = self.workload, None
+            for kind in ("JobSet", "Job") if before is None else (before["kind"],):
+                if (found := self._cluster.get(api.SENT[kind], self._job.namespace, self._job.name)) is not None:
+                    self.workload = {"kind": kind, **found}
+                    break
+            if before is not None and (found is None or states.uid_of(found) != states.uid_of(before)):
+                self.workload, self._deleted = before, True  # there may be another of the same name
+            if self.workload is not None and (not self.watched or states.final(self.workload) is not None):
+                self._refresh()  # of one that has ended, the last pods' ends may still be on their way
+                self._settled = self.watched
         told = states.status_of(self.workload, [] if self._deleted else self.pods(), self._seen)
-        if self._deleted and not told.state.final:
-            return replace(told, state=JobState.CANCELLED, native=f"{kind} was deleted")
+        self._live = told.state.live
+        if self._deleted and self._live and self.workload is not None:
+            return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
         return told
 
     def pods(self) -> list[ApiObject]:
@@ -81,23 +83,6 @@ class JobWatch:
             stream.close()
         if self.follower is not None:
             self.follower.stop()
-
-    def _list(self) -> JobStatus:
-        """Two calls, or three where the cluster has no JobSets or the job is none."""
-        self.workload, self._seen, self._pods = None, {}, {}
-        for kind in ("JobSet", "Job"):
-            try:
-                named = f"metadata.name={self._job.name}"
-                found, _ = self._cluster.list(api.SENT[kind], self._job.namespace, fields=named)
-            except NotThere:  # no such kind in this cluster
-                continue
-            if found:
-                self._refresh()
-                self.workload = {"kind": kind, **found[0]}  # lists leave the kind out
-                break
-        told = states.status_of(self.workload, self.pods(), self._seen)
-        self._live = told.state.live
-        return told
 
     def _refresh(self) -> None:
         """Ask the cluster once more, for what a watch has not told yet."""

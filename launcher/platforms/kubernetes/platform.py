@@ -60,7 +60,7 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 class GkePlatform:
     """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
 
-    The first `status` of a job lists it; the second one starts a watch.
+    The first `status` of a job looks at it; the second one starts a watch.
     """
 
     name: ClassVar[str] = PLATFORM
