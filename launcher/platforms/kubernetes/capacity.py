@@ -1,4 +1,4 @@
-"""Checks that a cluster has, or can get, the machines that a job asks for, and its namespace room for all its pods.
+"""What checks look at, a submission and its cluster; and whether that has, or can get, machines and room for all pods.
 
 Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain numbers.
 """
@@ -6,18 +6,19 @@ Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain num
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from launcher.formatting import bytes_text
 from launcher.job import Object
-from launcher.platforms.kubernetes.checks import Submitted, Survey
-from launcher.platforms.kubernetes.cluster import NODES, QUOTAS, ApiObject, Cluster
+from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
-from launcher.platforms.kubernetes.pods import NODE
+from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import holding
+from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
@@ -33,6 +34,64 @@ _RESERVED = ("limits", "requests")
 """What a pod has reserved on its machine; where only a limit is given, the limit."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def good(code: str, what: str) -> Finding:
+    return Finding("info", f"gke.{code}", what)
+
+
+def risk(code: str, what: str, fix: str) -> Finding:
+    return Finding("warning", f"gke.{code}", what, fix)
+
+
+def bad(code: str, what: str, fix: str) -> Finding:
+    return Finding("error", f"gke.{code}", what, fix)
+
+
+class Survey:
+    """A question to the cluster: what is asked, and about what."""
+
+    def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
+        self.cluster, self.settings, self.items = cluster, settings, items
+        self.namespace, self.fabric = settings.namespace, settings.fabric
+        self.workload = workload_of(items)
+        self.kind: WorkloadObjects = "jobset" if self.workload["kind"] == "JobSet" else "job"
+        self.meta: Object = job_of(self.workload)["template"]["metadata"]
+        self.annotations: dict[str, str] = self.meta.get("annotations", {})
+        self.pod = pod_of(self.workload)
+        self.node = container_of(self.pod)
+        self.version = (0, 0)
+
+    def get(self, resource: Resource, name: str) -> ApiObject | None:
+        return self.cluster.get(resource, self.namespace, name)
+
+    def try_out(self, item: ApiObject) -> ApiObject:
+        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
+        resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
+        return self.cluster.create(resource, self.namespace, item, dry_run=True)
+
+    @property
+    def parts(self) -> list[ApiObject]:
+        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        name = self.workload["metadata"]["name"]
+        metadata = {**self.meta, "name": f"{pod_host(self.kind, name, 0)}-check", "namespace": self.namespace}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.pod}
+        if self.kind == "job":
+            return [pod]
+        metadata = {"name": job_name(name), "namespace": self.namespace, "labels": self.meta["labels"]}
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_of(self.workload)}, pod]
+
+    @cached_property
+    def admitted_pod(self) -> Object:
+        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
+        try:
+            spec: Object = self.try_out(self.parts[-1])["spec"]
+        except api.ApiRefused:
+            return self.pod
+        return spec
+
+
+# --- quantities ------------------------------------------------------------------------------------------------------
 
 
 def _amount(quantity: str | float) -> Decimal:
@@ -76,11 +135,11 @@ def _total(pod: Object, *parts: str) -> Amounts:
 def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
     settings = survey.settings
-    nodes, _ = survey.cluster.list(NODES, None)
+    nodes, _ = survey.cluster.list(api.NODES, None)
     wanted = _total(survey.pod, *_RESERVED)
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     if (fit := reasons.pop("", 0)) >= settings.nodes:
-        yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
+        yield good("machines", f"{fit} machines fit, {settings.nodes} are asked for")
         return
     none = "there are no others" if nodes else "the cluster has no machine"
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or none
@@ -90,24 +149,23 @@ def machines(survey: Survey) -> Iterator[Finding]:
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(_too_small(node, room) for node in pool):
         fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
-        yield Finding("error", "gke.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+        yield bad("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif settings.cluster is not None:
         yield from pools(google_way(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
-        yield Finding("warning", "gke.machines", what, fix)
+        yield risk("machines", what, fix)
     else:
-        yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
+        yield bad("machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
-def spare_machines(cluster: Cluster, submitted: Submitted) -> int | None:
+def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -> int | None:
     """Return how many of the machines that fit a job does not need; None where others can be had."""
-    settings = submitted.settings
-    nodes, _ = cluster.list(NODES, None)
+    nodes, _ = cluster.list(api.NODES, None)
     if settings.cluster or _may_grow(nodes, settings):
         return None
-    wanted = _total(submitted.pod, *_RESERVED)
-    return max(0, sum(not _unfit(node, submitted.pod, wanted) for node in nodes) - settings.nodes)
+    wanted = _total(pod, *_RESERVED)
+    return max(0, sum(not _unfit(node, pod, wanted) for node in nodes) - settings.nodes)
 
 
 def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
@@ -116,7 +174,7 @@ def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
     return pooled or bool(settings.queue or settings.flex_start)
 
 
-def _unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
+def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
     """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
@@ -129,7 +187,7 @@ def _unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
         return "excluded by platform.exclude_nodes or the run's own verdicts"
     if spec.get("unschedulable"):
         return "cordoned off"
-    if holding(node, "Ready") is None:
+    if condition(node, "Ready") is None:
         return "not ready"
     for taint in spec.get("taints", ()):
         key, value, effect = taint["key"], taint.get("value", ""), taint["effect"]
@@ -154,7 +212,7 @@ def _too_small(node: ApiObject, wanted: Amounts) -> str:
 def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
     """Check in the GKE API that the node pools can grow to what is asked for."""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
-        yield Finding("info", "gke.machines", f"{what}; GKE makes the others when they are asked for")
+        yield good("machines", f"{what}; GKE makes the others when they are asked for")
         return
     most = {}
     for pool in described.node_pools:
@@ -165,15 +223,14 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
             most[pool.name] = int((grown.enabled and grown.total_max_node_count) or count * zones)
     listed = ", ".join(f"{name}: {count} at most" for name, count in most.items())
     if not most:
-        there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools)
-        wanted = settings.machine or f"the name {settings.node_pool}"
-        fix = "add one, or fix platform.machine and platform.node_pool"
-        yield Finding("error", "gke.pools", f"no node pool has {wanted} (there are {there or 'none'})", fix)
+        there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools) or "none"
+        what = f"no node pool has {settings.machine or f'the name {settings.node_pool}'} (there are {there})"
+        yield bad("pools", what, "add one, or fix platform.machine and platform.node_pool")
     elif sum(most.values()) < settings.nodes:
         fix = "take fewer platform.nodes, or raise the limits of the node pools"
-        yield Finding("error", "gke.pools", f"{what}, and the node pools cannot give them ({listed})", fix)
+        yield bad("pools", f"{what}, and the node pools cannot give them ({listed})", fix)
     else:
-        yield Finding("info", "gke.machines", f"{what}; the node pools can grow to it ({listed})")
+        yield good("machines", f"{what}; the node pools can grow to it ({listed})")
 
 
 # --- the namespace ----------------------------------------------------------------------------------------------------
@@ -186,22 +243,21 @@ def quotas(survey: Survey) -> Iterator[Finding]:
 
     Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
     """
-    listed, _ = survey.cluster.list(QUOTAS, survey.namespace)
+    listed, _ = survey.cluster.list(api.QUOTAS, survey.namespace)
     pod, nodes = survey.admitted_pod, survey.settings.nodes
-    pods, one = Decimal(nodes), Decimal(1)
-    wanted = {"pods": pods, "count/pods": pods, "count/jobs.batch": one, "services": one, "count/services": one}
+    wanted: dict[str, Decimal] = dict.fromkeys(("pods", "count/pods"), Decimal(nodes))
+    wanted |= dict.fromkeys(("services", "count/services", "count/jobs.batch"), Decimal(1))
     if survey.kind == "jobset":
-        wanted["count/jobsets.jobset.x-k8s.io"] = one
+        wanted["count/jobsets.jobset.x-k8s.io"] = Decimal(1)
     for resource, quantity in _total(pod, *_RESERVED).items():
         wanted[f"requests.{resource}"] = quantity * nodes
         if "/" not in resource:
             wanted[resource] = quantity * nodes
     wanted |= {f"limits.{resource}": quantity * nodes for resource, quantity in _total(pod, "limits").items()}
     for quota in listed:
-        name, spec = quota["metadata"]["name"], quota["spec"]
+        name, spec, used = quota["metadata"]["name"], quota["spec"], quota.get("status", {}).get("used", {})
         if spec.get("scopes") or spec.get("scopeSelector"):
             continue
-        used = quota.get("status", {}).get("used", {})
         for resource, hard in spec.get("hard", {}).items():
             if (asked := wanted.get(resource)) is None:
                 continue
@@ -211,17 +267,17 @@ def quotas(survey: Survey) -> Iterator[Finding]:
             what += _shown(resource, asked)
             fix = "have it raised, or ask for less (platform.nodes, cpus, memory)"
             if asked > most:
-                yield Finding("error", "gke.quota", what, fix)
+                yield bad("quota", what, fix)
             elif asked > free:
                 what = f"{what}, of which {_shown(resource, free)} is free now"
-                yield Finding("warning", "gke.quota", what, f"wait for other jobs to end, {fix}")
+                yield risk("quota", what, f"wait for other jobs to end, {fix}")
 
 
 def limits(survey: Survey) -> Iterator[Finding]:
     """Yield the limits that the namespace would give the container that trains, and nobody has asked for."""
-    admitted: Object = next((one for one in survey.admitted_pod["containers"] if one["name"] == NODE), {})
-    ours, given = (one.get("resources", {}).get("limits", {}) for one in (survey.node, admitted))
+    containers = (survey.node, container_of(survey.admitted_pod))
+    ours, given = (one.get("resources", {}).get("limits", {}) for one in containers)
     if added := {name: value for name, value in given.items() if name not in ours}:
         listed = ", ".join(f"{resource}={quantity}" for resource, quantity in sorted(added.items()))
         what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
-        yield Finding("warning", "gke.limits", what, "have its default raised, or take another platform.namespace")
+        yield risk("limits", what, "have its default raised, or take another platform.namespace")

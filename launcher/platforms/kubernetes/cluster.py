@@ -11,10 +11,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import words_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import urllib3
     from kubernetes.client import ApiClient
 
-Question = TypeVar("Question", bound=Callable[..., Any])
 ApiObject = dict[str, Any]
 
 _LONGEST = 4 << 20
@@ -60,14 +59,11 @@ NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 NODES = Resource("", "v1", "nodes", namespaced=False)
 QUOTAS = Resource("", "v1", "resourcequotas")
 SECRETS = Resource("", "v1", "secrets")
-SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 CLAIMS = Resource("", "v1", "persistentvolumeclaims")
 CLAIM_TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates")
 COMPUTE_DOMAINS = Resource("resource.nvidia.com", "v1beta1", "computedomains")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
 DAEMON_SETS = Resource("apps", "v1", "daemonsets")
-PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 NETWORKS = Resource("networking.gke.io", "v1", "networks", namespaced=False)
 ATTACHMENTS = Resource("k8s.cni.cncf.io", "v1", "network-attachment-definitions")
 NETWORK_PARAMETERS = Resource("networking.gke.io", "v1", "gkenetworkparamsets", namespaced=False)
@@ -94,9 +90,9 @@ SENT: Mapping[str, Resource] = {
 class ApiRefused(PlatformRefused):
     """The API server's no, with its own words."""
 
-    def __init__(self, where: str, status: int, reason: str, message: str) -> None:
+    def __init__(self, where: str, status: int, message: str) -> None:
         super().__init__(f"{where} says no: {message}")
-        self.status, self.reason, self.message = status, reason, message
+        self.status, self.message = status, message
 
 
 class NotThere(ApiRefused):
@@ -129,19 +125,6 @@ _PAUSES = (0.5, 1.0, 2.0, 4.0)
 _LONGEST_PAUSE = 15.0
 
 
-def _understood(question: Question) -> Question:
-    """Raise PlatformUnreachable where an answer lacks what was asked for: a proxy's {} is no list without a job."""
-
-    @wraps(question)
-    def ask(self: Cluster, *args: Any, **given: Any) -> Any:
-        try:
-            return question(self, *args, **given)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
-
-    return cast(Question, ask)
-
-
 class Cluster:
     """One cluster, as one identity.
 
@@ -166,13 +149,20 @@ class Cluster:
         limited._ends = time.monotonic() + seconds
         return limited
 
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Raise PlatformUnreachable where an answer lacks what was asked for: a proxy's {} is no list without a job."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
+
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
         """The object, or None where there is none."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
 
-    @_understood
     def secret_type(self, namespace: str, name: str) -> str | None:
         """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
 
@@ -181,28 +171,18 @@ class Cluster:
         path = SECRETS.path(namespace, name)
         if not (table := self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE)):
             return None
-        columns = [column["name"] for column in table["columnDefinitions"]]
-        return str(table["rows"][0]["cells"][columns.index("Type")])
+        with self._understood():
+            columns = [column["name"] for column in table["columnDefinitions"]]
+            return str(table["rows"][0]["cells"][columns.index("Type")])
 
-    @_understood
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
         """The objects, and the version to watch from. NotThere says that the cluster has no such kind."""
-        query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
-        found: list[ApiObject] = []
-        while True:
-            try:
-                page = self.ask("GET", resource.path(namespace), query)
-            except Expired:
-                query.pop("continue")  # the cluster changed faster than it could be read: from the beginning
-                found.clear()
-                continue
-            found += [one for one in page["items"] or () if isinstance(one, dict)]
-            meta = page.get("metadata") or {}
-            if not (rest := meta.get("continue")):
-                return found, str(meta.get("resourceVersion") or "")
-            query["continue"] = rest
+        page = self.ask("GET", resource.path(namespace), {"labelSelector": labels, "fieldSelector": fields})
+        with self._understood():
+            version = str((page.get("metadata") or {}).get("resourceVersion") or "")
+            return [one for one in page["items"] or () if isinstance(one, dict)], version
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
         """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped."""
@@ -223,40 +203,37 @@ class Cluster:
             if error.status != 409:  # another has its name by now, so this one is gone
                 raise
 
-    @_understood
     def serves(self, resource: Resource) -> bool:
         """Return True if the cluster knows this kind."""
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
-        return any(one["name"] == resource.plural for one in listed["resources"])
+        with self._understood():
+            return any(one["name"] == resource.plural for one in listed["resources"])
 
-    @_understood
     def version(self) -> str:
         """The version of the control plane, such as v1.33.5-gke.1080000."""
-        return str(self.ask("GET", "/version")["gitVersion"])
+        told = self.ask("GET", "/version")
+        with self._understood():
+            return str(told["gitVersion"])
 
-    @_understood
-    def allows(self, verb: str, resource: Resource, namespace: str | None) -> bool:
+    def allows(self, verb: str, resource: Resource, namespace: str) -> bool:
         """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
         plural, _, part = resource.plural.partition("/")
-        asked = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part}
-        space = {"namespace": namespace} if resource.namespaced and namespace else {}
-        body = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": {**asked, **space}},
-        }
-        return bool(self.ask("POST", REVIEWS.path(None), None, body)["status"]["allowed"])
+        asked = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part, "namespace": namespace}
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        told = self.ask("POST", REVIEWS.path(None), None, {**review, "spec": {"resourceAttributes": asked}})
+        with self._understood():
+            return bool(told["status"]["allowed"])
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
-    def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
+    def watch(self, resource: Resource, namespace: str, version: str, *, labels: str) -> Stream:
         """The changes after that version, an event per line; the stream ends after some minutes.
 
         Expired says that the version is too long ago.
         """
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
-            "labelSelector": labels, "fieldSelector": fields,
+            "labelSelector": labels,
         }  # fmt: skip
         return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 
@@ -299,28 +276,29 @@ class Cluster:
         renewed = False
         for pause in (*_PAUSES, None):
             problem: LauncherError
-            after: float | None = 0.0
+            wait = pause or 0.0
             if (left := self._ends - time.monotonic()) <= 0:
                 raise PlatformUnreachable(f"{self.where} has not answered in time")
             try:
                 answer = self._call(method, path, query, body, accept, (min(_CONNECT, left), min(read, left)))
                 if answer.status < 300:
                     return answer
-                problem, after = self._problem(answer)
+                problem = self._problem(answer)
+                # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
+                after = str(answer.headers.get("Retry-After", "")).strip()
+                wait = min(_LONGEST_PAUSE, max(wait, float(after) if after.isdecimal() else 0.0))
             except ApiException as error:  # of status 0: TLS
                 told = words_of(str(error.reason))
                 raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
-            if after is None:
+            if isinstance(problem, ApiRefused):
                 raise problem
-            wait = min(_LONGEST_PAUSE, max(pause or 0.0, after))
             if isinstance(problem, LoginProblem):
                 if self._renew is None:
                     raise problem
                 # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
-                wait = wait if renewed else 0.0
-                renewed = True
+                wait, renewed = (wait if renewed else 0.0), True
                 with self._renewing:
                     self._renew()
             if pause is None or time.monotonic() + wait > self._ends:
@@ -328,25 +306,19 @@ class Cluster:
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
-    def _problem(self, answer: urllib3.HTTPResponse) -> tuple[LauncherError, float | None]:
-        """Return the error that an answer means, and the least seconds after which to try again; None is never.
-
-        Made apart, because the answer's text may repeat the token.
-        """
+    def _problem(self, answer: urllib3.HTTPResponse) -> LauncherError:
+        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
         told = _object_in(text)
         words = redacted(str(told.get("message") or text[:300]))
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
-            return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account"), 0.0
+            return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
         if answer.status == 429 or answer.status >= 500:
-            # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
-            after = str(answer.headers.get("Retry-After", "")).strip()
-            problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(words)}")
-            return problem, float(after) if after.isdecimal() else 0.0
+            return PlatformUnreachable(f"{self.where} does not answer: {words_of(words)}")
         kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
-        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words), None
+        return kind(self.where, answer.status, words)
 
     def _call(
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
@@ -413,7 +385,7 @@ class Stream:
             if kind != "ERROR":
                 yield kind, thing
             elif thing.get("code") == 410:
-                raise Expired(self._cluster.where, 410, thing.get("reason", ""), thing.get("message", ""))
+                raise Expired(self._cluster.where, 410, thing.get("message", ""))
             else:
                 raise PlatformUnreachable(f"{self._cluster.where} ends a watch: {thing.get('message')}")
 

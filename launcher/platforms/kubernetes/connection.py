@@ -12,11 +12,14 @@ import base64
 import os
 import threading
 import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher import google
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
+from launcher.google import google_errors
 from launcher.platforms.kubernetes.cluster import Cluster
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import words_of
@@ -24,39 +27,28 @@ from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
-    from google.cloud.container_v1 import ClusterManagerClient
     from google.cloud.container_v1.types import Cluster as GoogleCluster
     from kubernetes.client import Configuration
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _ANSWER = 20.0  # seconds that the GKE API may take
 _KEPT = 600.0  # seconds for which its answer is
-
-LOG_IN = "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS to a service account's key"
+GKE = google.Service(
+    extra="gke", settings="platform's", refused=LoginProblem, away=PlatformUnreachable, emulator="",
+    roles="the permission container.clusters.get is missing: have roles/container.clusterViewer granted",
+)  # fmt: skip
+_LARGEST = 10_000_000
+"""Bytes of a kubeconfig; one with hundreds of clusters has less than one million."""
 
 
 def connect(settings: GkePlatformConfig) -> Cluster:
-    """The cluster that the settings mean. Nothing is asked of the cluster itself yet.
-
-    Raises:
-        LoginProblem: there are no credentials, or they may not see the cluster.
-        ConfigProblem: there is no such cluster.
-        NotInstalled: the packages that speak to clusters are not there.
-        PlatformUnreachable: the GKE API does not answer.
-    """
+    """The cluster that the settings mean. Nothing is asked of the cluster itself yet."""
     try:
         return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
     except ImportError as error:
         raise NotInstalled(
             f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
         ) from error
-
-
-# --- a kubeconfig, or a pod's own account -----------------------------------------------------------------------------
-
-
-_LARGEST = 10_000_000
-"""Bytes of a kubeconfig; one with hundreds of clusters has less than one million."""
 
 
 def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
@@ -89,7 +81,7 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
         try:
             load(fresh)
         except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}; log in again") from None
+            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}", fix="log in again") from None
         # The hook sets the token that it was made with, at every request.
         configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
@@ -120,12 +112,7 @@ def _is_own(path: str) -> bool:
 
 
 def _without_programs(path: str, context: str | None) -> Any:
-    """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away.
-
-    Raises:
-        LoginProblem: it is not the user's own, and would.
-        ConfigException: it is no kubeconfig.
-    """
+    """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away."""
     from kubernetes.config import ConfigException
     from kubernetes.config.kube_config import KubeConfigMerger
 
@@ -154,9 +141,6 @@ def _configuration() -> Configuration:
     return configuration
 
 
-# --- GKE --------------------------------------------------------------------------------------------------------------
-
-
 def google_way(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
     """Return a cluster on GKE, and what Google Cloud knows of it.
 
@@ -168,19 +152,28 @@ def google_way(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
 
 @lru_cache(maxsize=8)
 def _google_way(name: str, location: str, project: str | None, dns: bool, period: int) -> tuple[Cluster, GoogleCluster]:
-    import google.auth
-    from google.auth.exceptions import DefaultCredentialsError
-    from google.cloud.container_v1 import ClusterManagerClient
+    with google_errors(GKE, "signing in to Google Cloud"):
+        from google.api_core.exceptions import GoogleAPICallError, NotFound
+        from google.auth import default
+        from google.cloud.container_v1 import ClusterManagerClient
+
+        credentials, own = default(scopes=[SCOPE])
     from kubernetes.client import ApiClient
 
-    try:
-        credentials, own = google.auth.default(scopes=[SCOPE])
-    except DefaultCredentialsError as error:
-        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from None
-    if not (project or own):
-        raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
-    clusters = ClusterManagerClient(credentials=credentials)
-    described = _described(clusters, project=str(project or own), location=location, name=name)
+    if not (project := project or own):
+        raise LoginProblem("the credentials belong to no project", fix="name the cluster's in platform.project")
+    clusters, place = ClusterManagerClient(credentials=credentials), f"projects/{project}/locations"
+    with google_errors(GKE, f"looking at cluster {name} of project {project}"):
+        try:
+            full = f"{place}/{location}/clusters/{name}"
+            described = clusters.get_cluster(name=full, timeout=_ANSWER, retry=None)
+        except NotFound:
+            there = "look at `gcloud container clusters list`"
+            with suppress(GoogleAPICallError):
+                listed = clusters.list_clusters(parent=f"{place}/-", timeout=_ANSWER, retry=None).clusters
+                names = ", ".join(f"{one.name} in {one.location}" for one in listed)
+                there = f"there is {names}" if names else "that project has no cluster"
+            raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from None
     configuration = _configuration()
     if dns:
         # A DNS endpoint has a public certificate, and Google checks the caller's role before the cluster does.
@@ -188,12 +181,12 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
         found = described.control_plane_endpoints_config.dns_endpoint_config
         if not (found.endpoint and found.allow_external_traffic):
             raise ConfigProblem(
-                f"platform.dns_endpoint=true, and cluster {described.name} has none that is open; turn it on with "
-                f"`gcloud container clusters update {described.name} --enable-dns-access`, or leave it out"
+                f"platform.dns_endpoint=true, and cluster {name} has none that is open; turn it on with "
+                f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
             )
         configuration.host = f"https://{found.endpoint}"
     elif not described.endpoint:
-        raise PlatformUnreachable(f"cluster {described.name} has no address yet: it is {described.status.name}")
+        raise PlatformUnreachable(f"cluster {name} has no address yet: it is {described.status.name}")
     else:
         configuration.host = f"https://{described.endpoint}"
         configuration.ca_cert_data = base64.b64decode(described.master_auth.cluster_ca_certificate).decode()
@@ -204,33 +197,6 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
     return Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=token.renew), described
 
 
-def _described(clusters: ClusterManagerClient, *, project: str, location: str, name: str) -> GoogleCluster:
-    from google.api_core import exceptions
-    from google.auth.exceptions import RefreshError, TransportError
-
-    place = f"projects/{project}/locations/{location}"
-    try:
-        return clusters.get_cluster(name=f"{place}/clusters/{name}", timeout=_ANSWER, retry=None)
-    except exceptions.NotFound:
-        try:
-            everywhere = f"projects/{project}/locations/-"
-            listed = clusters.list_clusters(parent=everywhere, timeout=_ANSWER, retry=None).clusters
-            names = ", ".join(f"{one.name} in {one.location}" for one in listed)
-            there = f"there is {names}" if names else "that project has no cluster"
-        except exceptions.GoogleAPICallError:
-            there = "look at `gcloud container clusters list`"
-        raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from None
-    except (exceptions.PermissionDenied, exceptions.Forbidden) as error:
-        raise LoginProblem(
-            f"cluster {name} of project {project} may not be looked at ({words_of(error.message)}); the permission "
-            "container.clusters.get is missing: have roles/container.clusterViewer granted"
-        ) from None
-    except (exceptions.Unauthenticated, exceptions.Unauthorized, RefreshError) as error:
-        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from None
-    except (exceptions.GoogleAPICallError, exceptions.RetryError, TransportError) as error:
-        raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {words_of(error)}") from None
-
-
 class _Token:
     """A bearer token that is never old: a watch may go on for days, and a token lives for an hour."""
 
@@ -239,20 +205,13 @@ class _Token:
 
     def hand(self, configuration: Any) -> None:
         """Called by the client before every request."""
-        if not self._credentials.valid:
-            self.renew(unless_valid=True)
+        self.renew(unless_valid=True)
         configuration.api_key["authorization"] = f"Bearer {self._credentials.token}"
 
     def renew(self, *, unless_valid: bool = False) -> None:
         """Get another token: the cluster has refused the present one, unless that is only old."""
-        from google.auth.exceptions import RefreshError, TransportError
-        from google.auth.transport.requests import Request
+        with self._lock, google_errors(GKE, "asking Google Cloud for a new token"):
+            from google.auth.transport.requests import Request
 
-        try:
-            with self._lock:
-                if not (unless_valid and self._credentials.valid):
-                    self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
-        except RefreshError as error:
-            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from None
-        except TransportError as error:
-            raise PlatformUnreachable(f"Google Cloud gives no token: {words_of(error)}") from None
+            if not (unless_valid and self._credentials.valid):
+                self._credentials.refresh(Request())  # type: ignore[no-untyped-call]

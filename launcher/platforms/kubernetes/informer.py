@@ -1,208 +1,132 @@
-"""A job as its cluster has it, kept up to date by two watches: one of the JobSet or Job, one of all its pods.
+"""A job as its cluster has it: its JobSet or Job is asked for at every look, and all its pods are watched.
 
-Nobody is asked again and again: whatever the number of nodes, a job costs two connections that are opened anew every
-few minutes. A connection that breaks, a token that expires, a version that is too old and a server that is busy are
-got over in the background; who asks meanwhile is told that the cluster does not answer, not what it said last.
+Pods are not asked for again and again: whatever their number, a look is one small question, and a connection that is
+opened anew every few minutes tells the rest. A connection that breaks, a token that expires, a version that is too old
+and a server that is busy are got over in the background; who asks meanwhile is told that the cluster does not answer,
+not what it said last.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launcher.errors import LauncherError, PlatformUnreachable
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
+from launcher.job import JobState, JobStatus
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, NotThere, Resource, Stream
-from launcher.platforms.kubernetes.states import NodeSeen, final, index_of, node_seen, restart_of, status_of, uid_of
+from launcher.platforms.kubernetes import states
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, Stream
+from launcher.platforms.kubernetes.logs import Follower
+from litgpt_demo.findings import Finding
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
 
 
-@dataclass(frozen=True)
-class JobName:
-    """The name of a job, and the labels that find everything of it."""
+class JobWatch:
+    """One job: looked at when it is asked for first; watched from the second time on, if it was alive, until `stop`."""
 
-    namespace: str
-    name: str
-
-    @classmethod
-    def parse(cls, job_id: str) -> JobName:
-        """Return the name of an id `namespace/name`."""
-        namespace, _, name = job_id.partition("/")
-        return cls(namespace, name)
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
-
-    @property
-    def labels(self) -> str:
-        """A selector. The name is that of the run with the attempt's number behind it."""
-        run, _, attempt = self.name.rpartition("-")
-        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
-
-
-class Informer:
-    """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
-
-    def __init__(
-        self, cluster: Cluster, resource: Resource, namespace: str, *, labels: str = "", fields: str = "",
-        objects: list[ApiObject], version: str, changed: Callable[[ApiObject, bool], None],
-    ) -> None:  # fmt: skip
-        self._cluster, self._resource, self._namespace = cluster, resource, namespace
-        self._selection = {"labels": labels, "fields": fields}
-        self._changed = changed
-        self._objects = {uid_of(one): one for one in objects}
-        self._version: str | None = version
+    def __init__(self, cluster: Cluster, job: states.JobName) -> None:
+        self._cluster, self._job = cluster, job
+        self.workload: ApiObject | None = None
+        """The JobSet or Job as last seen, also after its deletion."""
+        self.watched = False
+        self.follower: Follower | None = None
+        self.asked, self.refused_since = -math.inf, math.inf
+        """When the cluster was last asked why the job waits, and since when it refuses to run it."""
+        self.reasons: tuple[Finding, ...] = ()
+        self._live = self._deleted = self._settled = False
+        self._seen: dict[tuple[int, int], states.NodeSeen] = {}
+        self._pods: dict[str, ApiObject] = {}
+        self._version: str | None = None
         self._trouble: Exception | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stream: Stream | None = None
-        threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True).start()
 
-    def objects(self) -> list[ApiObject]:
-        """All of them, as of now; raises what keeps the watch from being up to date."""
+    def status(self) -> JobStatus:
+        """Return the state of the job; one that is deleted while it is watched was cancelled."""
+        if self._live and not self.watched:
+            self.watched = True
+            threading.Thread(target=self._watch, name=f"watch {self._job}", daemon=True).start()
+        if not self.watched:
+            self.workload, self._seen, self._pods = None, {}, {}
+        if not (self._deleted or self._settled):
+            before, found = self.workload, None
+            for kind in ("JobSet", "Job") if before is None else (before["kind"],):
+                if (found := self._cluster.get(api.SENT[kind], self._job.namespace, self._job.name)) is not None:
+                    self.workload = {"kind": kind, **found}
+                    break
+            if before is not None and (found is None or states.uid_of(found) != states.uid_of(before)):
+                self.workload, self._deleted = before, True  # there may be another of the same name
+            if self.workload is not None and (not self.watched or states.final(self.workload) is not None):
+                self._refresh()  # of one that has ended, the last pods' ends may still be on their way
+                self._settled = self.watched
+        told = states.status_of(self.workload, [] if self._deleted else self.pods(), self._seen)
+        self._live = told.state.live
+        if self._deleted and self._live and self.workload is not None:
+            return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
+        return told
+
+    def pods(self) -> list[ApiObject]:
+        """Those that are there; raises what keeps the watch from being up to date."""
         with self._lock:
             if self._trouble is not None:
                 raise self._trouble
-            return list(self._objects.values())
-
-    def refresh(self) -> str:
-        """Ask the cluster once more, for what a watch has not told yet; return the version to watch from."""
-        objects, version = self._cluster.list(self._resource, self._namespace, **self._selection)
-        there = {uid_of(one) for one in objects}
-        for thing in objects:
-            self._apply(thing, gone=False)
-        for uid, thing in list(self._objects.items()):
-            if uid not in there:
-                self._apply(thing, gone=True)
-        return version
+            return list(self._pods.values())
 
     def stop(self) -> None:
-        """End the watch; does not wait for it."""
+        """End the watch, and the reading of logs; does not wait for it."""
         self._stopped.set()
         if (stream := self._stream) is not None:
             stream.close()
+        if self.follower is not None:
+            self.follower.stop()
 
-    def _run(self) -> None:
+    def _refresh(self) -> None:
+        """Ask the cluster once more, for what a watch has not told yet."""
+        pods, self._version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
+        there = {states.uid_of(pod) for pod in pods}
+        for pod in pods:
+            self._apply(pod, gone=False)
+        for uid, pod in list(self._pods.items()):
+            if uid not in there:
+                self._apply(pod, gone=True)
+
+    def _watch(self) -> None:
         failures = 0
         while not self._stopped.is_set():
             try:
                 if self._version is None:
-                    self._version = self.refresh()
-                self._stream = self._cluster.watch(self._resource, self._namespace, self._version, **self._selection)
+                    self._refresh()
+                space, version = self._job.namespace, str(self._version)
+                self._stream = self._cluster.watch(api.PODS, space, version, labels=self._job.labels)
                 self._trouble = None
                 if self._stopped.is_set():
                     self._stream.close()
-                for kind, thing in self._stream.events():
+                for kind, pod in self._stream.events():
                     if kind != "BOOKMARK":
-                        self._apply(thing, gone=kind == "DELETED")
-                    self._version = thing["metadata"]["resourceVersion"]
+                        self._apply(pod, gone=kind == "DELETED")
+                    self._version = pod["metadata"]["resourceVersion"]
                 failures = 0
             except Expired:
                 self._version = None
             except Exception as error:  # whatever it is: a watch that has died unseen would show the past forever
                 self._trouble = error
                 if not isinstance(error, LauncherError):
-                    self._trouble = PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
+                    self._trouble = PlatformUnreachable(f"the watch of {self._job} broke: {error!r}")
                     self._version = None
                 self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
                 failures += 1
 
-    def _apply(self, thing: ApiObject, *, gone: bool) -> None:
-        with self._lock:
-            if gone:
-                self._objects.pop(uid_of(thing), None)
-            else:
-                self._objects[uid_of(thing)] = thing
-            self._changed(thing, gone)
-
-
-class JobWatch:
-    """One job: listed when it is asked for first, and watched from the second time on if it was alive, until `stop`."""
-
-    def __init__(self, cluster: Cluster, job: JobName) -> None:
-        self._cluster, self._job = cluster, job
-        self.workload: ApiObject | None = None
-        """The JobSet or Job as last seen, also after its deletion."""
-        self.pods: Callable[[], list[ApiObject]] = list
-        """Those that are there; raises PlatformUnreachable where the watch is not up to date."""
-        self.listed: tuple[Resource, str, str] | None = None
-        """Where the lists of a live job can be watched on from: kind, and version of its object and its pods."""
-        self.informers: tuple[Informer, ...] = ()
-        self._deleted = self._settled = False
-        self._seen: dict[tuple[int, int], NodeSeen] = {}
-
-    def status(self) -> JobStatus:
-        """Return the state of the job; one that is deleted while it is watched was cancelled."""
-        if self.listed is not None and self.workload is not None:
-            self._watch(self.workload, *self.listed)
-        if not self.informers or self.workload is None:
-            return self._list()
-        workloads, pods = self.informers
-        if not self._settled:
-            workloads.objects()
-            deleted, over = self._deleted, final(self.workload) is not None
-            if over:
-                # The two watches are not in step: the last pods' ends may still be on their way.
-                pods.refresh()
-            self._settled = deleted or over
-        told = status_of(self.workload, [] if self._settled and self._deleted else self.pods(), self._seen)
-        if self._deleted and not told.state.final:
-            return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
-        return told
-
-    def stop(self) -> None:
-        for informer in self.informers:
-            informer.stop()
-
-    def _list(self) -> JobStatus:
-        """Two calls, or three where the cluster has no JobSets or the job is none."""
-        self.workload, self.pods, self.listed, self._seen = None, list, None, {}
-        for resource in (api.JOBSETS, api.JOBS):
-            try:
-                found, version = self._cluster.list(
-                    resource, self._job.namespace, fields=f"metadata.name={self._job.name}"
-                )
-            except NotThere:  # no such kind in this cluster
-                continue
-            if found:
-                pods, pods_version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
-                for pod in pods:
-                    self._pod_changed(pod, gone=False)
-                # Lists leave the kind out.
-                self.workload = {"kind": "JobSet" if resource is api.JOBSETS else "Job", **found[0]}
-                self.pods, self.listed = pods.copy, (resource, version, pods_version)
-                break
-        told = status_of(self.workload, self.pods(), self._seen)
-        if not told.state.live:
-            self.listed = None
-        return told
-
-    def _watch(self, workload: ApiObject, resource: Resource, version: str, pods_version: str) -> None:
-        cluster, job = self._cluster, self._job
-        self.listed = None
-        workloads = Informer(
-            cluster, resource, job.namespace, fields=f"metadata.name={job.name}", objects=[workload], version=version,
-            changed=self._workload_changed,
-        )  # fmt: skip
-        pods = Informer(
-            cluster, api.PODS, job.namespace, labels=job.labels, objects=self.pods(), version=pods_version,
-            changed=self._pod_changed,
-        )  # fmt: skip
-        self.informers, self.pods = (workloads, pods), pods.objects
-
-    def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
-        if self.workload is None or uid_of(workload) != uid_of(self.workload):
-            return  # another of the same name, after ours was deleted
-        self.workload = {"kind": self.workload["kind"], **workload}
-        self._deleted = self._deleted or gone
-
-    def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
+    def _apply(self, pod: ApiObject, *, gone: bool) -> None:
         """Keep when a pod began and how it ended: the pods of a failed job are deleted."""
-        node, seen = (restart_of(pod), index_of(pod)), node_seen(pod)
-        if seen.code is None and (before := self._seen.get(node)) is not None:
-            seen = seen._replace(code=before.code, eviction=before.eviction)
-        self._seen[node] = seen
+        node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
+        with self._lock:
+            if seen.code is None and (before := self._seen.get(node)) is not None:
+                seen = seen._replace(code=before.code, eviction=before.eviction)
+            self._seen[node] = seen
+            self._pods[states.uid_of(pod)] = pod
+            if gone:
+                del self._pods[states.uid_of(pod)]

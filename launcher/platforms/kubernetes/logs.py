@@ -10,18 +10,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
-from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.pods import NODE
-from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import PAGE, share_of_page, terminal_text
+from launcher.platforms.kubernetes.render import NODE
+from launcher.platforms.kubernetes.states import JobName, began, ended, index_of, restart_of, uid_of
+from launcher.platforms.log_files import PAGE, terminal_text
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -49,12 +47,7 @@ class Place:
     """When the newest line was written, in UTC and to the microsecond."""
 
 
-def _open(cluster: Cluster, job: JobName, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
-    since = place.since if place.pod == uid_of(pod) else ""
-    return cluster.log(job.namespace, pod["metadata"]["name"], NODE, since=since, follow=follow)
-
-
-def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
+def _lines(stream: Iterator[bytes] | Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
     """Yield the lines behind a place, each with the place behind it."""
     if place.pod != pod:
         place = Place(pod=pod)
@@ -88,162 +81,103 @@ def _utc(stamp: str) -> str:
         return ""
 
 
-Places = dict[int, Place]
-"""Positions by node."""
-
-
-def parse(position: str) -> Places:
-    """Return the position that `written` stands for; empty is the beginning."""
-    return {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
-
-
-def written(places: Places) -> str:
-    rows = {node: [one.pod, one.since, one.seen, one.last] for node, one in sorted(places.items())}
-    return json.dumps(rows, separators=(",", ":"))
-
-
-def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: str) -> LogPage:
-    """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
-
-    Where there is no answer, the page is asked for again as a whole.
-    """
-    places = parse(position)
-    waiting = []
-    for pod in _in_order(pods):
-        node = index_of(pod)
-        place = places.get(node, Place())
-        later = {uid_of(one) for one in pods if index_of(one) == node and restart_of(one) > restart_of(pod)}
-        if _readable(pod) and place.pod not in later:
-            waiting.append((pod, place))
-    share = share_of_page(len(waiting))
-
-    def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
-        """The first lines, until they fill the node's share, and whether that ended them."""
-        (pod, begin), found, size = one, [], 0
-        try:
-            for text, place in _lines(_open(cluster, job, pod, begin, follow=False), begin, uid_of(pod)):
-                found.append((text, place))
-                size += len(text) + 1
-                if size >= share:
-                    return found, True
-        except ApiRefused:
-            return [], False  # gone, or not there yet: its watch will tell
-        return found, False
-
-    lines, full = [], set[int]()
-    with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
-        for (pod, _), (found, is_full) in zip(waiting, pool.map(behind, waiting), strict=True):
-            node = index_of(pod)
-            if node in full:
-                continue  # its last life goes on in the next page, and this one's log comes after it
-            if is_full:
-                full.add(node)
-            lines += [LogLine(node, text) for text, _ in found]
-            if found:
-                places[node] = found[-1][1]
-    return LogPage(tuple(lines), written(places), more=bool(full))
-
-
-def _readable(pod: ApiObject) -> bool:
-    return began(pod) and (ended(pod) or index_of(pod) < FOLLOWED)
-
-
-def _in_order(pods: list[ApiObject]) -> list[ApiObject]:
-    return sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod)))
-
-
 class Follower:
-    """Reads the logs of a watched job in the background, a thread for each, and hands them out page by page."""
+    """Reads the logs of a job in the background, a thread for each, and hands them out page by page.
 
-    def __init__(self, cluster: Cluster, job: JobName, watch: JobWatch, position: str) -> None:
-        self._cluster, self._job, self._watch = cluster, job, watch
+    Args:
+        position: where to begin, as a page's `position` has it; empty is the beginning.
+        once: no more than one page is asked for, and where there is no answer, it is asked for again as a whole.
+    """
+
+    def __init__(self, cluster: Cluster, job: JobName, position: str, *, once: bool = False) -> None:
+        self._cluster, self._job, self._once = cluster, job, once
+        self._trouble: LauncherError | None = None
+        self.position = position
+        """Behind the last page."""
+        self._places = {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
         self._turns = threading.BoundedSemaphore(_TOGETHER)
-        self._places = parse(position)
         self._lines: list[LogLine] = []
         self._size = 0
-        self._given = LogPage((), position)
-        self._before = position
         self._readers: dict[str, _Reader] = {}
         self._newest: dict[int, str] = {}
         self._lock = threading.Condition()
 
-    def knows(self, position: str) -> bool:
-        """Return True if it can go on from there. Otherwise a new one has to begin."""
-        return position in (self._given.position, self._before)
+    def page(self, pods: list[ApiObject], *, last: bool) -> LogPage:
+        """The lines since the last page.
 
-    def page(self, position: str, *, last: bool) -> LogPage:
-        """The lines behind a position. The same position again gives the same lines again, and those since.
-
-        Where the job has ended, the last page waits until all is read or a page is full. A connection that neither
-        speaks nor ends is given up.
+        Args:
+            pods: the job's as they are now.
+            last: wait until all that is there is read, or a page is full. What neither speaks nor ends is given up.
         """
-        pods = self._watch.pods()
         over = {uid_of(pod): ended(pod) for pod in pods}
-        for pod in _in_order(pods):
+        for pod in sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod))):
             node, uid = index_of(pod), uid_of(pod)
-            if uid not in self._readers and _readable(pod):
+            if uid not in self._readers and began(pod) and (over[uid] or node < FOLLOWED):
                 self._newest[node] = uid
-                self._readers[uid] = reader = _Reader(pod, self._places.get(node, Place()), ended=over[uid])
+                self._readers[uid] = reader = _Reader(pod, self._places.get(node, Place()), ended=over[uid] or last)
                 threading.Thread(target=self._read, args=(reader,), name=f"log {uid}", daemon=True).start()
         for uid, reader in self._readers.items():
             reader.ended = reader.ended or last or over.get(uid, True)
         with self._lock:
-            for reader in self._readers.values() if last else ():
-                self._finish(reader)
-            again = self._given.lines if position != self._given.position else ()
-            lines, self._lines = (*again, *self._lines), []
-            self._before = position
-            self._given = LogPage(lines, written(self._places), more=last and self._size >= PAGE)
-            self._size = 0
+            if last and not self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END):
+                for reader in self._readers.values():
+                    reader.hang_up()
+                self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END)
+            if self._trouble is not None:
+                raise self._trouble
+            rows = {node: astuple(place) for node, place in sorted(self._places.items())}
+            self.position = json.dumps(rows, separators=(",", ":"))
+            more = last and bool(self._lines) and not self._all_read()
+            page = LogPage(tuple(self._lines), self.position, more)
+            self._lines, self._size = [], 0
             self._lock.notify_all()
-            return self._given
+            return page
+
+    def _all_read(self) -> bool:
+        return all(reader.over for reader in self._readers.values())
 
     def stop(self) -> None:
         for reader in self._readers.values():
             reader.stopped.set()
             reader.hang_up()
 
-    def _finish(self, reader: _Reader) -> None:
-        for hang_up in (True, False):
-            if not self._lock.wait_for(lambda: reader.over or self._size >= PAGE, _END) and hang_up:
-                reader.hang_up()
-
     def _read(self, reader: _Reader) -> None:
-        failures = 0
+        uid, node, failures = uid_of(reader.pod), index_of(reader.pod), 0
         try:
             while not reader.stopped.is_set():
                 last = reader.ended  # the container has ended: one more reading gets all there is
+                since = reader.place.since if reader.place.pod == uid else ""
                 try:
                     with self._turns if last else nullcontext():
-                        reader.stream = _open(self._cluster, self._job, reader.pod, reader.place, follow=not last)
-                        for text, place in _lines(reader.stream, reader.place, uid_of(reader.pod)):
+                        name = reader.pod["metadata"]["name"]
+                        reader.stream = self._cluster.log(self._job.namespace, name, NODE, since=since, follow=not last)
+                        for text, place in _lines(reader.stream, reader.place, uid):
                             reader.place = place
-                            self._add(reader, text)
+                            with self._lock:
+                                while self._size >= PAGE and not reader.stopped.is_set():
+                                    self._lock.wait(1.0)  # until the page is fetched, which is full
+                                self._size += len(text) + 1
+                                self._lines.append(LogLine(node, text))
+                                if self._newest[node] == uid:
+                                    self._places[node] = place
+                                if self._size >= PAGE:
+                                    self._lock.notify_all()
                     failures = 0
                     if last:
                         return
                 except NotThere:
                     return  # removed; what of it was not read is in the run's own folder
-                except LauncherError:
+                except LauncherError as error:
+                    if self._once and not isinstance(error, ApiRefused):
+                        self._trouble = error
+                    if self._once:
+                        return
                     failures += 1  # broken off, or not started yet: again, from where we are
                 reader.stopped.wait(0.05 if reader.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
         finally:
             with self._lock:
                 reader.over = True
                 self._lock.notify_all()
-
-    def _add(self, reader: _Reader, text: str) -> None:
-        """Take a line that a reader has got; where a page is full already, wait until it is fetched."""
-        node = index_of(reader.pod)
-        with self._lock:
-            while self._size >= PAGE and not reader.stopped.is_set():
-                self._lock.wait(1.0)
-            self._size += len(text) + 1
-            if self._size >= PAGE:
-                self._lock.notify_all()
-            self._lines.append(LogLine(node, text))
-            if self._newest[node] == uid_of(reader.pod):
-                self._places[node] = reader.place
 
 
 @dataclass

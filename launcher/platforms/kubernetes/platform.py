@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable, finding_of
+from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.access import require_permissions
 from launcher.platforms.kubernetes.capacity import spare_machines
-from launcher.platforms.kubernetes.checks import Submitted, check_settings
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
-from launcher.platforms.kubernetes.deletion import listed, remove
-from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.logs import Follower, log_page
-from launcher.platforms.kubernetes.preflight import examine_cluster
+from launcher.platforms.kubernetes.informer import JobWatch
+from launcher.platforms.kubernetes.logs import Follower
+from launcher.platforms.kubernetes.preflight import check_settings, examine_cluster, permissions
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import losses
+from launcher.platforms.kubernetes.states import (
+    JobName,
+    container_of,
+    losses,
+    pod_of,
+    silent_since,
+    uid_of,
+    workload_of,
+)
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -40,51 +47,36 @@ _EXPLAIN = 20.0
 _GONE = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
 
+_NAMED = 4
+"""Silent machines that are named."""
+
+Left = dict[api.Resource, list[ApiObject]]
+
 _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 """Facts that this process has learned of clusters. `render` must not ask, and has to know."""
-
-
-@dataclass
-class _Followed:
-    """A job whose status was asked for."""
-
-    watch: JobWatch
-    follower: Follower | None = None
-    asked: float | None = None
-    """When the cluster was last asked why the job waits, and the answer."""
-    reasons: tuple[Finding, ...] = ()
-    refused_since: float | None = None
-
-    def stop(self) -> None:
-        if self.follower is not None:
-            self.follower.stop()
-        self.watch.stop()
 
 
 class GkePlatform:
     """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
 
-    The first `status` of a job lists it; the second one starts a watch.
+    The first `status` of a job looks at it; the second one starts a watch.
     """
 
     name: ClassVar[str] = PLATFORM
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
-    poll_seconds: ClassVar[float] = 5.0  # a look costs nothing, for jobs are watched
+    poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
-        self._connected: Cluster | None = None
         self._rendered: dict[JobId, Job] = {}
-        self._jobs: dict[JobId, _Followed] = {}
+        self._jobs: dict[JobId, JobWatch] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
         weakref.finalize(self, _stop, self._jobs)
 
-    @property
+    @cached_property
     def cluster(self) -> Cluster:
         """Connected to when it is first needed."""
-        if self._connected is None:
-            self._connected = connect(self._settings)
-        return self._connected
+        return connect(self._settings)
 
     @property
     def workload(self) -> WorkloadObjects:
@@ -107,24 +99,16 @@ class GkePlatform:
 
     def check_access(self) -> str:
         """Prove that the cluster answers, and lets us do what a run does."""
-        version, name = self.cluster.version(), self._settings.namespace
-        try:
-            there = self.cluster.get(api.NAMESPACES, None, name) is not None
-        except api.Forbidden:
-            there = True  # namespaces may not be looked at; the permissions in it will tell
-        if not there:  # nobody would have any permission in it
-            raise ConfigProblem(
-                f"platform.namespace={name}: {self.cluster.where} has no such namespace",
-                fix=f"create it with `kubectl create namespace {name}`, or fix platform.namespace",
-            )
+        version = self.cluster.version()
         self._learn()
-        require_permissions(self.cluster, self._settings, self.workload)
+        if (found := permissions(self.cluster, self._settings, self.workload)).severity == "error":
+            raise LoginProblem(found.what, fix=found.fix)
         return f"{self.cluster.where} answers ({version})"
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """Yield what the config alone shows to be wrong, then what the cluster lacks for the job."""
         items = submission.body["items"]
-        yield from check_settings(Submitted(items, self._settings))
+        yield from check_settings(self._settings, items)
         try:
             self._learn()
             if self.workload == "job" and submission.job_id in self._rendered:
@@ -137,9 +121,9 @@ class GkePlatform:
 
     def avoidable(self, job: Job) -> Avoidable:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
-        items = render(job, self._settings, self.workload).body["items"]
+        pod = pod_of(workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
-            most = spare_machines(self.cluster, Submitted(items=items, settings=self._settings))
+            most = spare_machines(self.cluster, self._settings, pod)
         except LauncherError:  # machines may not be looked at, or nobody answers
             most = None
         fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
@@ -159,87 +143,67 @@ class GkePlatform:
         still being removed is PlatformUnreachable.
         """
         if submission.platform != self.name:
-            raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
+            raise PlatformRefused(f"this was rendered for {submission.platform}", fix=f"render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
-            raise PlatformRefused("the submission has no image; build it first (image.kind=docker), or name one")
-        job, submitted = JobName.parse(submission.job_id), Submitted(submission.body["items"], self._settings)
+            raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
+        job, items = JobName.parse(submission.job_id), submission.body["items"]
+        workload = workload_of(items)
+        kind, meta = workload["kind"], workload["metadata"]
         made: list[tuple[api.Resource, ApiObject]] = []
         try:
-            self._require_place(job, submission, submitted)
+            if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
+                _serves_jobsets[self._key] = False
+                fix = "install it (docs/gke.md), or set platform.workload=job"
+                raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
+            other = "Job" if kind == "JobSet" else "JobSet"
+            if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
+                what = f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other"
+                raise PlatformRefused(what, fix="cancel it first")
+            # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
+            command = container_of(pod_of(workload))["command"]
+            directory = command[command.index("--log-uri") + 1].replace("$$", "$")
             try:
-                owner = self._create_workload(job, submitted, made)
-                for item in submitted.items:
-                    if item is not submitted.workload:
-                        self._create_owned(job, item, owner, made)
+                open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
+            except (TrainLitgptError, OSError) as error:
+                raise PlatformRefused(f"{directory} cannot be written: {error}", fix="choose another root") from error
+            annotations = {**meta.get("annotations", {}), DIGEST: digest_of(items)}
+            try:
+                owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, made)
+                for item in items:
+                    if item is not workload:
+                        self._create(job, {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}, made)
             except PlatformRefused:
                 for resource, thing in reversed(made):
                     self.cluster.delete_one(resource, thing)
                 raise
         except api.ApiRefused as error:
-            raise PlatformRefused(f"{error}; {advice(error.message)}") from error
+            raise PlatformRefused(str(error), fix=advice(error.message)) from error
         return submission.job_id
 
-    def _require_place(self, job: JobName, submission: Submission, submitted: Submitted) -> None:
-        """Check that the cluster knows the kind, has no job of the other kind, and that the root can be written."""
-        kind = submitted.workload["kind"]
-        if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
-            _serves_jobsets[self._key] = False
-            raise PlatformRefused(
-                f"{self.cluster.where} has no JobSet; install it (docs/gke.md), or set platform.workload=job"
-            )
-        other = "Job" if kind == "JobSet" else "JobSet"
-        if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
-            raise PlatformRefused(
-                f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other; cancel "
-                "it first"
-            )
-        # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
-        command = submitted.node["command"]
-        directory = command[command.index("--log-uri") + 1].replace("$$", "$")
+    def _create(self, job: JobName, item: ApiObject, made: list[tuple[api.Resource, ApiObject]]) -> dict[str, str]:
+        """Create an object, or find the very same there; return the reference for what it owns."""
+        kind, resource, meta = item["kind"], api.SENT[item["kind"]], item["metadata"]
+        name, owners, there = meta["name"], meta.get("ownerReferences", []), None
         try:
-            open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
-        except (TrainLitgptError, OSError) as error:
-            raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
-
-    def _create_workload(
-        self, job: JobName, submitted: Submitted, made: list[tuple[api.Resource, ApiObject]]
-    ) -> dict[str, str]:
-        """Create the JobSet or Job, or find it there; return the reference of what it owns."""
-        body, digest = submitted.workload, digest_of(submitted.items)
-        kind, meta = body["kind"], body["metadata"]
-        marked = {**body, "metadata": {**meta, "annotations": {**meta.get("annotations", {}), DIGEST: digest}}}
-        try:
-            workload = self.cluster.create(api.SENT[kind], job.namespace, marked)
-            made.append((api.SENT[kind], workload))
-        except api.NotThere as error:  # the namespace, for the kind was looked for before
-            raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
-        except api.AlreadyThere:
-            there = self.cluster.get(api.SENT[kind], job.namespace, job.name)
-            if there is None or there["metadata"].get("deletionTimestamp"):
-                raise PlatformUnreachable(f"an older {kind} {job.name} is still being removed; submit again") from None
-            if there["metadata"].get("annotations", {}).get(DIGEST) != digest:
-                raise PlatformRefused(
-                    f"{kind} {job} is there, and was made of something else; cancel it, or give the run another name"
-                ) from None
-            workload = there
-        uid = str(workload["metadata"]["uid"])
-        return {"apiVersion": body["apiVersion"], "kind": kind, "name": job.name, "uid": uid}
-
-    def _create_owned(
-        self, job: JobName, item: ApiObject, owner: dict[str, str], made: list[tuple[api.Resource, ApiObject]]
-    ) -> None:
-        resource, name = api.SENT[item["kind"]], item["metadata"]["name"]
-        owned = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
-        try:
-            made.append((resource, self.cluster.create(resource, job.namespace, owned)))
+            there = self.cluster.create(resource, job.namespace, item)
+            made.append((resource, there))
+        except api.NotThere as error:
+            if owners:
+                raise
+            # The namespace, for the kind was looked for before.
+            raise PlatformRefused(str(error), fix="create the namespace, or fix platform.namespace") from error
         except api.AlreadyThere:
             there = self.cluster.get(resource, job.namespace, name)
-            owners = (there or {}).get("metadata", {}).get("ownerReferences", ())
-            if there is not None and not any(one["uid"] == owner["uid"] for one in owners):
-                raise PlatformRefused(
-                    f"{item['kind']} {name} is there, and belongs to something else; remove it, or give the run "
-                    "another name"
-                ) from None
+        if there is None or there["metadata"].get("deletionTimestamp"):
+            raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
+        found = there["metadata"]
+        if owners and not any(one["uid"] == owners[0]["uid"] for one in found.get("ownerReferences", ())):
+            fix = "remove it, or give the run another name"
+            raise PlatformRefused(f"{kind} {name} is there, and belongs to something else", fix=fix)
+        if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
+            fix = "cancel it, or give the run another name"
+            raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
+        return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -250,73 +214,115 @@ class GkePlatform:
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason."""
         job = JobName.parse(job_id)
-        followed = self._jobs.setdefault(job_id, _Followed(JobWatch(self.cluster, job)))
-        watch = followed.watch
+        watch = self._jobs.setdefault(job_id, JobWatch(self.cluster, job))
         told, workload = watch.status(), watch.workload
         if told.state.final or workload is None:
             return told
-        pods = watch.pods()
-        missing = losses(pods, told.exit_codes)
-        if told.state is not JobState.PENDING:
-            followed.refused_since = None
-            return replace(told, reasons=tuple(missing))
-        now = time.monotonic()
-        if followed.asked is None or now - followed.asked >= _EXPLAIN:
-            followed.reasons = tuple(explain(self.cluster, job, workload, pods))
-            followed.asked = now = time.monotonic()
-        reasons = (*missing, *followed.reasons)
+        pods, now = watch.pods(), time.monotonic()
+        reasons = tuple(losses(pods, told.exit_codes))
+        if told.state is JobState.PENDING:
+            if now - watch.asked >= _EXPLAIN:
+                watch.reasons = tuple(explain(self.cluster, job, workload, pods))
+                watch.asked = now = time.monotonic()
+            reasons += watch.reasons
         # What keeps the job from running, once something of that kind has for longer than the settings allow. It may
         # change its words from one look to the next: they name pods that are made anew.
         refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
-        if refusal is None:
-            followed.refused_since = None
-            return replace(told, reasons=reasons)
-        if followed.refused_since is None:
-            followed.refused_since = now
-        waited_enough = now - followed.refused_since > self._settings.refused_after
+        watch.refused_since = min(watch.refused_since, now) if refusal else math.inf
+        waited_enough = now - watch.refused_since > self._settings.refused_after
         return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`."""
-        job, followed = JobName.parse(job_id), self._jobs.get(job_id)
-        if followed is None or not followed.watch.informers:
-            if followed is None or followed.watch.listed is None:
-                followed = _Followed(JobWatch(self.cluster, job))
-                followed.watch.status()
-            return log_page(self.cluster, job, followed.watch.pods(), position)
-        over = followed.watch.status().state.final
-        if followed.follower is None or not followed.follower.knows(position):
-            if followed.follower is not None:
-                followed.follower.stop()
-            followed.follower = Follower(self.cluster, job, followed.watch, position)
-        told = followed.follower.page(position, last=over)
-        if over:
+        job, watch = JobName.parse(job_id), self._jobs.get(job_id)
+        if watch is None or not watch.watched:
+            once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
+            once.status()
+            try:
+                return follower.page(once.pods(), last=True)
+            finally:
+                follower.stop()
+        over = watch.status().state.final
+        if watch.follower is None or watch.follower.position != position:
+            if watch.follower is not None:
+                watch.follower.stop()
+            watch.follower = Follower(self.cluster, job, position)
+        told = watch.follower.page(watch.pods(), last=over)
+        if over and not told.more:
             self._forget(job_id)
         return told
 
     def _forget(self, job_id: JobId) -> None:
-        if (followed := self._jobs.pop(job_id, None)) is not None:
-            followed.stop()
+        if (watch := self._jobs.pop(job_id, None)) is not None:
+            watch.stop()
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 
     def cancel(self, job_id: JobId) -> None:
         """Delete everything that has the job's labels, and list until nothing has.
 
-        Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named.
+        Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named, with
+        what holds it.
         """
         self._forget(job_id)
-        limit = self._settings.grace + self._gone
-        remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
+        job, limit = JobName.parse(job_id), self._settings.grace + self._gone
+        ends, pause = time.monotonic() + limit, 0.1
+        cluster = self.cluster.within(limit)
+        refused: dict[api.Resource, api.Forbidden] = {}
+        left: Left = {}
+        try:
+            while left := _left(cluster, job, self._settings, refused):
+                there = {uid_of(one) for things in left.values() for one in things}
+                going = False
+                for resource, things in left.items():
+                    staying = [one for one in things if not one["metadata"].get("deletionTimestamp")]
+                    going = going or len(staying) < len(things)
+                    # What has an owner goes with it, or a controller would put another in its place.
+                    owners = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in staying]
+                    free = [one for one, by in zip(staying, owners, strict=True) if not by & there]
+                    if not free or resource in refused:
+                        continue
+                    try:
+                        if resource is api.SERVICES:  # of which there is one, maybe without our labels
+                            cluster.delete_one(resource, free[0])
+                        else:
+                            cluster.delete(resource, job.namespace, labels=job.labels)
+                        going = True
+                    except api.Forbidden as error:
+                        refused[resource] = error
+                if not going:
+                    break  # nothing of what is left may be deleted
+                if time.monotonic() + pause > ends:
+                    raise PlatformUnreachable(f"it had {limit:.0f} s")
+                time.sleep(pause)
+                pause = min(2.0, pause * 1.5)
+        except PlatformUnreachable as error:
+            still = f"is not gone: {_told(left)}" if left else "may not be gone"
+            # Only a machine can say that a pod of it has ended.
+            lost = {pod["spec"]["nodeName"]: since for pod in left.get(api.PODS, ()) if (since := silent_since(pod))}
+            silent = [f"{machine} has not answered since {since}" for machine, since in sorted(lost.items())]
+            if silent:
+                still += f"; {', '.join(silent[:_NAMED])}: its pods go when it is back, or when its Node is deleted "
+                still += "(`kubectl delete node`)"
+            raise PlatformUnreachable(f"job {job} {still}; {error}", fix="cancel it again") from error
+        if refused:
+            rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
+            words = "; ".join(error.message for error in refused.values())
+            fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
+            raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return everything that has the job's labels, by kind."""
-        return listed(self.cluster, JobName.parse(job_id), made_of(self._settings))
+        """Return everything that has the job's labels, a line for each kind."""
+        job, refused = JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
+        left = _left(self.cluster, job, self._settings, refused)
+        if words := "; ".join(error.message for error in refused.values()):
+            raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
+        return tuple(_told({resource: things}) for resource, things in left.items())
 
 
-def _stop(jobs: dict[JobId, _Followed]) -> None:
-    for followed in jobs.values():
-        followed.stop()
+def _stop(jobs: dict[JobId, JobWatch]) -> None:
+    for watch in jobs.values():
+        watch.stop()
     jobs.clear()
 
 
@@ -328,3 +334,35 @@ def digest_of(items: Any) -> str:
 
     sent = json.loads(json.dumps(items), object_hook=unlabelled)
     return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _left(
+    cluster: Cluster, job: JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
+) -> Left:
+    left = {}
+    for resource in made_of(settings):
+        # JobSet does not hand our labels on to the Service that it makes.
+        which = {"fields": f"metadata.name={job.name}"} if resource is api.SERVICES else {"labels": job.labels}
+        try:
+            found, _ = cluster.list(resource, job.namespace, **which)
+        except api.NotThere:
+            continue  # a cluster without that kind has nothing of it
+        except api.Forbidden as error:
+            refused[resource] = error
+            continue
+        if found:
+            left[resource] = found
+    return left
+
+
+def _told(left: Left) -> str:
+    """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
+    parts = []
+    for resource, things in left.items():
+        held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
+        some = []
+        for thing in things[:3]:
+            machine = thing.get("spec", {}).get("nodeName")
+            some.append(f"{thing['metadata']['name']}" + (f" on {machine}" if machine else ""))
+        parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
+    return ", ".join(parts)

@@ -1,51 +1,57 @@
-"""Checks of a cluster for a submission before anything is created; and what it has, for `doctor`.
+"""Checks of a submission, and of its cluster, before anything is created.
 
 All of it is looked at, whatever is found on the way. What may not be looked at is a warning: it was not checked.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import ImageReference, find_digest
 from launcher.job import UNBUILT
-from launcher.networks.profile import INTERFACES
-from launcher.platforms.kubernetes import access
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.capacity import limits, machines, quotas
-from launcher.platforms.kubernetes.checks import Survey
-from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
+from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, machines, quotas, risk
+from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import google_way
-from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, networks, release
-from launcher.platforms.kubernetes.reasons import refusals
-from launcher.platforms.kubernetes.render import LEAST_JOBSET
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import condition
+from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
+from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
+from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
+from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.node.network import NETWORK
+from litgpt_demo.storage import is_remote
 
 LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
-_JOBSET = ".".join(map(str, LEAST_JOBSET))
-
-
-Check = Callable[[Survey], Iterable[Finding]]
+_JOBSET = "0.10"
+"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
+INJECTOR = "nri-device-injector"
+_INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
+_NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
-    """Everything that can be known beforehand, good news (`info`) included.
-
-    Raises:
-        PlatformUnreachable, LoginProblem: nothing can be known.
-    """
-    survey = Survey(cluster, settings, items)
-    yield from _version(survey)
+    """Everything that can be known beforehand, good news (`info`) included."""
+    survey, version = Survey(cluster, settings, items), cluster.version()
+    if (number := re.match(r"v?(\d+)\.(\d+)", version)) is not None:  # of v1.33.5-gke.1080000
+        survey.version = (int(number[1]), int(number[2]))
+    if survey.version < LEAST_KUBERNETES:
+        least = ".".join(map(str, LEAST_KUBERNETES))
+        yield bad("version", f"{cluster.where} is {version}; we need {least}, for sidecars", "upgrade the cluster")
+    else:
+        yield good("version", f"{cluster.where} answers: {version}")
     told: dict[str, Severity] = {}
-    there = True
-    for what, check in (*CHECKS.items(), *WITHIN.items()):
-        if what in WITHIN and not there:
+    for what, check in (CHECKS | WITHIN).items():
+        if what in WITHIN and "gke.namespace" in told:
             continue  # what follows from a namespace that is missing says nothing more
         before = told.copy()
         try:
@@ -56,153 +62,258 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
                 if finding.severity in ("error", "warning"):
                     told[finding.code] = finding.severity
         except api.Forbidden as error:
-            unseen = f"{what}: not checked, for {error.message}"
-            yield Finding("warning", "gke.unseen", unseen, access.CLUSTER_ROLES)
+            yield risk("unseen", f"{what}: not checked, for {error.message}", CLUSTER_ROLES)
         except LauncherError as error:
-            yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
-        there = there and "gke.namespace" not in told
+            yield risk("unseen", f"{what}: not checked, for {error}", "try again later")
 
 
-def _good(code: str, what: str) -> Finding:
-    return Finding("info", f"gke.{code}", what)
+def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
+    """Yield everything that cannot be, or is a risk, by what the config says alone."""
+    fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
+    yield from fabric.problems
+    # A plug-in works with the daemon that it was released with; other pairs are somebody's own risk.
+    known = {pair.plugin: pair.daemon for pair in fabric.known}
+    if (chosen := fabric.pair) is not None and chosen.plugin not in known:
+        what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"
+        yield risk("network-release", what, f"the newest that we know is {next(iter(known))}")
+    elif chosen is not None and chosen.daemon != (expected := known[chosen.plugin]):
+        what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
+        yield risk("network-pair", what, "leave platform.network_daemon out")
+    # Variables that name cards name cards that are there: `platform.overrides` may say others. Variables that are read
+    # from the pod's fields have no value here.
+    environment = {one["name"]: one.get("value", "") for one in node["env"]}
+    there = json.loads(environment.get(NETWORK, "{}")).get("interfaces", ())
+    for variable in fabric.named_interfaces:
+        named = [name for name in environment.get(variable, "").split(",") if name]
+        if there and (missing := [name for name in named if name not in there]):
+            what = f"{variable} names {', '.join(missing)}, which the pod has not got"
+            yield bad("interface-unknown", what, f"it has {', '.join(sorted(there))}")
+    # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
+    claim = settings.claim_path.rstrip("/") if settings.claim else None
+    for word, address in pairwise(node["command"]):
+        if word not in {"--log-uri", "--stage", "--code"}:
+            continue
+        if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):
+            what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
+            fix = "root: gs://bucket/prefix, or a folder in platform.claim_path with platform.claim"
+            yield bad("root-not-shared", what, fix)
+    # What may be wished for, and does not end well.
+    if settings.host_network and settings.service_account is not None:
+        what = "pods on the host's network may get the node's identity instead of platform.service_account's"
+        fix = "give the node pool's service account access to the root, or leave platform.host_network out"
+        yield risk("host-network-identity", what, fix)
+    # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
+    if settings.spot and settings.grace > 25:
+        what = f"ranks are given {settings.grace} s to save, and Spot VMs are gone 30 s after their notice"
+        yield risk("spot-grace", what, "set platform.grace to 25 or less")
+    if settings.uid == 0 and not fabric.root:  # what a network needs is no choice
+        what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
+        yield risk("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
+    for name in environment:
+        if name.startswith("PET_"):
+            what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
+            yield risk("torchrun-variable", what, "leave it out")
 
 
-def _bad(code: str, what: str, fix: str) -> Finding:
-    return Finding("error", f"gke.{code}", what, fix)
+# --- permissions ------------------------------------------------------------------------------------------------------
+
+
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource, str]]:
+    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, what
+    they are for, and the verb of ours that fails without. What only the checks look at is not among it.
+    """
+    made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
+    kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
+    table: dict[Resource, dict[str, str]] = {
+        kind: {"list": "status", **made},
+        # One of the other kind is only looked for, and removed with the rest.
+        other: {"get": "submit", "list": "status", "deletecollection": "cancel"},
+        api.SERVICES: {"create": "submit", "get": "submit", "list": "cancel", "delete": "cancel"},
+        api.PODS: {"list": "status", "watch": "status", "deletecollection": "cancel"},
+        api.LOGS: {"get": "logs"},
+        api.EVENTS: {"list": "status"},
+    }
+    for resource in made_of(settings):
+        table.setdefault(resource, {"list": "cancel", **made})
+    if settings.queue is not None:
+        table[api.WORKLOADS] = {"list": "status"}
+    return [(verb, resource, why) for resource, verbs in table.items() for verb, why in verbs.items()]
+
+
+def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> Finding:
+    """Return whether the cluster lets us do all that a run does; of what it does not, all is named."""
+    asked = needed(settings, workload)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        allowed = pool.map(lambda one: cluster.allows(one[0], one[1], settings.namespace), asked)
+        lacking = [one for one, may in zip(asked, allowed, strict=True) if not may]
+    if not lacking:
+        return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")
+    listed = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
+    fix = CLUSTER_ROLES
+    if any(resource is api.NETWORK_POLICIES for _, resource, _ in lacking):
+        fix += "; or do without a NetworkPolicy: platform.network_policy: false"
+    return bad("permission", f"{cluster.where} does not let you {listed}", fix)
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def _version(survey: Survey) -> Iterator[Finding]:
-    told = survey.control_plane
-    if survey.version < LEAST_KUBERNETES:
-        least = ".".join(map(str, LEAST_KUBERNETES))
-        yield _bad("version", f"{survey.cluster.where} is {told}; we need {least}, for sidecars", "upgrade the cluster")
-    else:
-        yield _good("version", f"{survey.cluster.where} answers: {told}")
-
-
-def _permissions(survey: Survey) -> Iterator[Finding]:
-    lacking = access.missing(survey.cluster, survey.settings, survey.kind)
-    for one in lacking:
-        what = f"you may not {one} in namespace {survey.namespace}, which {one.why} needs"
-        yield _bad("permission", what, access.fix_of([one]))
-    if not lacking:
-        yield _good("permissions", f"you may do all that a run does in namespace {survey.namespace}")
-
-
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
-    if survey.kind != "jobset":
-        return
-    crd = survey.get(api.CRDS, "jobsets.jobset.x-k8s.io")
-    if crd is None:
+    if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
+        yield good("jobset", "JobSet is installed")
+    elif survey.kind == "jobset":
         fix = f"install JobSet {_JOBSET} or newer (docs/gke.md), or set platform.workload=job"
-        yield _bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
-    elif not any(one["name"] == "v1alpha2" and one["served"] for one in crd["spec"]["versions"]):
-        yield _bad("jobset", "its JobSet does not serve v1alpha2", f"install JobSet {_JOBSET} or newer")
-    else:
-        yield _good("jobset", "JobSet is installed")
+        yield bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
 
 
-def _multi_networking(survey: Survey) -> Iterator[Finding]:
-    """https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods"""
-    settings = survey.settings
-    if settings.cluster is None or INTERFACES not in survey.annotations:
-        return
-    if not google_way(settings)[1].network_config.enable_multi_networking:
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+def networks(survey: Survey) -> Iterator[Finding]:
+    """Check what the pods are attached to: Network objects and their parameters, or what Multus attaches them to.
+
+    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
+    """
+    settings, rows = survey.settings, json.loads(survey.annotations.get(INTERFACES, "[]"))
+    if rows and settings.cluster and not google_way(settings)[1].network_config.enable_multi_networking:
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
-        yield _bad("multi-networking", what, fix)
+        yield bad("multi-networking", what, fix)
+    found = {row["network"]: survey.get(api.NETWORKS, row["network"]) for row in rows if row["network"] != "default"}
+    lacking = [name for name, thing in found.items() if thing is None]
+    if lacking:
+        there = ", ".join(name for name in found if name not in lacking) or "none of them"
+        what = f"the Network objects {', '.join(lacking)} are missing (there are {there})"
+        fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
+        yield bad("networks", what, fix)
+    for name, thing in found.items():
+        parameters = (((thing or {}).get("spec") or {}).get("parametersRef") or {}).get("name")
+        if parameters and survey.get(api.NETWORK_PARAMETERS, parameters) is None:
+            what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
+            yield bad("networks", what, f"create it: {_NETWORKS}")
+    wanted = [one.partition("@")[0] for one in survey.annotations.get(MULTUS, "").split(",") if one]
+    places = [(one.rpartition("/")[0] or survey.namespace, one.rpartition("/")[2]) for one in wanted]
+    if away := [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]:
+        what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, away))} are missing, or Multus is"
+        fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
+        yield bad("networks", what, fix)
+    if (found or wanted) and not (lacking or away):
+        yield good("networks", f"the networks {', '.join(found or wanted)}")
+
+
+def daemon_sets(survey: Survey) -> Iterator[Finding]:
+    """Check that the nodes have, and at this Kubernetes version can have, the plug-in that the pods are made for."""
+    pairs = survey.fabric.known
+    place = next((place for place, one in enumerate(pairs) if one.since and survey.version >= one.since), None)
+    network, installer, pair = survey.settings.network, survey.fabric.installer, survey.fabric.pair
+    if place is not None and pair is not None and pair.plugin not in {one.plugin for one in pairs[: place + 1]}:
+        least, since = pairs[place].plugin, ".".join(map(str, pairs[place].since or ()))
+        what = f"{network} {pair.plugin} is older than what Kubernetes from {since} on is made for ({least})"
+        yield risk(f"{network}-release", what, f"upgrade the DaemonSet that installs it; network_plugin={least}")
+    injected = any(key.startswith(DEVICES) for key in survey.annotations)
+    if installer is None and not injected:
+        return
+    tags: dict[str, str] = {}
+    used: dict[str, list[ApiObject]] = {"installer": [], "device-injector": []}
+    for one in survey.cluster.list(api.DAEMON_SETS, None)[0]:
+        pod = one["spec"]["template"]["spec"]
+        for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
+            name, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
+            if installer is not None and name in installer.images:
+                tags[one["metadata"]["name"]] = tag
+                used["installer"].append(one)
+            if injected and INJECTOR in container.get("image", ""):
+                used["device-injector"].append(one)
+    if installer is not None:
+        wanted = pair.plugin if pair is not None else None
+        if not tags:
+            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            yield bad("installer", f"no DaemonSet installs the plug-in of {network} on the nodes", fix)
+        elif wanted not in tags.values():
+            name, tag = next(iter(tags.items()))
+            what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+            yield bad("installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
+        else:
+            yield good("installer", f"the nodes have {network} {wanted}")
+    if injected and not used["device-injector"]:
+        what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
+        yield bad("device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
+    for code, sets in used.items():
+        for name, status in {one["metadata"]["name"]: one.get("status", {}) for one in sets}.items():
+            ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+            if ready < wished:
+                what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
+                yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
+
+
+def _raw(address: str) -> str:
+    return address.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
+# Of a service account and a PriorityClass the dry run of a pod says whether they are there.
 
 
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
-    found = survey.get(api.NAMESPACES, name)
-    if found is None:
+    if survey.get(api.NAMESPACES, name) is None:
         fix = f"kubectl create namespace {name}, or fix platform.namespace"
-        yield _bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
-    elif found.get("status", {}).get("phase") == "Terminating":
-        fix = "take another platform.namespace, or wait and create it again"
-        yield _bad("namespace", f"namespace {name} is being removed", fix)
+        yield bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
     else:
-        yield _good("namespace", f"namespace {name}")
-
-
-def _service_account(survey: Survey) -> Iterator[Finding]:
-    name, space = survey.settings.service_account, survey.namespace
-    if name is None:
-        return
-    found = survey.get(api.SERVICE_ACCOUNTS, name)
-    if found is None:
-        fix = f"kubectl create serviceaccount {name} --namespace {space}, or fix platform.service_account"
-        yield _bad("service-account", f"there is no service account {name} in {space}", fix)
-        return
-    google = found["metadata"].get("annotations", {}).get("iam.gke.io/gcp-service-account")
-    # Since 2024 roles may be granted to the Kubernetes account itself, which cannot be seen from here.
-    yield _good("service-account", f"service account {name}" + (f", which stands for {google}" if google else ""))
+        yield good("namespace", f"namespace {name}")
 
 
 def _queue(survey: Survey) -> Iterator[Finding]:
     name, space = survey.settings.queue, survey.namespace
     if name is None:
         return
-    found = survey.get(api.LOCAL_QUEUES, name)
-    if found is None:
-        known = survey.get(api.CRDS, "localqueues.kueue.x-k8s.io") is not None
+    if (found := survey.get(api.LOCAL_QUEUES, name)) is None:
+        known = survey.cluster.serves(api.LOCAL_QUEUES)
         fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
         what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
-        yield _bad("queue", what, f"{fix}, or leave platform.queue out")
+        yield bad("queue", what, f"{fix}, or leave platform.queue out")
         return
     behind = found["spec"]["clusterQueue"]
-    cluster_queue = survey.get(api.CLUSTER_QUEUES, behind)
-    if cluster_queue is None:
-        yield _bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
+    if (cluster_queue := survey.get(api.CLUSTER_QUEUES, behind)) is None:
+        yield bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
         return
     for thing, what in ((found, f"LocalQueue {name}"), (cluster_queue, f"ClusterQueue {behind}")):
         if (told := condition(thing, "Active", "False")) is not None:
-            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
+            yield bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
         what = f"ClusterQueue {behind} covers {', '.join(sorted(covered))}, and not nvidia.com/gpu"
-        yield _bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
-    yield _good("queue", f"queue {name} of {behind}")
+        yield bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
+    yield good("queue", f"queue {name} of {behind}")
 
 
-def _priority(survey: Survey) -> Iterator[Finding]:
-    resource, kind = api.PRIORITY_CLASSES, "PriorityClass"
-    if survey.settings.queue:
-        resource, kind = api.WORKLOAD_PRIORITIES, "WorkloadPriorityClass"
-    if (name := survey.settings.priority) is not None and survey.get(resource, name) is None:
-        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; fix platform.priority")
-
-
-def _topology(survey: Survey) -> Iterator[Finding]:
-    if survey.settings.topology is None:
-        return
+def _kueue(survey: Survey) -> Iterator[Finding]:
+    """Check what the pods name of Kueue's, but for the queue."""
+    settings = survey.settings
+    name = settings.priority if settings.queue else None
+    if name is not None and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
+        fix = "kubectl get workloadpriorityclasses; fix platform.priority"
+        yield bad("priority", f"there is no WorkloadPriorityClass {name}", fix)
     label = next((value for key, value in survey.annotations.items() if key.endswith("-topology")), None)
-    listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
-    levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
-    if label not in levels:
-        known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
+    if settings.topology is not None:
+        listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
+        levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
+        if label not in levels:
+            known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
+            yield bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def _claim(survey: Survey) -> Iterator[Finding]:
     name, nodes = survey.settings.claim, survey.settings.nodes
     if name is None:
         return
-    found = survey.get(api.CLAIMS, name)
-    if found is None:
+    if (found := survey.get(api.CLAIMS, name)) is None:
         what = f"there is no PersistentVolumeClaim {name} in {survey.namespace}"
-        yield _bad("claim", what, "create it, or fix platform.claim")
+        yield bad("claim", what, "create it, or fix platform.claim")
     elif nodes > 1 and "ReadWriteMany" not in (modes := found["spec"].get("accessModes", ())):
         what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, and {nodes} nodes write to it"
-        yield _bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
+        yield bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
 def _image(survey: Survey) -> Iterator[Finding]:
@@ -212,39 +323,37 @@ def _image(survey: Survey) -> Iterator[Finding]:
         return
     try:
         if find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0) is None:
-            yield _bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
+            yield bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
     except (ImageProblem, ValueError) as error:
         what = f"image {name} was not looked at: {error}"
-        yield Finding("warning", "gke.image", what, "it may be there all the same")
-
-
-def _secrets(survey: Survey) -> Iterator[Finding]:
-    """Only a node finds out whether they have the right entries."""
-    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
-        if survey.cluster.secret_type(survey.namespace, name) is None:
-            what = f"there is no Secret {name} in namespace {survey.namespace}, and platform.secrets names it"
-            fix = f"kubectl create secret generic {name} --namespace {survey.namespace} --from-literal=KEY=VALUE"
-            yield _bad("secret", what, fix)
+        yield risk("image", what, "it may be there all the same")
 
 
 # https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
 _LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
 
 
-def _pull_secrets(survey: Survey) -> Iterator[Finding]:
-    """A pod is created without these logins too, and waits for its image."""
+def _secrets(survey: Survey) -> Iterator[Finding]:
+    """Only a node finds out whether they have the right entries. Without a login a pod is created too, and waits."""
+    space = survey.namespace
+    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
+        if survey.cluster.secret_type(space, name) is None:
+            what = f"there is no Secret {name} in namespace {space}, and platform.secrets names it"
+            yield bad(
+                "secret", what, f"kubectl create secret generic {name} --namespace {space} --from-literal=KEY=VALUE"
+            )
     for name in survey.settings.image_pull_secrets:
-        kind = survey.cluster.secret_type(survey.namespace, name)
+        kind = survey.cluster.secret_type(space, name)
         fix = (
-            f"kubectl create secret docker-registry {name} --namespace {survey.namespace} --docker-server=HOST "
+            f"kubectl create secret docker-registry {name} --namespace {space} --docker-server=HOST "
             "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
         )
         if kind is None:
-            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {survey.namespace}"
-            yield _bad("pull-secret", what, fix)
+            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {space}"
+            yield bad("pull-secret", what, fix)
         elif kind not in _LOGINS:
             what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
-            yield _bad("pull-secret", what, f"delete it, then {fix}")
+            yield bad("pull-secret", what, f"delete it, then {fix}")
 
 
 # --- what the cluster would take --------------------------------------------------------------------------------------
@@ -256,15 +365,15 @@ def _accepted(survey: Survey) -> Iterator[Finding]:
         try:
             survey.try_out(item)
         except api.AlreadyThere:
-            yield _good("there", f"{name} is there already, and will be taken up if it is the same")
+            yield good("there", f"{name} is there already, and will be taken up if it is the same")
         except api.NotThere:
             continue  # `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
             if "onJobFailureMessagePatterns" in error.message:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
-                yield _bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
+                yield bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             else:
-                # A role that is missing has been found by `_permissions`, which names all of them.
+                # A role that is missing has been found by `permissions`, which names all of them.
                 yield from (one for one in _refused(item, error) if one.code != "gke.permission")
 
 
@@ -288,25 +397,21 @@ def _refused(item: ApiObject, error: api.ApiRefused) -> list[Finding]:
     return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
 
 
+Check = Callable[[Survey], Iterable[Finding]]
+
 CHECKS: dict[str, Check] = {
     "namespace": _namespace,
     "JobSet": _jobset,
-    "priority": _priority,
-    "topology": _topology,
-    "multi-networking": _multi_networking,
-    "the network's release": release,
+    "Kueue": _kueue,
     "networks": networks,
-    "attachments": attachments,
     "the network's DaemonSets": daemon_sets,
     "machines": machines,
     "image": _image,
 }
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
-    "permissions": _permissions,
-    "service account": _service_account,
+    "permissions": lambda survey: [permissions(survey.cluster, survey.settings, survey.kind)],
     "secrets": _secrets,
-    "pull secrets": _pull_secrets,
     "queue": _queue,
     "claim": _claim,
     "quotas": quotas,

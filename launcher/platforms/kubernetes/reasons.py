@@ -9,21 +9,21 @@ speaks for the others, and the number of calls does not grow with the nodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import states
-from launcher.platforms.kubernetes.access import CLUSTER_ROLES
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
-from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.pods import job_name
+from launcher.platforms.kubernetes.render import job_name
 from litgpt_demo.findings import Finding, Severity
 
+CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in that namespace"
 
-@dataclass(frozen=True)
-class Phrase:
+
+class Phrase(NamedTuple):
     """A phrase of a cluster's message, and what it means. `{0}` stands for what the pattern's first group matched."""
 
     pattern: str
@@ -32,11 +32,20 @@ class Phrase:
     fix: str
     severity: Severity = "warning"
 
-    def read(self, text: str, area: str) -> Iterator[Finding]:
-        """Yield a finding for every different place of the text that the phrase matches."""
+    def read(self, text: str, area: str) -> list[Finding]:
+        """Return a finding for every different place of the text that the phrase matches."""
+        found = []
         for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
             words = [word.strip() for word in match]
-            yield Finding(self.severity, f"{area}.{self.code}", self.what.format(*words), self.fix.format(*words))
+            found.append(
+                Finding(self.severity, f"{area}.{self.code}", self.what.format(*words), self.fix.format(*words))
+            )
+        return found
+
+
+def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
+    """Return what the first phrase that matches finds in the words about a job that waits."""
+    return next(filter(None, (phrase.read(text, _AREA) for phrase in phrases)), [])
 
 
 # Wording of the API server's admission plug-ins (kubernetes: plugin/pkg/admission, staging/src/k8s.io/apiserver,
@@ -58,8 +67,9 @@ _ADMISSION = (
            "the namespace enforces the Pod Security level {0}, which forbids the pods: {1}",
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
            "forbids platform.host_network and GPUDirect, restricted also platform.uid=0", "error"),
-    Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
-           "kubectl create serviceaccount {0}, or fix platform.service_account", "error"),
+    Phrase(r'service account ([^\s/]+)/\S+: serviceaccount "([^"]+)" not found', "service-account",
+           "there is no service account {1} in {0}",
+           "kubectl create serviceaccount {1} --namespace {0}, or fix platform.service_account", "error"),
     Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
            "fix platform.priority", "error"),
     Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
@@ -73,11 +83,7 @@ _ADMISSION = (
 
 
 def refusals(message: str, area: str) -> list[Finding]:
-    """Return all reasons that the message tells, each with its fix; never none.
-
-    Args:
-        area: what the findings' codes begin with.
-    """
+    """Return all reasons that the message tells, each with its fix; never none. Their codes begin with `area`."""
     known = [finding for phrase in _ADMISSION for finding in phrase.read(message, area)]
     return known or [Finding("error", f"{area}.refused", message, "change what it names, or ask who runs the cluster")]
 
@@ -105,32 +111,23 @@ REFUSALS = frozenset(
 """Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
 
 
-def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
+def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
     there = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
     waiting = sorted((pod for pod in there if not states.began(pod)), key=states.index_of)
-    found = _asked(lambda: _of_pods(waiting))
-    # What once kept a pod from being made is over when all of them are there.
-    past = {"FailedCreate"} if len(there) >= states.nodes_of(workload) else set()
-    found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
+    complete = len(there) >= states.nodes_of(workload)
+    told = [_of_pods(waiting), _of_events(cluster, job, workload, waiting[:1], complete=complete)]
+    found: list[Finding] = []
     if _QUEUE in workload["metadata"].get("labels", {}):
-        found += _asked(lambda: _of_kueue(cluster, job, workload))
+        told.append(_of_kueue(cluster, job, workload))
     elif workload["spec"].get("suspend"):
         what, fix = f"{job.name} is suspended, and no queue will start it", "set spec.suspend to false, or cancel it"
-        found.append(Finding("warning", "gke.pending.suspended", what, fix))
-    order = ("error", "warning", "info")
-    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.severity))
-
-
-def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the reasons up to one that cannot be had, or lies in an object without what its kind should have.
-
-    Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
-    """
-    found: list[Finding] = []
-    with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
-        found.extend(ask())
-    return found
+        found.append(Finding("warning", f"{_AREA}.suspended", what, fix))
+    for reasons in told:
+        # Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
+        with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
+            found.extend(reasons)
+    return sorted(dict.fromkeys(found), key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
 # Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
@@ -179,21 +176,22 @@ def unschedulable(message: str) -> Iterator[Finding]:
     """
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
     for reason in re.split(r", (?=\d+ )", head):
-        known = next((found for phrase in _SCHEDULER if (found := list(phrase.read(reason, _AREA)))), None)
-        yield from known or [Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)]
+        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)
+        yield from _first(_SCHEDULER, reason) or [unknown]
 
 
-_WAITING = {
-    "ErrImagePull": "image", "ImagePullBackOff": "image", "InvalidImageName": "image", "ErrImageNeverPull": "image",
-    "CreateContainerConfigError": "configuration", "CreateContainerError": "container",
-    "RunContainerError": "container", "CrashLoopBackOff": "crash",
-}  # fmt: skip
-_FIXES = {
-    "image": "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
-    "configuration": "a Secret or ConfigMap that the pod needs is not there",
-    "container": "look at `kubectl describe pod`; a device or path of the machine may be missing",
-    "crash": "look at that container's log: `kubectl logs POD -c CONTAINER --previous`",
-}
+# Why a container waits, and the kubelet's message.
+_WAITING = (
+    Phrase(r"(?s)^((?:ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull): .*)", "image", "{0}",
+           "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
+           "error"),
+    Phrase(r"(?s)^(CreateContainerConfigError: .*)", "configuration", "{0}",
+           "a Secret or ConfigMap that the pod needs is not there", "error"),
+    Phrase(r"(?s)^((?:Create|Run)ContainerError: .*)", "container", "{0}",
+           "look at `kubectl describe pod`; a device or path of the machine may be missing", "error"),
+    Phrase(r"(?s)^(CrashLoopBackOff: .*)", "crash", "{0}",
+           "look at that container's log: `kubectl logs POD -c CONTAINER --previous`", "error"),
+)  # fmt: skip
 
 
 def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
@@ -210,9 +208,8 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
         status = pod.get("status", {})
         for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
             waits = one["state"].get("waiting", {})
-            if (code := _WAITING.get(waits.get("reason", ""))) is not None:
-                what = f"container {one['name']}, image {one['image']}: {waits['reason']}: {waits.get('message', '')}"
-                found.append(Finding("error", f"{_AREA}.{code}", what, _FIXES[code]))
+            for known in _first(_WAITING, f"{waits.get('reason', '')}: {waits.get('message', '')}"):
+                found.append(replace(known, what=f"container {one['name']}, image {one['image']}: {known.what}"))
         for finding in found:
             reasons.setdefault(finding, []).append(states.index_of(pod))
     for finding, nodes in reasons.items():
@@ -220,81 +217,79 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
         yield replace(finding, what=f"{who}: {finding.what}")
 
 
-# By the event's reason: phrases in its message, of which the first one counts. `FailedCreate` is read by `refusals`.
-_EVENTS: dict[str, tuple[Phrase, ...]] = {
-    "FailedMount": (Phrase(r"(.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),),
-    "FailedAttachVolume": (Phrase(r"(.+)", "volume", "{0}", "is the disk in use on another machine?"),),
-    "FailedCreatePodSandBox": (
-        Phrase(r"(.+)", "network", "{0}", "do the machines have the additional networks that the pod is attached to "
-               "(platform.network, GKENetworkParamSet)?"),
-    ),
+# The event's reason and its message. `FailedCreate` is read by `refusals`.
+_EVENTS = (
+    Phrase(r"(?s)^FailedMount: (.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),
+    Phrase(r"(?s)^FailedAttachVolume: (.+)", "volume", "{0}", "is the disk in use on another machine?"),
+    Phrase(r"(?s)^FailedCreatePodSandBox: (.+)", "network", "{0}",
+           "do the machines have the additional networks that the pod is attached to (platform.network, "
+           "GKENetworkParamSet)?"),
     # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
-    "NotTriggerScaleUp": (Phrase(r"(.+)", "scale-up", "no machine will be added: {0}",
-                                 "raise the node pool's limit, or take another platform.node_pool"),),
-    "FailedScaleUp": (
-        Phrase(r"(.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
-               "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
-        Phrase(r"(.+)", "capacity", "Google has no machine to give: {0}",
-               "wait, use a platform.reservation or platform.flex_start, or take another location"),
-    ),
-}  # fmt: skip
+    Phrase(r"(?s)^NotTriggerScaleUp: (.+)", "scale-up", "no machine will be added: {0}",
+           "raise the node pool's limit, or take another platform.node_pool"),
+    Phrase(r"(?s)^FailedScaleUp: (.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
+           "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
+    Phrase(r"(?s)^FailedScaleUp: (.+)", "capacity", "Google has no machine to give: {0}",
+           "wait, use a platform.reservation or platform.flex_start, or take another location"),
+)  # fmt: skip
 # Of JobSet, with the API server's message behind it.
 _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
 
 
 def _of_events(
-    cluster: Cluster, job: JobName, workload: ApiObject, waiting: list[ApiObject], past: set[str]
+    cluster: Cluster, job: states.JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
 ) -> Iterator[Finding]:
     """Yield what the newest event of each kind means; nothing for one that keeps nobody from running."""
-    known = [job.name, *(pod["metadata"]["name"] for pod in waiting)]
-    alive = {states.uid_of(workload), *(states.uid_of(pod) for pod in waiting)}
-    for name in (job.name, *([job_name(job.name)] if workload["kind"] == "JobSet" else []), *known[1:]):
+    uids = {job.name: states.uid_of(workload)}
+    if workload["kind"] == "JobSet":
+        uids[job_name(job.name)] = ""  # a Job that we have not seen; of the others, no older namesake's events count
+    uids |= {pod["metadata"]["name"]: states.uid_of(pod) for pod in waiting}
+    for name, uid in uids.items():
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
-        about = [event for event in events if isinstance(event.get("involvedObject"), dict)]
+        about = [
+            event
+            for event in events
+            if isinstance(what := event.get("involvedObject"), dict) and uid in ("", what.get("uid"))
+        ]
         about.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
-        newest = {
-            str(event.get("reason") or ""): str(event.get("message") or "")  # both are optional (core/v1 Event)
-            for event in about
-            # A Job between JobSet and pods has an id that we do not know; of the others, no older namesake's.
-            if name not in known or event["involvedObject"].get("uid") in alive
-        }
+        # Both are optional (core/v1 Event).
+        newest = {str(event.get("reason") or ""): str(event.get("message") or "") for event in about}
+        if complete:  # what once kept a pod from being made is over
+            newest.pop("FailedCreate", None)
         for reason, message in newest.items():
-            if reason in past:
-                continue
             if reason == "FailedCreate":
                 yield from refusals(message.removeprefix("Error creating: "), _AREA)
             elif (part := _REFUSED_PARTS.get(reason)) is not None:
                 what = f"JobSet cannot create its {part.title()}: {message}"
                 yield Finding("error", f"{_AREA}.{part}", what, advice(message))
             else:
-                read = (list(phrase.read(message, _AREA)) for phrase in _EVENTS.get(reason, ()))
-                yield from next(filter(None, read), [])
+                yield from _first(_EVENTS, f"{reason}: {message}")
 
 
-def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[Finding]:
+def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Iterator[Finding]:
     """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:
         listed, _ = cluster.list(WORKLOADS, job.namespace)
     except NotThere:
         what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
-        yield Finding("error", "gke.pending.queue", what, "install Kueue, or cancel it and leave platform.queue out")
+        yield Finding("error", f"{_AREA}.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
     owned = ((one, one["metadata"].get("ownerReferences", ())) for one in listed)
     mine = [one for one, owners in owned if any(owner["uid"] == states.uid_of(workload) for owner in owners)]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
-        yield Finding("warning", "gke.pending.queue", what, "is Kueue's controller running, with JobSets turned on?")
+        yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")
     for one in mine:
-        if (evicted := states.holding(one, "Evicted")) is not None:
+        if (evicted := states.condition(one, "Evicted")) is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
-            yield Finding("warning", "gke.pending.evicted", what, "it goes on by itself, from its last checkpoint")
-        if states.holding(one, "Admitted") is not None:
+            yield Finding("warning", f"{_AREA}.evicted", what, "it goes on by itself, from its last checkpoint")
+        if states.condition(one, "Admitted") is not None:
             continue
         told = states.condition(one, "QuotaReserved", "False")
         if told is not None and evicted is None:
             what = f"queue {queue}: {told.get('message', '')}"
             if told.get("reason") == "Inadmissible" or "maximum capacity" in what:
-                yield Finding("error", "gke.pending.queue", what, "fix platform.queue, or take fewer platform.nodes")
+                yield Finding("error", f"{_AREA}.queue", what, "fix platform.queue, or take fewer platform.nodes")
             else:
-                yield Finding("warning", "gke.pending.queue", what, "wait for other jobs to end, or raise the quota")
+                yield Finding("warning", f"{_AREA}.queue", what, "wait for other jobs to end, or raise the quota")

@@ -1,31 +1,31 @@
 """Rendering of a job as Kubernetes objects: a JobSet, or an Indexed Job with its headless Service, and what they need.
 
 A JobSet is one Indexed Job of all nodes that is restarted as a whole, by the cluster, for as long as that helps. A
-plain Job, for clusters without JobSet, cannot restart as a whole; the launcher's next attempt does that.
+plain Job, for clusters without JobSet, cannot restart as a whole; the launcher's next attempt does that. Each of their
+pods has one container that runs `python -m litgpt_demo node`, and what its network adds.
 Pure: no cluster, no clock, no disk.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from launcher.environment import as_rows
+from launcher.environment import Entry, as_rows, combined, literal
 from launcher.errors import ConfigProblem
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, Submission
-from launcher.networks.profile import Network
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submission
+from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.pods import NODE, NODES, claim_name, pod, pod_host
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.node.network import NETWORK
+from litgpt_demo.storage import bucket_path
 
 WorkloadObjects = Literal["jobset", "job"]
 
 PLATFORM = "gke"
-LEAST_JOBSET = (0, 10)
-"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
-
 # What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
 # knows. 137 is SIGKILL, mostly for memory: a cluster's rules do not see the reason (OOMKilled); the launcher does, and
 # decides.
@@ -37,15 +37,36 @@ _CLAIM_KINDS: Mapping[str, api.Resource] = {"compute-domain": api.COMPUTE_DOMAIN
 
 _POD_SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
+NODES = "nodes"
+"""The one replicated job of our JobSets."""
+NODE = "node"
+"""The container of a pod that runs `python -m litgpt_demo node`."""
+PORT = 29500
+DIRECTORY = "/run/litgpt"
+"""A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
+TEMPORARY = "/tmp"
+"""An emptyDir where the image cannot be written: temporary files, and the home of a user without any."""
+BUCKETS = "/gcs"
+"""The folder where buckets are mounted for `stage: fuse`."""
+
+_HOSTNAME = "kubernetes.io/hostname"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def job_name(name: str) -> str:
+    """Return the name of the one Job that JobSet makes for a JobSet of ours."""
+    return f"{name}-{NODES}-0"
+
+
+def pod_host(workload: str, name: str, index: int) -> str:
+    """The host name of pod `index`: JobSet numbers its jobs too, of which we have one."""
+    return f"{job_name(name)}-{index}" if workload == "jobset" else f"{name}-{index}"
 
 
 def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
     """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
 
     Its id is `namespace/name`. All objects have the labels of the attempt.
-
-    Raises:
-        ConfigProblem: names do not fit, variables clash, or the network is not to be had.
     """
     name = job.attempt_name
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
@@ -56,9 +77,9 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
             f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
         )
     if not RFC_1035.fullmatch(name):
-        raise ConfigProblem(f"{name!r} cannot be a host name; use lower-case letters, digits and dashes")
+        raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
-    template, environment = pod(job, settings, network, workload)
+    template, environment = _pod(job, settings, network, workload)
     labels, kueue = job.all_labels, {}
     if settings.queue is not None:
         # https://github.com/kubernetes-sigs/kueue/blob/ff69552e79/site/content/en/docs/tasks/run
@@ -178,7 +199,7 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma:
     nccl-test-imex-a4x.yaml, nccl-test-managed-rdma.yaml
     """
-    name = claim_name(job, claim)
+    name = f"{job.attempt_name}-{claim}"
     if claim == "compute-domain":
         domain = {"numNodes": job.nodes, "channel": {"resourceClaimTemplate": {"name": name}}}
         version = "resource.nvidia.com/v1beta1"
@@ -192,3 +213,242 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
         "metadata": {**metadata, "name": name},
         "spec": {"spec": {"devices": {"requests": [request]}}},
     }
+
+
+# --- the pod ----------------------------------------------------------------------------------------------------------
+
+
+def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
+    """Return the template of the pod that every node of the job has, and all variables of its nodes."""
+    unprivileged = settings.uid != 0 and not network.root and not network.privileged
+    # Our own programs write where their volumes are. A script of the user's may write next to itself, and the scripts
+    # of networks that need root write as they like.
+    read_only = unprivileged and job.program[:2] == ("-m", "litgpt_demo")
+    environment = _environment(job, settings, network, workload, unprivileged=unprivileged, read_only=read_only)
+    volumes, mounts = _volumes(job, settings, network, read_only=read_only)
+    arguments = job.node_command(
+        node_rank="env:JOB_COMPLETION_INDEX",
+        # Node 0 by its host name within the headless Service, which has the name of the job.
+        master=f"{pod_host(workload, job.attempt_name, 0)}.{job.attempt_name}:{PORT}",
+        run_id="env:LITGPT_ATTEMPT",
+        directory=DIRECTORY,
+        log_flags=("--log-uri", job.directory),
+        grace=settings.grace,
+        stage=job.stage if settings.stage == "copy" else (),
+    )
+    container = {
+        "name": NODE,
+        "image": job.image or UNBUILT,
+        "command": [literal(word) for word in ("python", *arguments)],
+        "env": [entry.as_object() for entry in environment if entry.origin != "script"],
+        "resources": _given(
+            requests=_given(cpu=settings.cpus, memory=settings.memory) or None,
+            limits={**_given(**{"nvidia.com/gpu": settings.node_gpus or None}), **network.resources} or None,
+            claims=[{"name": claim} for claim in network.claims] or None,
+        ),
+        "securityContext": _security(settings, network, read_only=read_only),
+        "volumeMounts": mounts,
+    }
+    annotations = {"kubectl.kubernetes.io/default-container": NODE, **network.annotations}
+    if settings.stage == "fuse":
+        # Without limits of its own the sidecar is killed for memory, and the mount is gone for good:
+        # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
+        annotations["gke-gcsfuse/volumes"] = "true"
+        annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
+    # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
+    label = "cloud.google.com/gce-topology-"
+    if (level := settings.topology) is not None:
+        how = "required" if settings.topology_required else "preferred"
+        known = level in {"block", "subblock", "host"}
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{label}{level}" if known else level
+    if settings.slice_nodes is not None:
+        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
+        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
+    if settings.flex_start is not None and settings.queue is not None:
+        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
+    # The group makes volumes, a claim's files among them, the trainer's to write. A network's daemons run as their
+    # images say, so that such a pod has no user of its own.
+    group = {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
+    user = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid} if unprivileged else {}
+    claims = [{"name": claim, "resourceClaimTemplateName": f"{job.attempt_name}-{claim}"} for claim in network.claims]
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
+        "serviceAccountName": settings.service_account,  # Workload Identity needs its name, not its token
+        "automountServiceAccountToken": False,
+        "securityContext": {**user, **group} if user or settings.claim else None,
+        # A secret that is not there keeps no pod from being created: the pull is tried without it.
+        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
+        "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
+        # Cluster names resolve on the host's network only by this policy.
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
+        **_placement(job, settings, network),
+        "priorityClassName": None if settings.queue else settings.priority,
+        "initContainers": [dict(one) for one in network.init_containers] or None,
+        "containers": [container],
+        "volumes": volumes,
+        "resourceClaims": claims or None,
+    }
+    metadata = {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
+    return {"metadata": metadata, "spec": _given(**spec)}, environment
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _environment(
+    job: Job, settings: GkePlatformConfig, network: Network, workload: str, *, unprivileged: bool, read_only: bool
+) -> list[Entry]:
+    """The variables of a node. JOB_COMPLETION_INDEX, its rank, is set by the Job controller."""
+    fast = network.node.nccl_net is not None
+    node = network.node.model_copy(
+        update={
+            "gpus": settings.node_gpus,
+            "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
+            # What the user and the job set has to win over the scripts, which the node sources later than the pod
+            # sets anything.
+            "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
+            "allow_sockets": settings.allow_sockets,
+            # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
+            # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
+            # Machines that we do not know may be nobody's cloud.
+            "place": "gce" if fast and settings.machine and settings.topology is None and job.nodes > 2 else None,
+            # Plain TCP has no figure that it could be held to.
+            "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
+        }
+    )
+    own: list[Entry] = []
+
+    def add(name: str, value: str, why: str, **more: Any) -> None:
+        own.append(Entry(name=name, value=value, origin="platform", why=why, **more))
+
+    add("LITGPT_HOST", "", "machine that this node is, for verdicts and exclusions", field="spec.nodeName")
+    why = "one per life of the job: no node of the last one can join (pytorch#116974)"
+    if workload == "jobset":
+        restart = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+        add("LITGPT_RESTART", "", "how often JobSet has restarted the job", field=restart)
+        add("LITGPT_ATTEMPT", f"{job.attempt_name}-$(LITGPT_RESTART)", why, expands=True)
+    else:
+        add("LITGPT_ATTEMPT", job.attempt_name, why)
+    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
+    add(NETWORK, json.dumps(told, separators=(",", ":")), "what the node has to know of its network")
+    add("PYTHONUNBUFFERED", "1", "log lines appear when they are printed")
+    if settings.stage == "fuse" and job.stage:
+        add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
+    users = {**job.env, **settings.overrides, **settings.secrets}
+    if unprivileged and "USER" not in users:  # a user id that the image does not know
+        add("USER", "trainer", "torch.compile asks for the user's name (getpass), and the image may not know one")
+    if read_only and "HOME" not in users:
+        add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
+    for name, entry in settings.secrets.items():
+        own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
+    return combined(
+        own, profile=network.environment, scripted=network.scripted, overrides=settings.overrides, job=job.env
+    )
+
+
+def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
+    """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
+    if network.privileged:
+        return {"privileged": True, "runAsUser": 0}
+    rights: dict[str, Any]
+    if network.root:
+        rights = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": list(network.capabilities)}}
+    elif settings.uid == 0:  # an image that needs root needs the capabilities of root too (chown, reading any file)
+        rights = {"runAsUser": 0}
+    else:
+        rights = {"capabilities": {"drop": ["ALL"]}}
+    return {
+        "allowPrivilegeEscalation": False,
+        **rights,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **({"readOnlyRootFilesystem": True} if read_only else {}),
+    }
+
+
+def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    """Return which machines do: their labels, those to keep off, and taints that keep nobody of ours off.
+
+    Labels by how nodes were bought are as GKE's own documentation has them, at docs.cloud.google.com/
+    kubernetes-engine/docs: how-to/spot-vms, how-to/consuming-reservations, how-to/dws-flex-start-training,
+    how-to/persistent-volumes/local-ssd. Of these only gke-spot was seen in a manifest; the others are INFERRED.
+    """
+    machine = settings.machine_type
+    selector = dict(settings.node_selector)
+    if machine is not None:
+        selector |= {"cloud.google.com/gke-accelerator": machine.gpu, **machine.labels}
+    bought = {
+        "gke-nodepool": settings.node_pool,
+        "gke-spot": "true" if settings.spot else None,
+        "reservation-name": settings.reservation,
+        "gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
+        "gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
+    }
+    selector |= {f"cloud.google.com/{label}": value for label, value in bought.items() if value is not None}
+    tainted = {
+        "kubernetes.io/arch": "arm64" if machine is not None and machine.arch == "arm64" else None,
+        "cloud.google.com/gke-spot": "true" if settings.spot else None,
+        # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
+        "cloud.google.com/gke-queued": None if settings.flex_start is None else "true",
+    }
+    # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
+    # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
+    tolerations: list[dict[str, Any]] = [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "cloud.google.com/impending-node-termination", "operator": "Exists"},
+    ]
+    for key, value in {"user-workload": "true", **tainted}.items():
+        if value is not None:
+            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
+    affinity: dict[str, Any] = {}
+    if exclude := [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]:
+        rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
+        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}
+    if network.alone:
+        term = {"labelSelector": {"matchLabels": dict(network.alone)}, "topologyKey": _HOSTNAME}
+        affinity["podAntiAffinity"] = {_REQUIRED: [term]}
+    return _given(nodeSelector=selector or None, affinity=affinity or None, tolerations=tolerations)
+
+
+def _volumes(
+    job: Job, settings: GkePlatformConfig, network: Network, *, read_only: bool
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    # 64 MB is what a container has otherwise: https://github.com/NVIDIA/nccl/issues/290
+    size = settings.shm or f"{network.shm_bytes // 2**30}Gi"
+    volumes: list[Mapping[str, Any]] = [
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}},
+    ]
+    mounts = [mount("scratch", DIRECTORY), mount("shared-memory", "/dev/shm")]
+    if read_only:
+        volumes.append({"name": "temporary", "emptyDir": {}})
+        mounts.append(mount("temporary", TEMPORARY))
+    volumes += network.volumes
+    mounts += network.mounts
+    if settings.claim is not None:
+        volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}})
+        mounts.append(mount("claim", settings.claim_path))
+    buckets: dict[str, None] = {}
+    for address in job.stage if settings.stage == "fuse" else ():
+        if (place := bucket_path(address)) is None:
+            raise ConfigProblem(
+                f"platform.stage=fuse mounts buckets, and {address} is in none; take platform.stage=copy, "
+                "or a root of gs://bucket/prefix"
+            )
+        buckets[place.split("/")[0]] = None
+    for number, bucket in enumerate(buckets):
+        # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication
+        attributes = {
+            "bucketName": bucket,
+            "mountOptions": "implicit-dirs",  # folders without an object of their own are missing otherwise
+            # What was read is kept on the node's disk, without a limit: windows are read in random order. INFERRED.
+            "fileCacheCapacity": "-1",
+            "fileCacheForRangeRead": "true",
+            # Pods on the host's network have no identity of their own unless asked for; needs driver 1.17.2.
+            **({"hostNetworkPodKSA": "true"} if settings.host_network else {}),
+        }
+        csi = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}
+        volumes.append({"name": f"bucket-{number}", "csi": csi})
+        mounts.append(mount(f"bucket-{number}", f"{BUCKETS}/{bucket}", read_only=True))
+    return volumes, mounts

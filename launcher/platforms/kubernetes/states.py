@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from launcher.job import JobState, JobStatus, Object
-from launcher.platforms.kubernetes.pods import NODE
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus, Object
+from launcher.platforms.kubernetes.render import NODE
 from litgpt_demo.errors import EXIT_CODES, Fault, fault_of_exit_code, words_of
 from litgpt_demo.findings import Finding
 
@@ -15,13 +16,67 @@ RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 _LOW_ON = "The node was low on resource:"
+# The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart.
 _FITS = {
     Fault.OUT_OF_MEMORY: "set platform.memory to what a node needs, so that only machines which have it are taken",
     Fault.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
 }
-"""The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart."""
 _NAMED = 3
 """Nodes that are named; a job can lose hundreds at once."""
+
+
+@dataclass(frozen=True)
+class JobName:
+    """The name of a job, and the labels that find everything of it."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def parse(cls, job_id: str) -> JobName:
+        """Return the name of an id `namespace/name`."""
+        namespace, _, name = job_id.partition("/")
+        return cls(namespace, name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def labels(self) -> str:
+        """A selector. The name is that of the run with the attempt's number behind it."""
+        run, _, attempt = self.name.rpartition("-")
+        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
+
+
+def workload_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JobSet or Job of a submission."""
+    return next(item for item in items if item["kind"] in {"JobSet", "Job"})
+
+
+def job_of(workload: Object) -> Object:
+    """Return the specification of the Indexed Job in a JobSet or Job."""
+    spec: Object = workload["spec"]
+    return spec["replicatedJobs"][0]["template"]["spec"] if workload["kind"] == "JobSet" else spec
+
+
+def pod_of(workload: Object) -> Object:
+    """Return the specification of the pods that a JobSet or Job makes."""
+    spec: Object = job_of(workload)["template"]["spec"]
+    return spec
+
+
+def container_of(pod: Object) -> Object:
+    """Return the container that trains, in the specification of a pod."""
+    return next((one for one in pod["containers"] if one["name"] == NODE), {})
+
+
+def nodes_of(workload: Object) -> int:
+    return int(job_of(workload).get("completions", 1))
+
+
+def restarts_of(workload: Object) -> int:
+    """Return how often JobSet has restarted the job."""
+    return int(workload.get("status", {}).get("restarts", 0))
 
 
 def restart_of(pod: Object) -> int:
@@ -39,38 +94,16 @@ def uid_of(thing: Object) -> str:
     return str(thing["metadata"]["uid"])
 
 
-def restarts_of(workload: Object) -> int:
-    """Return how often JobSet has restarted the job."""
-    return int(workload.get("status", {}).get("restarts", 0))
-
-
-def job_of(workload: Object) -> Object:
-    """Return the specification of the Indexed Job in a JobSet or Job."""
-    spec: Object = workload["spec"]
-    return spec["replicatedJobs"][0]["template"]["spec"] if workload["kind"] == "JobSet" else spec
-
-
-def nodes_of(workload: Object) -> int:
-    """Pods that the job has."""
-    return int(job_of(workload).get("completions", 1))
-
-
-def condition(thing: Object, kind: str, status: str = "") -> Object | None:
-    """Return the condition of that type, whether it holds or not unless a status is named."""
+def condition(thing: Object, kind: str, status: str = "True") -> Object | None:
+    """Return the condition of that type, if it holds, or if that is its status."""
     conditions = thing.get("status", {}).get("conditions") or ()
-    return next((one for one in conditions if one["type"] == kind and status in ("", one["status"])), None)
-
-
-def holding(thing: Object, kind: str) -> Object | None:
-    """The condition of that type, if it holds."""
-    return condition(thing, kind, "True")
+    return next((one for one in conditions if one["type"] == kind and one["status"] == status), None)
 
 
 def main_container(pod: Object) -> Object:
     """The state of the container that trains: waiting, running or terminated."""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
-    found: Object = next((one["state"] for one in statuses if one["name"] == NODE), {})
-    return found
+    return next((one["state"] for one in statuses if one["name"] == NODE), {})
 
 
 def began(pod: Object) -> bool:
@@ -85,8 +118,7 @@ def ended(pod: Object) -> bool:
 
 def final(workload: Object) -> Object | None:
     """Return the condition by which the cluster has decided how the job ends."""
-    found = (holding(workload, kind) for kind in ("Completed", "Complete", "Failed"))
-    return next((one for one in found if one is not None), None)
+    return next(filter(None, (condition(workload, kind) for kind in ("Completed", "Complete", "Failed"))), None)
 
 
 class NodeSeen(NamedTuple):
@@ -110,39 +142,34 @@ Seen = Mapping[tuple[int, int], NodeSeen]
 
 
 def node_seen(pod: Object) -> NodeSeen:
-    """Return what the pod tells of its node."""
-    bound, container = holding(pod, "PodScheduled") or {}, main_container(pod)
-    began = (container.get("running") or container.get("terminated") or {}).get("startedAt")
-    host = str(pod.get("spec", {}).get("nodeName") or "")
-    return NodeSeen(host, _seconds(bound.get("lastTransitionTime")), _seconds(began), *_end_of(pod))
-
-
-def _end_of(pod: Object) -> tuple[int | None, str]:
-    """Return how the node ended: its exit code, None while it has not, and why it was evicted.
+    """Return what the pod tells of its node.
 
     A disrupted pod (https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions) was
     preempted, however its processes ended, unless its own kubelet evicted it, which a machine that is taken away does
     not do. It says `Evicted`, and why; the condition, which it shares with a node that shuts down, comes first:
     https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
     """
-    status, stopped = pod.get("status", {}), main_container(pod).get("terminated")
-    code = None if stopped is None else int(stopped["exitCode"])
-    if code == 0 or (code is None and not ended(pod)):
-        return code, ""
-    disrupted = holding(pod, "DisruptionTarget")
+    status, bound, container = pod.get("status", {}), condition(pod, "PodScheduled") or {}, main_container(pod)
+    stopped, disrupted = container.get("terminated") or {}, condition(pod, "DisruptionTarget")
+    code, eviction = int(stopped["exitCode"]) if stopped else None, ""
     evicted = status.get("reason") == "Evicted"
     words = str(status.get("message", "") if evicted else (disrupted or {}).get("message", ""))
-    if evicted or words.startswith(_LOW_ON):
+    if code == 0 or not ended(pod):
+        pass
+    elif evicted or words.startswith(_LOW_ON):
         fault = Fault.OUT_OF_MEMORY if words.startswith(f"{_LOW_ON} memory") else Fault.NODE
-        return EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}"
-    if disrupted is not None:
-        return EXIT_CODES[Fault.PREEMPTED], ""
-    if stopped is None or code is None:
-        # Refused by its kubelet: no container tells.
-        return EXIT_CODES[Fault.NODE] if status.get("phase") == "Failed" else None, ""
-    if stopped.get("reason") == "OOMKilled":
-        return EXIT_CODES[Fault.OUT_OF_MEMORY], ""
-    return 128 - code if code > 128 else code, ""  # 128 and more are signals
+        code, eviction = EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}"
+    elif disrupted is not None:
+        code = EXIT_CODES[Fault.PREEMPTED]
+    elif code is None:  # refused by its kubelet: no container tells
+        code = EXIT_CODES[Fault.NODE] if status.get("phase") == "Failed" else None
+    elif stopped.get("reason") == "OOMKilled":
+        code = EXIT_CODES[Fault.OUT_OF_MEMORY]
+    elif code > 128:  # signals
+        code = 128 - code
+    since = (container.get("running") or stopped).get("startedAt")
+    host = str(pod.get("spec", {}).get("nodeName") or "")
+    return NodeSeen(host, _seconds(bound.get("lastTransitionTime")), _seconds(since), code, eviction)
 
 
 def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> JobStatus:
@@ -159,7 +186,7 @@ def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> Jo
         native = f"{kind} {over['type']}" + (f", {over.get('reason', '')}: {over.get('message', '')}" if failed else "")
     elif meta.get("deletionTimestamp"):
         state, native = JobState.RUNNING if mine else JobState.PENDING, f"{kind} is being deleted"
-    elif holding(workload, "Suspended") is not None or workload["spec"].get("suspend"):
+    elif condition(workload, "Suspended") is not None or workload["spec"].get("suspend"):
         state, native = JobState.PENDING, f"{kind} Suspended"
     elif up < nodes:
         state, native = JobState.PENDING, f"{kind} waits: {up} of {nodes} nodes have started{restarted}"
@@ -188,37 +215,29 @@ def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> Jo
 
 
 def _seconds(moment: str | None) -> float | None:
-    """Since the epoch, of a time as the API writes it."""
     return datetime.fromisoformat(moment).timestamp() if moment else None
-
-
-# --- machines that a job has lost -------------------------------------------------------------------------------------
 
 
 def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
     """Yield what keeps a job from ending or from starting again: which machine, since when, and what happens next.
 
-    Args:
-        pods: all pods of the job that are there, of its earlier lives too: they hold up the next one.
-        codes: exit codes of nodes that have ended.
+    All pods count that are there, of earlier lives too: they hold up the next one. Codes are those of nodes that ended.
     """
-    silent = sorted((pod for pod in pods if _silent_since(pod)), key=index_of)
-    if silent:
-        named = [f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in silent[:_NAMED]]
+    if silent := sorted((pod for pod in pods if silent_since(pod)), key=index_of):
+        pod, since = silent[0], min(map(silent_since, silent))
+        named = ", ".join(f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in silent[:_NAMED])
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
-        since = min(str(_silent_since(pod)) for pod in silent)
-        what = f"the machine of {', '.join(named)}{more} has not answered since {since}"
-        pod = silent[0]
-        restart = (
-            "the job starts again from its last checkpoint as soon as the machine is back or its Node is gone, which "
-            f"GKE sees to; elsewhere, once it is switched off: kubectl delete node {pod['spec']['nodeName']}"
-        )
+        what = f"the machine of {named}{more} has not answered since {since}"
         tolerated = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"].get("tolerations", ())}
         after = tolerated.get("node.kubernetes.io/unreachable")
+        given_up = f"its pod is given up {'in a while' if after is None else f'after {after} s'}; then"
         if pod["metadata"].get("deletionTimestamp"):
-            fix = f"its pod was given up; {restart}"
-        else:
-            fix = f"its pod is given up {'in a while' if after is None else f'after {after} s'}; then {restart}"
+            given_up = "its pod was given up;"
+        fix = (
+            f"{given_up} the job starts again from its last checkpoint as soon as the machine is back or its Node is "
+            "gone, which GKE sees to; elsewhere, once it is switched off: kubectl delete node "
+            f"{pod['spec']['nodeName']}"
+        )
         yield Finding("warning", "gke.machine-lost", what, fix)
         return
     failed = next(((node, code) for node, code in sorted(codes.items()) if code != 0), None)
@@ -229,17 +248,15 @@ def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding
         yield Finding("warning", "gke.ending", what, fix)
 
 
-def _silent_since(pod: Object) -> str:
+def silent_since(pod: Object) -> str:
     """Return since when nothing is heard of the pod's machine; empty if it answers, or has told the pod's end.
 
     The control plane declares the pods of a silent machine not ready (a minute after it fell silent at the latest),
     while their containers stay as their kubelet last told: ready. No permission to look at machines is needed for that.
     https://kubernetes.io/docs/concepts/architecture/nodes/#node-status
     """
-    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    running = [one for one in pod.get("status", {}).get("containerStatuses") or () if "running" in one["state"]]
     unready = condition(pod, "Ready", "False")
-    if ended(pod) or not statuses or unready is None:
+    if ended(pod) or unready is None or not running or not all(one.get("ready") for one in running):
         return ""
-    running = [one for one in statuses if "running" in one["state"]]
-    as_last_told = bool(running) and all(one.get("ready") for one in running)
-    return str(unready.get("lastTransitionTime", "a while")) if as_last_told else ""
+    return str(unready.get("lastTransitionTime", "a while"))

@@ -33,10 +33,6 @@ class Cluster:
         self._kubelet = Kubelet(self._plane, folder, simulate=simulate)
         self._api = Api(self._plane, self._kubelet, known)
         self._servers: list[asyncio.Server] = []
-        for kind in known.values():
-            spec = {"versions": [{"name": kind.api_version.rpartition("/")[2], "served": True}]}
-            if "x-k8s.io" in kind.group:
-                self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
         self.traffic, self.image_environment = self._api.traffic, self._kubelet.image_environment
 
     # --- how to reach it ----------------------------------------------------------------------------------------------

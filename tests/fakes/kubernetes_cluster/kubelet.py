@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.platforms.kubernetes.pods import DIRECTORY, PORT, TEMPORARY
+from launcher.platforms.kubernetes.render import DIRECTORY, PORT, TEMPORARY
 
 from .control_plane import ControlPlane, leaving
 from .environment import environment, expand

@@ -52,7 +52,6 @@ KINDS = {
         Kind("apps/v1", "daemonsets", "DaemonSet"),
         Kind("scheduling.k8s.io/v1", "priorityclasses", "PriorityClass", namespaced=False),
         Kind("resource.k8s.io/v1", "resourceclaimtemplates", "ResourceClaimTemplate"),
-        Kind("apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False),
         Kind("authorization.k8s.io/v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False),
         Kind("networking.gke.io/v1", "networks", "Network", namespaced=False),
         Kind("networking.gke.io/v1", "gkenetworkparamsets", "GKENetworkParamSet", namespaced=False),

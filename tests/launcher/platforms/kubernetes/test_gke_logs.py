@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kubernetes_cluster import Cluster
 from waiting import until
 
+from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs
 from launcher.platforms.kubernetes.logs import Place
@@ -78,6 +79,9 @@ def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluste
     platform.close()
     assert texts(read(gke(cluster), job_id, before, lines=2)[0]) == ["c", "d"]
     assert texts(read(gke(cluster), job_id, lines=4)[0]) == ["a", "b", "c", "d"]
+    cluster.answer(503, resource="pods/log")
+    with pytest.raises(PlatformUnreachable):  # no page without the lines
+        gke(cluster).logs(job_id)
 
 
 def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:

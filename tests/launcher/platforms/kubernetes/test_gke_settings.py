@@ -10,8 +10,8 @@ import pytest
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
-from launcher.platforms.kubernetes.checks import Submitted, check_settings
 from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.preflight import check_settings
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 
@@ -36,7 +36,7 @@ def rendered(options: dict[str, Any], **changes: Any) -> Submission:
 def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
     """Findings of the settings by code."""
     settings = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
-    return {one.code: one for one in check_settings(Submitted(rendered(options, **changes).body["items"], settings))}
+    return {one.code: one for one in check_settings(settings, rendered(options, **changes).body["items"])}
 
 
 @pytest.mark.parametrize(

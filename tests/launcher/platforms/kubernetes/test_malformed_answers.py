@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from launcher.errors import PlatformUnreachable
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS, Cluster
-from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.reasons import explain
+from launcher.platforms.kubernetes.states import JobName
 
 JOB = JobName.parse("research/owt-0123456789-1")
 WORKLOAD: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_no_answer_ends_more_than_the_question(answer: Any) -> None:
     cluster = answering(200, json.dumps(answer).encode())
     for ask, asked in (
         (cluster.version, ()), (cluster.list, (PODS, "research")), (cluster.get, (PODS, "research", "pod-0")),
-        (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, None)), (cluster.secret_type, ("research", "hub")),
+        (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, "here")), (cluster.secret_type, ("research", "hub")),
     ):  # fmt: skip
         with contextlib.suppress(PlatformUnreachable):
             ask(*asked)
