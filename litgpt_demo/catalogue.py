@@ -112,14 +112,18 @@ def fields_of(
     return {"block_size": sequence_length} | fields
 
 
-def config_of(fields: Mapping[str, Any]) -> Any:
-    """LitGPT's Config of these fields, which fills in the rest, without torch behind it."""
+def config_of(name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None) -> Any:
+    """LitGPT's Config of a model, which fills in the rest, without torch behind it."""
+    fields = fields_of(name, changes, sequence_length=sequence_length, vocab_size=vocab_size)
     return _litgpt_config().Config(**fields)
 
 
-def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:
-    """Return what is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
-    if vocab_size <= rows:
+def vocabulary_problem(
+    name: str | None, changes: Mapping[str, Any], *, vocab_size: int | None
+) -> tuple[str, str] | None:
+    """What is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
+    rows = padded_vocabulary(name, changes)
+    if rows is None or vocab_size is None or vocab_size <= rows:
         return None
     return (
         f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings",

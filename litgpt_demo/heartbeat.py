@@ -22,10 +22,9 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -73,42 +72,32 @@ class Heartbeat:
         self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
-        self._started = started(os.getpid())
-        self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
-        self._path = Path(node) / _BEATS / f"{self._local_rank}.json"
+        rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
+        self._path = Path(node) / _BEATS / f"{local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
-        folder = Path(errors).parent if errors else self._path.parent
+        stacks = (Path(errors).parent if errors else self._path.parent) / f"stacks-of-rank-{rank}.txt"
+        # What each sign of life has of the fields of Beat, whatever is done.
+        self._own: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "stacks": str(stacks)}
+        self._own |= {"pid": os.getpid(), "started": started(os.getpid())}
         with explaining(str(self._path), needed=_LENGTH):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = stacks = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            self._stacks = stacks.open("w")
+            faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
         if self._stacks is None:
             return
-        told = Beat(
-            rank=self._rank,
-            local_rank=self._local_rank,
-            pid=os.getpid(),
-            started=self._started,
-            step=step,
-            doing=doing,
-            time=time.time(),
-            ticks=time.monotonic(),
-            allow=self._allow if allow is None else allow,
-            stacks=self._stacks.name,
-        )
+        told = self._own | {"step": step, "doing": doing, "time": time.time(), "ticks": time.monotonic()}
+        told["allow"] = self._allow if allow is None else allow
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
-            os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
+            os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Silence means nothing from here on."""
         if self._stacks is None:
             return
@@ -118,9 +107,6 @@ class Heartbeat:
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         self._stacks = None
-
-
-# --- the node's side --------------------------------------------------------------------------------------------------
 
 
 def clear_beats(node: Path) -> None:
@@ -151,7 +137,7 @@ def status_of(beat: Beat) -> str:
 
 
 def is_held(beat: Beat) -> bool:
-    """Return True if the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
+    """Whether the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
@@ -162,10 +148,10 @@ class Watcher:
         self._since = 0.0
 
     def overdue(self, beats: Iterable[Beat], *, paused: float, now: float) -> list[Beat]:
-        """Return those that have been silent for longer than they may.
+        """Those that have been silent for longer than they may; a pause of a second began at `paused` and is just over.
 
         First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
-        least far, then the longest silent. A pause of a second began at `paused` and is just over.
+        least far, then the longest silent.
         """
         # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
         # machine that was moved or had no time for them.
@@ -176,10 +162,7 @@ class Watcher:
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
-    """Let all these ranks write their stacks, and wait for it, `patience` seconds at most.
-
-    In the file of one that does not, stands why.
-    """
+    """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
         with contextlib.suppress(ProcessLookupError):
@@ -200,17 +183,15 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
 # Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
 # below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
 _WAITS = re.compile(
-    r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward|training/exchange\.py"
-    r"|training/ranks\.py"
+    r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward"
+    r"|training/exchange\.py|training/ranks\.py"
 )
 
 
 def waits(beat: Beat) -> bool:
-    """Return True if the stacks that a rank has written show that its main thread waits for the other ranks.
-
-    The main thread answers the signal, so that its stack is the one called `Current thread`, the newest frame first.
-    """
+    """Whether the stacks that a rank has written show that its main thread waits for the other ranks."""
     path = Path(beat.stacks)
+    # The main thread answers the signal, so that its stack is the one called so, the newest frame first.
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None

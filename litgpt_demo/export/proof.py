@@ -21,7 +21,7 @@ from torch import Tensor
 
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
-from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.models.model import LossGPT
 from litgpt_demo.training.reading import load_weights, refusing
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model

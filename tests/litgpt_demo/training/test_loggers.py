@@ -15,8 +15,8 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.loggers import COLUMNS, asked_for, forget
 from litgpt_demo.training.loop import fit
+from litgpt_demo.training.reporting import COLUMNS, asked_for, forget
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 

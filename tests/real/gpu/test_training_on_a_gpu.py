@@ -16,7 +16,7 @@ from litgpt_demo.node.collectives import read_result
 from litgpt_demo.node.gpu import check_gpus, check_used
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import torch_seen
-from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.setup import prepare_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
