@@ -184,7 +184,7 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
 # below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
 _WAITS = re.compile(
     r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward"
-    r'|training/ranks\.py|training/step\.py", line \d+ in take'
+    r'|training/step\.py", line \d+ in take'
 )
 
 

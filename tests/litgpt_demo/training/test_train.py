@@ -33,6 +33,7 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning
+from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.setup import Feed
 from litgpt_demo.training.step import Exchange, Passed, learning_rate
@@ -251,10 +252,9 @@ def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_gr
     assert "platform.grace to 91" in str(grace_warning(45.2, {"LITGPT_GRACE": "30"}))
 
 
-def test_a_rank_that_waits_for_the_sums_of_a_step_is_seen_to_wait_for_its_peers(
+def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_does_its_own_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked for its stacks in the middle of the wait, as the node does with a rank that fell silent."""
     two: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
     asked = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: asked)
@@ -264,6 +264,8 @@ def test_a_rank_that_waits_for_the_sums_of_a_step_is_seen_to_wait_for_its_peers(
         exchange.put(1, Passed(one, one, 0.0), leave=False, time_up=False)
         exchange.take(keep=0)
         assert [waits(beat) for beat in read_beats(tmp_path)] == [True]
+        Ranks(number=0, world=1).first(asked.wait)  # a share of its own, for which the others wait
+        assert [waits(beat) for beat in read_beats(tmp_path)] == [False]
 
 
 @pytest.fixture(scope="module")
