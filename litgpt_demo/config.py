@@ -359,14 +359,13 @@ class RestartSettings(Settings, title="Restarts"):
         """Read a number as so many attempts, and what a rule leaves out as the default of its class."""
         if not isinstance(given, Mapping):
             return given
-
-        def completed(name: str, rule: Any) -> Any:
-            default = cls.model_fields[name].default if name in cls.model_fields else None
-            if not isinstance(default, RestartRule) or isinstance(rule, RestartRule):
-                return rule
-            return default.model_dump() | (dict(rule) if isinstance(rule, Mapping) else {"attempts": rule})
-
-        return {name: completed(name, rule) for name, rule in given.items()}
+        found = dict(given)
+        for name, field in cls.model_fields.items():
+            rule = found.get(name, field.default)
+            if isinstance(field.default, RestartRule) and not isinstance(rule, RestartRule):
+                asked = rule if isinstance(rule, Mapping) else {"attempts": rule}
+                found[name] = {**field.default.model_dump(), **asked}
+        return found
 
 
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of what is written where a name belongs

@@ -14,14 +14,15 @@ if it hangs in native code, for the answer comes from a signal handler and not f
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -30,7 +31,6 @@ import psutil
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
-from litgpt_demo.processes import is_there, send_signals, started
 from litgpt_demo.storage.local import explaining
 
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
@@ -49,7 +49,7 @@ class Beat:
     local_rank: int
     pid: int
     started: float
-    """When that process began (litgpt_demo.processes): the pid alone may be another's by now."""
+    """When that process began: the pid alone may be another's by now."""
     step: int
     doing: str
     time: float
@@ -120,7 +120,7 @@ def read_beats(node: Path) -> list[Beat]:
     found = []
     for path in sorted((node / _BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
-        with contextlib.suppress(FileNotFoundError, DataError):
+        with suppress(FileNotFoundError, DataError):
             beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
             if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
@@ -129,7 +129,7 @@ def read_beats(node: Path) -> list[Beat]:
 
 def status_of(beat: Beat) -> str:
     """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         status = psutil.Process(beat.pid).status()
         if is_there(beat.pid, beat.started):
             return str(status)
@@ -165,7 +165,7 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
     """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             # A stopped process answers when it goes on; it is about to be killed.
             send_signals(beat.pid, beat.started, (signal.SIGUSR1, signal.SIGCONT))
     deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
@@ -195,3 +195,51 @@ def waits(beat: Beat) -> bool:
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None
+
+
+# --- a process of this machine and no other: a pid alone may belong to another by the time that it is used -----------
+
+
+def started(pid: int) -> float:
+    """Return when a process began, by a clock that nobody sets; with its pid that tells it from every other.
+
+    On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
+    moves when the machine's clock is set.
+    """
+    try:
+        if sys.platform == "linux":
+            # The name, in parentheses, may hold anything; the start is the 20th word behind it (proc_pid_stat(5)).
+            return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return psutil.Process(pid).create_time()
+    except (FileNotFoundError, psutil.NoSuchProcess) as error:
+        raise ProcessLookupError(f"there is no process {pid}") from error
+
+
+def is_there(pid: int, began: float) -> bool:
+    """Return whether `pid` is still the process that began then."""
+    with suppress(ProcessLookupError):
+        return started(pid) == began
+    return False
+
+
+def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
+    """Send signals to the process of this pid that began then, and to no other."""
+    process = None
+    try:
+        if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does
+            process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        pass  # kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it
+    try:
+        for number in numbers:
+            if not is_there(pid, began):
+                raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
+            if process is None:  # what is left is the moment between the look and the signal
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(process, number)
+    finally:
+        if process is not None:
+            os.close(process)

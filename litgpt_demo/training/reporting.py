@@ -10,7 +10,6 @@ import csv
 import os
 import platform
 import resource
-import shutil
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +29,7 @@ from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.collectives import measured_row
 from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
-from litgpt_demo.secrets import HIDDEN, without
+from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import StepResult, learning_rate
 
@@ -186,8 +185,6 @@ COLUMNS = (
     "tokens_per_second", "mfu", "step_seconds", "data_seconds", "memory", "seconds", "save_seconds", "bytes",
 )  # fmt: skip
 _PLOTTED = ("step", "evaluation", "checkpoint")
-_LONGEST_LINE = 1 << 20
-"""Characters of a line; a longer one is left out of a file that a key is taken from."""
 
 
 class Table:
@@ -310,33 +307,16 @@ def _scalars(row: Row) -> dict[str, float]:
 
 
 def forget(folder: Path, key: str | None) -> None:
-    """Take a key out of the text files below a folder, which nobody may be writing to. A binary file is left as it is.
-
-    Each is written beside and put in its place, a line after the other: a log may have any size.
-    """
+    """Take a key out of the text files below a folder, which nobody may be writing to; other bytes stay as they are."""
     if key is None:
         return
     sent = b64encode(f"api:{key}".encode()).decode()  # `Authorization: Basic`, as their program logs in
-    options: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
     for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
         if path.suffix == ".wandb":  # their records, with checksums: metrics and config, no answers
             continue
-        aside, changed = path.with_name(f".{path.name}.partial"), False
-        try:
-            with path.open(**options) as before, aside.open("w", **options) as after:
-                while line := before.readline(_LONGEST_LINE):
-                    kept = without(line, key, sent)
-                    if len(line) == _LONGEST_LINE and not line.endswith("\n"):  # a key may lie across its end
-                        kept = f"{HIDDEN}\n"
-                        while (rest := before.readline(_LONGEST_LINE)) and not rest.endswith("\n"):
-                            pass
-                    after.write(kept)
-                    changed |= kept != line
-            if changed:
-                shutil.copymode(path, aside)
-                aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        text = path.read_bytes().decode(errors="surrogateescape")
+        if (kept := without(text, key, sent)) != text:
+            path.write_bytes(kept.encode(errors="surrogateescape"))
 
 
 _SIDES = (256, 384, 512, 768, 1024)

@@ -53,8 +53,6 @@ class Saved:
     """The result of a save."""
 
     step: int
-    place: str
-    """Address of the run's checkpoints."""
     taken: float
     """When the state was taken that it holds, on the monotonic clock."""
     stall: float = 0.0
@@ -65,24 +63,8 @@ class Saved:
     """Bytes of all its files."""
     failed: TrainLitgptError | None = None
     """The reason why there is no such checkpoint."""
-    unremoved: TrainLitgptError | None = None
-    """The reason why older ones that are no longer kept could not be removed."""
-
-    @property
-    def warning(self) -> str | None:
-        """The advice to a person, if any."""
-        if self.failed is not None:
-            return (
-                f"the checkpoint of step {self.step} was not saved: {self.failed}. Training goes on and the next save "
-                f"tries again. Where room is short: older checkpoints are in {self.place}, and smaller train.keep_last "
-                "and train.keep_best keep fewer"
-            )
-        if self.unremoved is not None:
-            return (
-                f"the checkpoint of step {self.step} is saved, but older ones in {self.place} could not be removed: "
-                f"{self.unremoved}. The next save tries again"
-            )
-        return None
+    warning: str | None = None
+    """The advice to a person, if any: there is none, or older ones that are no longer kept could not be removed."""
 
 
 class Saver:
@@ -118,7 +100,7 @@ class Saver:
         state = training_state(training.model.module, training.optimizer.optimizer, precision)
         # Up to here the device has to have come before the state may be read.
         moment = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        saved, copied = Saved(step=step, place=training.run.address("checkpoints"), taken=began), Event()
+        saved, copied = Saved(step=step, taken=began), Event()
         work = self._thread.submit(self._commit, saved, copied, state, moment, validation_loss, seconds)
         saved.stall = monotonic() - began
         self._pending = saved, copied, work
@@ -179,7 +161,10 @@ class Saver:
             try:
                 checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
             except TrainLitgptError as error:  # the checkpoint is there all the same
-                saved.unremoved = error
+                saved.warning = (
+                    f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
+                    f"be removed: {error}. The next save tries again"
+                )
         saved.seconds = monotonic() - began
 
     def finish(self) -> None:
@@ -206,7 +191,12 @@ class Saver:
         try:
             work.result()
         except TrainLitgptError as error:
-            self._last.failed = error
+            self._last.failed, place = error, self._training.run.address("checkpoints")
+            self._last.warning = (
+                f"the checkpoint of step {self._last.step} was not saved: {error}. Training goes on and the next save "
+                f"tries again. Where room is short: older checkpoints are in {place}, and smaller train.keep_last and "
+                "train.keep_best keep fewer"
+            )
         if self._ranks.number == 0:
             self._tell(self._last)
 
@@ -233,7 +223,6 @@ class Shards:
         self._ranks = ranks
         self._agreed, self._plan, self._metadata = False, SavePlan([]), Metadata({})
         self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
-        self._written: int | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def agree(self, state: State) -> None:
@@ -274,13 +263,11 @@ class Shards:
 
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
-        if (needed := self._written) is None:  # at most; later, as the file before
-            tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
-            needed = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
-        with explaining(str(folder), needed=needed):
+        tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
+        at_most = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        with explaining(str(folder), needed=at_most):
             folder.mkdir(parents=True)
             written: Written = _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
-        self._written = sum(file.stat().st_size for file in folder.iterdir())
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
