@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -265,26 +265,17 @@ class Shards:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
         tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
         at_most = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        planner = DefaultSavePlanner()
+        planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
         with explaining(str(folder), needed=at_most):
             folder.mkdir(parents=True)
-            written: Written = _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
+            written: Written = _Writer(folder).write_data(self._plan, planner).wait()
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Rank 0's: the file that says where everything is in the ranks' files."""
         with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder).finish(self._metadata, written)
-
-
-class _Copies(DefaultSavePlanner):
-    """Stands for the state where a writer asks for its values."""
-
-    def __init__(self, copies: Mapping[MetadataIndex, Tensor | BytesIO]) -> None:
-        super().__init__()
-        self._copies = copies
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        return self._copies[write_item.index]
 
 
 class _Writer(FileSystemWriter):
