@@ -55,12 +55,11 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: no such model, no such field, or fields that LitGPT's Config refuses together.
     """
     config_class = _litgpt_config().Config
-    unknown = sorted(set(changes) - set(config_class.__dataclass_fields__))
-    if unknown:
-        known = list(config_class.__dataclass_fields__)
+    known = list(config_class.__dataclass_fields__)
+    if unknown := sorted(set(changes) - set(known)):
         near = difflib.get_close_matches(unknown[0], known, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; LitGPT's Config has {', '.join(known)}"
-        raise ValueError(f"model.config has unknown fields {unknown}{hint}")
+        hint = f"did you mean {' or '.join(near)}?" if near else f"LitGPT's Config has {', '.join(known)}"
+        raise ValueError(f"model.config has unknown fields {unknown}; {hint}")
     if name is not None and name not in models():
         near = difflib.get_close_matches(name, models(), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "`litgpt download list` prints the catalogue"
