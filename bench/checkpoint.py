@@ -28,10 +28,8 @@ from bench.training import random_dataset
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.resuming import resume
-from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import open_fabric, set_up
+from litgpt_demo.training.saving import Saved, Saver, resume
+from litgpt_demo.training.setup import open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs

@@ -25,7 +25,7 @@ from litgpt_demo.data.batches import numbers_of
 from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.feed import Data, open_data
+from litgpt_demo.training.setup import Data, open_data
 
 
 class OurSamples(Dataset[Tensor]):

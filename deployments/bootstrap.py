@@ -31,7 +31,7 @@ from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.processes import is_there, started
+from litgpt_demo.heartbeat import is_there, started
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.storage.private import close_folder, write_private
 

@@ -55,12 +55,11 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: no such model, no such field, or fields that LitGPT's Config refuses together.
     """
     config_class = _litgpt_config().Config
-    unknown = sorted(set(changes) - set(config_class.__dataclass_fields__))
-    if unknown:
-        known = list(config_class.__dataclass_fields__)
+    known = list(config_class.__dataclass_fields__)
+    if unknown := sorted(set(changes) - set(known)):
         near = difflib.get_close_matches(unknown[0], known, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; LitGPT's Config has {', '.join(known)}"
-        raise ValueError(f"model.config has unknown fields {unknown}{hint}")
+        hint = f"did you mean {' or '.join(near)}?" if near else f"LitGPT's Config has {', '.join(known)}"
+        raise ValueError(f"model.config has unknown fields {unknown}; {hint}")
     if name is not None and name not in models():
         near = difflib.get_close_matches(name, models(), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else "`litgpt download list` prints the catalogue"
@@ -112,14 +111,18 @@ def fields_of(
     return {"block_size": sequence_length} | fields
 
 
-def config_of(fields: Mapping[str, Any]) -> Any:
-    """LitGPT's Config of these fields, which fills in the rest, without torch behind it."""
+def config_of(name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None) -> Any:
+    """LitGPT's Config of a model, which fills in the rest, without torch behind it."""
+    fields = fields_of(name, changes, sequence_length=sequence_length, vocab_size=vocab_size)
     return _litgpt_config().Config(**fields)
 
 
-def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:
-    """Return what is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
-    if vocab_size <= rows:
+def vocabulary_problem(
+    name: str | None, changes: Mapping[str, Any], *, vocab_size: int | None
+) -> tuple[str, str] | None:
+    """What is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
+    rows = padded_vocabulary(name, changes)
+    if rows is None or vocab_size is None or vocab_size <= rows:
         return None
     return (
         f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings",

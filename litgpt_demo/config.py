@@ -55,12 +55,9 @@ def slug(text: str, limit: int = 40) -> str:
 
 
 def _whole_number(value: object) -> object:
-    """Accept 20e9 and "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
-        return int(value)
+    """Accept "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
+    with suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
     return value
 
 
@@ -90,7 +87,6 @@ Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some
 
 
 def _written_out(place: str) -> str:
-    """Return a path or an address, which whoever reads a config reads as it stands."""
     if variable := re.search(r"\$(\w+|\{\w+\})", place):
         raise ValueError(
             f"{place!r} has {variable[0]}, which no shell has replaced; write the path out, or begin it with ~"
@@ -111,22 +107,24 @@ def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it mak
     return Field(json_schema_extra={"default": name})
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+class _Corpus(Settings):
+    kind: str
+
+    @property
+    def label(self) -> str:
+        """The name of its datasets."""
+        return self.kind
 
 
-class StdlibCorpus(Settings, title="Python standard library"):
+class StdlibCorpus(_Corpus, title="Python standard library"):
     """The source files of the running Python's standard library: real text that every machine has, no download."""
 
     kind: Literal["stdlib"] = Kind("stdlib")
     max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
 
-    @property
-    def label(self) -> str:
-        return "stdlib"
 
-
-class FileCorpus(Settings, title="Files"):
+class FileCorpus(_Corpus, title="Files"):
     """Files of text, JSON lines or parquet; plain or compressed; on this machine or in a bucket."""
 
     kind: Literal["files"] = Kind("files")
@@ -147,7 +145,7 @@ class FileCorpus(Settings, title="Files"):
         return slug(first.split(".")[0]) or "files"
 
 
-class HubCorpus(Settings, title="Hugging Face dataset"):
+class HubCorpus(_Corpus, title="Hugging Face dataset"):
     """A dataset repository of the Hugging Face Hub, by name."""
 
     kind: Literal["hub"] = Kind("hub")
@@ -169,16 +167,12 @@ class HubCorpus(Settings, title="Hugging Face dataset"):
         return slug(self.name)
 
 
-class OpenWebTextCorpus(Settings, title="OpenWebText"):
+class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
     """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
     kind: Literal["openwebtext"] = Kind("openwebtext")
     revision: str = "main"
     """Branch, tag or commit of Skylion007/openwebtext."""
-
-    @property
-    def label(self) -> str:
-        return "openwebtext"
 
     def as_hub(self) -> HubCorpus:
         return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
@@ -277,9 +271,6 @@ class DataConfig(Settings, title="Data"):
     """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
-
-
 class ModelConfig(Settings, title="Model"):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
 
@@ -301,8 +292,6 @@ class ModelConfig(Settings, title="Model"):
             )
         return self
 
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -370,17 +359,13 @@ class RestartSettings(Settings, title="Restarts"):
         """Read a number as so many attempts, and what a rule leaves out as the default of its class."""
         if not isinstance(given, Mapping):
             return given
-
-        def completed(name: str, rule: Any) -> Any:
-            default = cls.model_fields[name].default if name in cls.model_fields else None
-            if not isinstance(default, RestartRule) or isinstance(rule, RestartRule):
-                return rule
-            return default.model_dump() | (dict(rule) if isinstance(rule, Mapping) else {"attempts": rule})
-
-        return {name: completed(name, rule) for name, rule in given.items()}
-
-
-Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
+        found = dict(given)
+        for name, field in cls.model_fields.items():
+            rule = found.get(name, field.default)
+            if isinstance(field.default, RestartRule) and not isinstance(rule, RestartRule):
+                asked = rule if isinstance(rule, Mapping) else {"attempts": rule}
+                found[name] = {**field.default.model_dump(), **asked}
+        return found
 
 
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of what is written where a name belongs
@@ -420,7 +405,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     """AdamW's averaging factors."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; empty leaves them."""
-    precision: Precision = "bf16-mixed"
+    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"] = "bf16-mixed"
     """Lightning Fabric's precision."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
@@ -532,9 +517,6 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         """
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
         return self.model_dump(mode="json", exclude=set(left_out))
-
-
-# --- what the nodes are told ------------------------------------------------------------------------------------------
 
 
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:

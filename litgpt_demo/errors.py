@@ -1,7 +1,7 @@
 """The tree of errors, the class (`Fault`) of each, and the exit codes that carry the classes out of a process.
 
 TrainLitgptError         unknown            1
-  UserError              user error         40   what was asked for cannot work
+  UserError              user error         40   what was asked for cannot work, however often it is tried
     Unreachable          user error         40   the Hub or a bucket cannot be asked from this machine
   DataError              data error         41   a corpus, dataset or checkpoint is not what it says it is
     TooLarge             data error         41   a file has more bytes than any of its kind, and is not read
@@ -82,7 +82,7 @@ class TrainLitgptError(Exception):
     fault: Fault = Fault.UNKNOWN
 
     def __init__(self, *args: object, fix: str = "", fault: Fault | None = None, given_up: bool = False) -> None:
-        """Take the message, what to do, a class where the error's own does not say it, and whether to `give_up`."""
+        """`fault` is its class where the kind of error does not say it; see `give_up`."""
         super().__init__(*args)
         self.fix = fix
         if fault is not None:
@@ -100,7 +100,6 @@ class TrainLitgptError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that ends with this error."""
         return self.fault.exit_code
 
 
@@ -115,13 +114,11 @@ def was_given_up(error: BaseException) -> bool:
 
 
 class UserError(TrainLitgptError):
-    """A request that cannot work, however often it is tried."""
-
     fault = Fault.USER
 
 
 class Unreachable(UserError):
-    """The Hub or a bucket cannot be asked from this machine: there is no network, or there are no credentials."""
+    """There is no network, or there are no credentials."""
 
 
 class DataError(TrainLitgptError):
@@ -129,7 +126,7 @@ class DataError(TrainLitgptError):
 
 
 class TooLarge(DataError):
-    """A file has more bytes than any of its kind, and is not read into memory."""
+    pass
 
 
 class DiskFull(TrainLitgptError):
@@ -260,10 +257,8 @@ class RankFailure:
         return self.fault is Fault.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.exit_code}"
-        if self.exit_code is None:
-            how = "ended"
-        elif self.exit_code < 0:
+        how = "ended" if self.exit_code is None else f"ended with exit code {self.exit_code}"
+        if self.exit_code is not None and self.exit_code < 0:
             how = f"was killed by signal {-self.exit_code}"
         return f"local rank {self.local_rank} {how} ({self.fault})" + (f": {self.message}" if self.message else "")
 

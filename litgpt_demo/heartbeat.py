@@ -14,24 +14,23 @@ if it hangs in native code, for the answer comes from a signal handler and not f
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import psutil
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
-from litgpt_demo.processes import is_there, send_signals, started
 from litgpt_demo.storage.local import explaining
 
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
@@ -50,7 +49,7 @@ class Beat:
     local_rank: int
     pid: int
     started: float
-    """When that process began (litgpt_demo.processes): the pid alone may be another's by now."""
+    """When that process began: the pid alone may be another's by now."""
     step: int
     doing: str
     time: float
@@ -73,42 +72,32 @@ class Heartbeat:
         self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
-        self._started = started(os.getpid())
-        self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
-        self._path = Path(node) / _BEATS / f"{self._local_rank}.json"
+        rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
+        self._path = Path(node) / _BEATS / f"{local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
-        folder = Path(errors).parent if errors else self._path.parent
+        stacks = (Path(errors).parent if errors else self._path.parent) / f"stacks-of-rank-{rank}.txt"
+        # What each sign of life has of the fields of Beat, whatever is done.
+        self._own: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "stacks": str(stacks)}
+        self._own |= {"pid": os.getpid(), "started": started(os.getpid())}
         with explaining(str(self._path), needed=_LENGTH):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = stacks = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
-            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            self._stacks = stacks.open("w")
+            faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
         if self._stacks is None:
             return
-        told = Beat(
-            rank=self._rank,
-            local_rank=self._local_rank,
-            pid=os.getpid(),
-            started=self._started,
-            step=step,
-            doing=doing,
-            time=time.time(),
-            ticks=time.monotonic(),
-            allow=self._allow if allow is None else allow,
-            stacks=self._stacks.name,
-        )
+        told = self._own | {"step": step, "doing": doing, "time": time.time(), "ticks": time.monotonic()}
+        told["allow"] = self._allow if allow is None else allow
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
-            os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
+            os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Silence means nothing from here on."""
         if self._stacks is None:
             return
@@ -118,9 +107,6 @@ class Heartbeat:
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         self._stacks = None
-
-
-# --- the node's side --------------------------------------------------------------------------------------------------
 
 
 def clear_beats(node: Path) -> None:
@@ -134,7 +120,7 @@ def read_beats(node: Path) -> list[Beat]:
     found = []
     for path in sorted((node / _BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
-        with contextlib.suppress(FileNotFoundError, DataError):
+        with suppress(FileNotFoundError, DataError):
             beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
             if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
@@ -143,7 +129,7 @@ def read_beats(node: Path) -> list[Beat]:
 
 def status_of(beat: Beat) -> str:
     """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess):
         status = psutil.Process(beat.pid).status()
         if is_there(beat.pid, beat.started):
             return str(status)
@@ -151,7 +137,7 @@ def status_of(beat: Beat) -> str:
 
 
 def is_held(beat: Beat) -> bool:
-    """Return True if the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
+    """Whether the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
@@ -162,10 +148,10 @@ class Watcher:
         self._since = 0.0
 
     def overdue(self, beats: Iterable[Beat], *, paused: float, now: float) -> list[Beat]:
-        """Return those that have been silent for longer than they may.
+        """Those that have been silent for longer than they may; a pause of a second began at `paused` and is just over.
 
         First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
-        least far, then the longest silent. A pause of a second began at `paused` and is just over.
+        least far, then the longest silent.
         """
         # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
         # machine that was moved or had no time for them.
@@ -176,13 +162,10 @@ class Watcher:
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
-    """Let all these ranks write their stacks, and wait for it, `patience` seconds at most.
-
-    In the file of one that does not, stands why.
-    """
+    """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             # A stopped process answers when it goes on; it is about to be killed.
             send_signals(beat.pid, beat.started, (signal.SIGUSR1, signal.SIGCONT))
     deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
@@ -200,17 +183,63 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
 # Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
 # below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
 _WAITS = re.compile(
-    r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward|training/exchange\.py"
-    r"|training/ranks\.py"
+    r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward"
+    r'|training/step\.py", line \d+ in take'
 )
 
 
 def waits(beat: Beat) -> bool:
-    """Return True if the stacks that a rank has written show that its main thread waits for the other ranks.
-
-    The main thread answers the signal, so that its stack is the one called `Current thread`, the newest frame first.
-    """
+    """Whether the stacks that a rank has written show that its main thread waits for the other ranks."""
     path = Path(beat.stacks)
+    # The main thread answers the signal, so that its stack is the one called so, the newest frame first.
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None
+
+
+# --- a process of this machine and no other: a pid alone may belong to another by the time that it is used -----------
+
+
+def started(pid: int) -> float:
+    """Return when a process began, by a clock that nobody sets; with its pid that tells it from every other.
+
+    On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
+    moves when the machine's clock is set.
+    """
+    try:
+        if sys.platform == "linux":
+            # The name, in parentheses, may hold anything; the start is the 20th word behind it (proc_pid_stat(5)).
+            return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return psutil.Process(pid).create_time()
+    except (FileNotFoundError, psutil.NoSuchProcess) as error:
+        raise ProcessLookupError(f"there is no process {pid}") from error
+
+
+def is_there(pid: int, began: float) -> bool:
+    """Return whether `pid` is still the process that began then."""
+    with suppress(ProcessLookupError):
+        return started(pid) == began
+    return False
+
+
+def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
+    """Send signals to the process of this pid that began then, and to no other."""
+    process = None
+    try:
+        if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does
+            process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        pass  # kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it
+    try:
+        for number in numbers:
+            if not is_there(pid, began):
+                raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
+            if process is None:  # what is left is the moment between the look and the signal
+                os.kill(pid, number)
+            else:
+                signal.pidfd_send_signal(process, number)
+    finally:
+        if process is not None:
+            os.close(process)

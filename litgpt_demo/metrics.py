@@ -129,7 +129,7 @@ def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity of a loss in nats per token; beyond e^700 there is no float."""
+    """Of a loss in nats per token; beyond e^700 there is no float."""
     return math.exp(min(loss, 700.0))
 
 

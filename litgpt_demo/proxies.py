@@ -28,36 +28,31 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
     if not named:
         return
     for name in named:
-        _check(name, environ[name].strip())
+        # It may hold a password: only its scheme is shown.
+        address = environ[name].strip()
+        address = address if "://" in address else f"http://{address}"
+        scheme = address.partition("://")[0].lower()
+        try:
+            proxy = urlsplit(address)
+            beyond = proxy.path.strip("/") or proxy.query or proxy.fragment
+            usable = bool(proxy.hostname) and proxy.port != 0 and not beyond
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UserError(
+                f"{name} is no address of a proxy, as http://user:password@host:port",
+                fix="write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A",
+            )
+        if scheme not in _SCHEMES:
+            what = f"{name} names a proxy by {scheme}://, which HTTP clients do not know"
+            raise UserError(what, fix=f"write socks5:// or http:// instead, or unset {name}")
+        missing = [module for module in _SOCKS_MODULES if find_spec(module) is None]
+        if scheme.startswith("socks") and missing:
+            what = f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)})"
+            raise UserError(what, fix=f"run `pip install socksio PySocks`, or unset {name}")
     # Lower case wins in all clients, and an empty value is no value.
     given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     hosts = [host.strip() for host in given.split(",") if host.strip()]
     if "*" not in hosts:  # which means every host, and to urllib only where it stands alone
         hosts += [host for host in _LOOPBACK if host not in hosts]
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)
-
-
-def _check(name: str, address: str) -> None:
-    """Refuse a proxy that no HTTP client can be made with. An address may hold a password: only its scheme is shown."""
-    try:
-        proxy = urlsplit(address if "://" in address else f"http://{address}")
-        beyond = proxy.path.strip("/") or proxy.query or proxy.fragment
-        usable = bool(proxy.hostname) and proxy.port != 0 and not beyond
-    except ValueError:
-        usable = False
-    if not usable:
-        raise UserError(
-            f"{name} is no address of a proxy, as http://user:password@host:port; write /, #, ?, @ and : of a password "
-            "as %2F, %23, %3F, %40 and %3A"
-        )
-    scheme = address.partition("://")[0].lower() if "://" in address else "http"
-    if scheme not in _SCHEMES:
-        raise UserError(
-            f"{name} names a proxy by {scheme}://, which HTTP clients do not know; write socks5:// or http:// instead, "
-            f"or unset {name}"
-        )
-    if scheme.startswith("socks") and (missing := [module for module in _SOCKS_MODULES if find_spec(module) is None]):
-        raise UserError(
-            f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)}); "
-            f"run `pip install socksio PySocks`, or unset {name}"
-        )

@@ -88,5 +88,4 @@ def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, 
 
 
 def read_spec(run: Storage) -> TrainingSpec:
-    """The nodes' settings of this run."""
     return read_document(run).training

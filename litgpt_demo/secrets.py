@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -33,11 +33,8 @@ _PATTERNS = (
 )
 
 
-# --- where it may go --------------------------------------------------------------------------------------------------
-
-
 def is_loopback(host: str) -> bool:
-    """Return True if a host is this machine by itself, whatever a name server says: an address of it, or `localhost`.
+    """Whether a host is this machine, whatever a name server says: an address of it, or `localhost`.
 
     A name that only looks like one, as 127.evil.example, is not.
     """
@@ -79,11 +76,8 @@ def origin_of(url: httpx.URL | str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else ""
 
 
-# --- what may be said -------------------------------------------------------------------------------------------------
-
-
 def redacted(text: str, *secrets: str) -> str:
-    """Return a text of another without these secrets, and without what has the form of one.
+    """A text of another without these secrets, and without what has the form of one.
 
     An answer may repeat the request that it answers: a proxy's error page does, and many a validation message.
     """
@@ -94,7 +88,7 @@ def redacted(text: str, *secrets: str) -> str:
 
 
 def without(text: str, *secrets: str) -> str:
-    """Return a text without these secrets, in any of the ways that requests write them, and otherwise as it is."""
+    """A text without these secrets, in any of the ways that requests write them, and otherwise as it is."""
     for secret in filter(None, secrets):
         for written in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
             text = text.replace(written, HIDDEN)
@@ -106,20 +100,13 @@ def translating(manager: Callable[P, Iterator[None]]) -> Callable[P, AbstractCon
 
     contextlib's own frame, which a traceback would show, holds the other error, and that may repeat a secret.
     """
-    made = contextmanager(manager)
-    return lambda *args, **named: _Translating(made(*args, **named))
+    return lambda *args, **named: _Translating(manager, args, named)  # type: ignore[arg-type]  # it is a generator
 
 
-class _Translating(AbstractContextManager[None]):
-    def __init__(self, inner: AbstractContextManager[None]) -> None:
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._inner.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None, /) -> bool | None:
+class _Translating(_GeneratorContextManager[None]):
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool | None:
         try:
-            return self._inner.__exit__(kind, error, trace)
+            return super().__exit__(kind, error, trace)
         except BaseException as raised:
             ours = raised.with_traceback(None)
         del error, trace

@@ -26,7 +26,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "launcher/runs/test_attempts.py"),
     ("folder-marker-is-a-file", "litgpt_demo/storage/bucket.py", "return bool(name) and clean_path(name) == name",
      "return clean_path(name) == name", "litgpt_demo/storage/test_folder_markers.py"),
-    ("files-removed-while-read", "litgpt_demo/training/resuming.py", "ranks.first(lambda: None)", "None",
+    ("files-removed-while-read", "litgpt_demo/training/saving.py", "ranks.first(lambda: None)", "None",
      "litgpt_demo/training/test_saving.py::test_no_rank_removes_what_another_still_reads"),
     ("any-stack-for-any-network", "launcher/checks/fitness.py", "in {NcclFit.QUALIFIED, NcclFit.UNSTATED}",
      "is not NcclFit.FAILS", "launcher/checks/test_fitness.py"),

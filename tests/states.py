@@ -14,17 +14,15 @@ from torch.optim import AdamW, Optimizer
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import stage
-from litgpt_demo.models.model import decay_groups, initialise
+from litgpt_demo.models.model import LossGPT, decay_groups, initialise
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
-from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
-from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import training_state
 from litgpt_demo.training.saving import Shards
-from litgpt_demo.training.setup import Training, open_fabric, set_up
+from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 
 Pair: TypeAlias = tuple[GPT, Optimizer]
 

@@ -82,9 +82,8 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
     model = config.model
     if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
         return None
-    return catalogue.config_of(
-        catalogue.fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocab_size)
-    )
+    length = model.sequence_length
+    return catalogue.config_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
 
 
 def _needs(

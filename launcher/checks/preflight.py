@@ -78,11 +78,9 @@ def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield what is wrong with data, model and training, whatever the place."""
     train, model = config.train, config.model
-    vocab_size, rows = vocabulary_of(config, vocab_size), catalogue.padded_vocabulary(model.name, model.config)
-    if vocab_size is not None and rows is not None:
-        problem = catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)
-        if problem is not None:
-            yield Finding("error", "model.vocabulary", *problem)
+    vocab_size = vocabulary_of(config, vocab_size)
+    if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
+        yield Finding("error", "model.vocabulary", *problem)
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
     steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
     if steps is not None and train.warmup_steps >= steps:

@@ -340,8 +340,8 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
             return 0
         model = run.config.model
         # A vocabulary that is the tokenizer's has at least one id, and a checkpoint all weights in at least 16 bits.
-        fields = catalogue.fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
-        least = 2 * estimates.parameters(catalogue.config_of(fields))
+        gpt = catalogue.config_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
+        least = 2 * estimates.parameters(gpt)
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
     return Claim(

@@ -23,9 +23,9 @@ from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import perplexity
+from litgpt_demo.models.model import LossGPT
 from litgpt_demo.runs import CONFIG, LITGPT
 from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
-from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.reading import load_weights, refusing
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model

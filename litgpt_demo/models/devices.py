@@ -7,13 +7,10 @@ in FLOP/s with float32 sums, and memory in bytes as they sell it. No torch here:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-
-GB, TERA = 10**9, 10**12
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(NamedTuple):
     """One kind of accelerator."""
 
     name: str
@@ -24,8 +21,8 @@ class Device:
     half: float
     """Peak TFLOP/s in products of 16 bits."""
     float32: float
-    float8: float | None = None
-    bfloat16: bool = True
+    float8: float | None
+    bfloat16: bool
     """Whether those 16 bits may be bfloat16, as well as float16."""
     source: str
 
@@ -33,53 +30,42 @@ class Device:
         """FLOP/s in products of this type; None where it is not fast on the device."""
         figures = {"float16": self.half, "float32": self.float32, "float8": self.float8}
         figure = self.half if multiplied == "bfloat16" and self.bfloat16 else figures.get(multiplied)
-        return None if figure is None else figure * TERA
+        return None if figure is None else figure * 1e12
 
 
-_HOPPER = "https://resources.nvidia.com/en-us-gpu-resources/h100-datasheet-24306"
-_H200 = "https://resources.nvidia.com/en-us-data-center-overview/hpc-datasheet-sc23-h200"
-_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf"
+_NVIDIA, _MORE = "https://www.nvidia.com", "https://resources.nvidia.com"
+_SHEETS = f"{_NVIDIA}/content/dam/en-zz/Solutions/Data-Center"
+_GB200 = f"{_NVIDIA}/en-us/data-center/gb200-nvl72/"  # of the 72 in a rack, each
+_HGX = f"{_NVIDIA}/en-us/data-center/hgx/"  # of the eight in an HGX board, each
+_H200 = f"{_MORE}/en-us-data-center-overview/hpc-datasheet-sc23-h200"
+_H100 = f"{_MORE}/en-us-gpu-resources/h100-datasheet-24306"
+_A100 = f"{_SHEETS}/a100/pdf/nvidia-a100-datasheet-nvidia-us-2188504-web.pdf"
+_L40S = f"{_MORE}/en-us-l40s/l40s-datasheet-28413"
+_L4 = f"{_MORE}/en-us-data-center-overview/l4-gpu-datasheet"
+_A10 = f"{_SHEETS}/a10/pdf/a10-datasheet.pdf"
+_T4 = f"{_SHEETS}/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+
+GB = 10**9
 
 # The first that matches counts, so a variant stands before what it is a variant of.
 DEVICES = (
-    Device(name="GB200", pattern=r"GB200|a4x", memory=186 * GB,
-           half=2500, float32=80, float8=5000,  # of the 72 in a rack, each
-           source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/"),
-    Device(name="B200", pattern=r"B200|a4-highgpu", memory=180 * GB,
-           half=2250, float32=75, float8=4500,  # of the eight in an HGX board, each
-           source="https://www.nvidia.com/en-us/data-center/hgx/"),
-    Device(name="H200 NVL", pattern=r"H200[ -]NVL", memory=141 * GB,
-           half=835.5, float32=60, float8=1670.5, source=_H200),
-    Device(name="H200", pattern=r"H200|a3-ultragpu", memory=141 * GB,
-           half=989.5, float32=67, float8=1979, source=_H200),
-    Device(name="H100 PCIe", pattern=r"H100[ -]PCIe", memory=80 * GB,
-           half=756.5, float32=51, float8=1513, source=_HOPPER),
-    Device(name="H100 NVL", pattern=r"H100[ -]NVL", memory=94 * GB,
-           half=835.5, float32=60, float8=1670.5, source=_HOPPER),
-    Device(name="H100", pattern=r"H100|a3-(high|mega|edge)gpu", memory=80 * GB,
-           half=989.5, float32=67, float8=1979, source=_HOPPER),
-    Device(name="A100 80GB", pattern=r"A100.*80\s?GB|a2-ultragpu", memory=80 * GB,
-           half=312, float32=19.5, source=_A100),
-    Device(name="A100", pattern=r"A100|a2-(high|mega)gpu", memory=40 * GB,
-           half=312, float32=19.5, source=_A100),
-    Device(name="L40S", pattern=r"\bL40S\b", memory=48 * GB,
-           half=362, float32=91.6, float8=733,
-           source="https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"),
-    Device(name="L4", pattern=r"\bL4\b|g2-standard", memory=24 * GB,
-           half=121, float32=30.3, float8=242.5,
-           source="https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet"),
-    Device(name="A10", pattern=r"\bA10G?\b", memory=24 * GB,
-           half=125, float32=31.2,
-           source="https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"),
-    Device(name="T4", pattern=r"\bT4\b", memory=16 * GB,
-           half=65, float32=8.1, bfloat16=False,
-           source="https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
-    Device(name="V100 PCIe", pattern=r"V100[ -]PCIe", memory=16 * GB,
-           half=112, float32=14, bfloat16=False, source=_V100),
-    Device(name="V100", pattern=r"V100", memory=16 * GB,
-           half=125, float32=15.7, bfloat16=False, source=_V100),
-)  # fmt: skip
+    Device("GB200", r"GB200|a4x", 186 * GB, 2500, 80, 5000, True, _GB200),
+    Device("B200", r"B200|a4-highgpu", 180 * GB, 2250, 75, 4500, True, _HGX),
+    Device("H200 NVL", r"H200[ -]NVL", 141 * GB, 835.5, 60, 1670.5, True, _H200),
+    Device("H200", r"H200|a3-ultragpu", 141 * GB, 989.5, 67, 1979, True, _H200),
+    Device("H100 PCIe", r"H100[ -]PCIe", 80 * GB, 756.5, 51, 1513, True, _H100),
+    Device("H100 NVL", r"H100[ -]NVL", 94 * GB, 835.5, 60, 1670.5, True, _H100),
+    Device("H100", r"H100|a3-(high|mega|edge)gpu", 80 * GB, 989.5, 67, 1979, True, _H100),
+    Device("A100 80GB", r"A100.*80\s?GB|a2-ultragpu", 80 * GB, 312, 19.5, None, True, _A100),
+    Device("A100", r"A100|a2-(high|mega)gpu", 40 * GB, 312, 19.5, None, True, _A100),
+    Device("L40S", r"\bL40S\b", 48 * GB, 362, 91.6, 733, True, _L40S),
+    Device("L4", r"\bL4\b|g2-standard", 24 * GB, 121, 30.3, 242.5, True, _L4),
+    Device("A10", r"\bA10G?\b", 24 * GB, 125, 31.2, None, True, _A10),
+    Device("T4", r"\bT4\b", 16 * GB, 65, 8.1, None, False, _T4),
+    Device("V100 PCIe", r"V100[ -]PCIe", 16 * GB, 112, 14, None, False, _V100),
+    Device("V100", r"V100", 16 * GB, 125, 15.7, None, False, _V100),
+)
 
 
 def device_named(name: str) -> Device | None:

@@ -5,68 +5,36 @@ Nothing is built and torch is not imported, so that a model of 175 billion param
 Sources: parameters follow litgpt.model (0.5.13) layer by layer. The arithmetic is Chowdhery et al. 2022 (PaLM,
 https://arxiv.org/abs/2204.02311, appendix B): 6 per weight that a token is multiplied with, forward and backward, and
 12 x heads x head size x length per layer for attention, the causal half not taken off; nothing for what activation
-checkpointing computes twice. Memory is what autograd keeps of each layer in training.loss.LossGPT.
+checkpointing computes twice. Memory is what autograd keeps of each layer in models.model.LossGPT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from litgpt_demo.config import TrainConfig
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """The numbers of a layer, and those of them that each token is multiplied with."""
 
     held: int
     used: int
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.held + other.held, self.used + other.used)
 
-
-def _linear(inputs: int, outputs: int, *, bias: bool = False) -> Weights:
-    return Weights(inputs * outputs + outputs * bias, inputs * outputs)
-
-
-def _norm(config: Any, size: int) -> Weights:
+def _norm(config: Any) -> int:
+    """Weights of a norm for each number that it takes."""
     if config.norm_class_name == "RMSNorm":
-        return Weights(size, 0)
-    return Weights(0 if "OLMo" in config.name else 2 * size, 0)
+        return 1
+    return 0 if "OLMo" in config.name else 2
 
 
-def _attention(config: Any) -> Weights:
-    if config.latent_attention:
-        width, heads = config.n_embd, config.n_head
-        return (
-            _linear(width, config.q_lora_rank, bias=config.attn_bias)
-            + Weights(config.q_lora_rank, 0)
-            + _linear(config.q_lora_rank, heads * config.qk_head_dim, bias=config.bias)
-            + _linear(width, config.kv_lora_rank + config.qk_rope_head_dim, bias=config.attn_bias)
-            + Weights(config.kv_lora_rank, 0)
-            + _linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=config.bias)
-            + _linear(heads * config.v_head_dim, width, bias=config.bias)
-        )
-    queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    found = _linear(config.n_embd, queries + 2 * keys, bias=config.bias or config.attn_bias)
-    found += _linear(queries, config.n_embd, bias=config.bias)
-    if config.norm_qk:
-        each_head = config.norm_qk_type == "default"
-        found += _norm(config, config.head_size if each_head else queries)
-        found += _norm(config, config.head_size if each_head else keys)
-    return found
-
-
-def _mlp(config: Any, size: int, *, kind: str) -> Weights:
-    found = _linear(size, config.n_embd, bias=config.bias)
-    for _ in range(1 if kind == "GptNeoxMLP" else 2):
-        found += _linear(config.n_embd, size, bias=config.bias)
-    return found
+def _ways_in(config: Any) -> int:
+    return 1 if config.mlp_class_name == "GptNeoxMLP" else 2
 
 
 def _has_experts(config: Any, layer: int) -> bool:
@@ -75,21 +43,45 @@ def _has_experts(config: Any, layer: int) -> bool:
 
 def block(config: Any, layer: int) -> Weights:
     """One of the model's blocks."""
-    found = _attention(config)
-    if _has_experts(config, layer):
-        size = config.moe_intermediate_size or config.intermediate_size
-        expert = _mlp(config, size, kind="LLaMAMLP")
-        found += _linear(config.n_embd, config.n_expert)
-        found += Weights(config.n_expert * expert.held, config.n_expert_per_token * expert.used)
-        if config.n_shared_expert:
-            found += _mlp(config, config.moe_intermediate_size * config.n_shared_expert, kind="LLaMAMLP")
-    else:
-        kind = "LLaMAMLP" if config.mlp_class_name == "LLaMAMoE" else config.mlp_class_name
-        found += _mlp(config, config.intermediate_size, kind=kind)
+    width, heads, bias = config.n_embd, config.n_head, config.bias
     has_second = config.norm_2 and not config.shared_attention_norm
-    for _ in range(config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm):
-        found += _norm(config, config.n_embd)
-    return found
+    held = _norm(config) * width * (config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm)
+    # The products, as inputs, outputs and whether there is a bias.
+    if config.latent_attention:
+        held += config.q_lora_rank + config.kv_lora_rank
+        products = [
+            (width, config.q_lora_rank, config.attn_bias),
+            (config.q_lora_rank, heads * config.qk_head_dim, bias),
+            (width, config.kv_lora_rank + config.qk_rope_head_dim, config.attn_bias),
+            (config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias),
+            (heads * config.v_head_dim, width, bias),
+        ]
+    else:
+        queries, keys = heads * config.head_size, config.n_query_groups * config.head_size
+        products = [(width, queries + 2 * keys, bias or config.attn_bias), (queries, width, bias)]
+        if config.norm_qk:
+            each_head = config.norm_qk_type == "default"
+            held += _norm(config) * (2 * config.head_size if each_head else queries + keys)
+
+    def mlp(size: int) -> list[tuple[int, int, bool]]:
+        return [(size, width, bias), *[(width, size, bias)] * _ways_in(config)]
+
+    experts: list[tuple[int, int, bool]] = []
+    if _has_experts(config, layer):
+        experts = mlp(config.moe_intermediate_size or config.intermediate_size)
+        products.append((width, config.n_expert, False))
+        if config.n_shared_expert:
+            products += mlp(config.moe_intermediate_size * config.n_shared_expert)
+    else:
+        products += mlp(config.intermediate_size)
+    return Weights(
+        held + _sizes(products, biases=True) + (config.n_expert or 0) * _sizes(experts, biases=True),
+        _sizes(products) + (config.n_expert_per_token or 0) * _sizes(experts),
+    )
+
+
+def _sizes(products: Iterable[tuple[int, int, bool]], *, biases: bool = False) -> int:
+    return sum(outputs * (inputs + (biases and bias)) for inputs, outputs, bias in products)
 
 
 def table(config: Any) -> int:
@@ -101,7 +93,7 @@ def parameters(config: Any) -> int:
     """The parameters of the whole model, experts that a token does not see included."""
     blocks = sum(block(config, layer).held for layer in range(config.n_layer))
     head = config.padded_vocab_size if config.lm_head_bias else 0
-    return blocks + 2 * table(config) + head + _norm(config, config.n_embd).held
+    return int(blocks + 2 * table(config) + head + _norm(config) * config.n_embd)
 
 
 def used_parameters(config: Any) -> int:
@@ -126,7 +118,7 @@ def attention_flops(config: Any, length: int) -> int:
 
 
 def flops_per_token(config: Any, length: int) -> int:
-    """Return the operations per token of training: forward and backward."""
+    """The operations per token of training: forward and backward."""
     return 6 * used_parameters(config) + attention_flops(config, length)
 
 
@@ -153,7 +145,7 @@ class Memory:
     """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
     gradients: int
     kept: bool
-    """Return True if gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
+    """Whether gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
     activations: int
     """Bytes that the forward pass keeps for the backward pass."""
     room: int
@@ -200,14 +192,15 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
         here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
         gathered = multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
     # Per token, what waits for the backward pass: of each block, and what enters the last norm.
-    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in layers]
+    of_blocks = [_kept_of_block(config, layer, length, multiplied=multiplied, kept=kept) for layer in layers]
+    whole, products = zip(*of_blocks, strict=True)
     entry = int(kept * config.n_embd)
-    stored = sum(whole) + entry
-    if train.activation_checkpointing != "none":
-        stored = int(config.n_layer + 1) * entry
-    if train.activation_checkpointing == "selective":
-        stored += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in layers)
-    # training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+    stored = {
+        "none": sum(whole) + entry,
+        "selective": int(config.n_layer + 1) * entry + sum(products),
+        "full": int(config.n_layer + 1) * entry,
+    }[train.activation_checkpointing]
+    # The loss (models.model) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
     capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
     hidden = int(tokens * config.n_embd)
@@ -236,50 +229,35 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     )
 
 
-def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
-    """Return what autograd keeps of one block, per token: inputs of norms, products, attention, nonlinearities."""
-    width = config.n_embd
-    rms = config.norm_class_name == "RMSNorm"
+def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> tuple[int, int]:
+    """Bytes per token that autograd keeps of one block: inputs of norms, products, attention and nonlinearities; and
+    those of the products' and the attention's outputs alone."""
+    width, rms = config.n_embd, config.norm_class_name == "RMSNorm"
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
     norm = multiplied * width + (4 * width if rms else 0)
     # The residual stream between the two halves is kept apart where the second half has to wait for the first.
-    found = kept * width * (1 if config.parallel_residual else 2)
+    found = kept * width * (1 if config.parallel_residual else 2) + 4 * config.n_head
     found += (config.norm_1 + (config.norm_2 and not config.shared_attention_norm)) * norm
     found += (config.post_attention_norm + config.post_mlp_norm) * (multiplied * width + (8 * width if rms else 0))
     if config.latent_attention:
-        products = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-        found += multiplied * (products + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head
+        attended = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
+        found += multiplied * (attended + 2 * (config.q_lora_rank + config.kv_lora_rank))
     else:
         queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
+        attended = 2 * queries + 2 * keys
         # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
         # repeated, and so keep all of it.
-        values = 3 * queries if keys == queries else queries
-        found += multiplied * (3 * queries + values) + 4 * config.n_head
-        if config.attention_logit_softcapping is not None:
-            # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
-            found += config.n_head * length * (2 * multiplied + 4)
+        found += multiplied * (6 * queries if keys == queries else 4 * queries)
         if config.norm_qk:
             found += 4 * (queries + keys) * (2 if rms else 1)
-    if _has_experts(config, layer):
-        shared = (config.n_shared_expert or 0) * (config.moe_intermediate_size or 0)
-        each = 2 * width + 4 * (config.moe_intermediate_size or config.intermediate_size)
-        return int(found + multiplied * int(config.n_expert_per_token * each + 4 * shared))
-    ways = 2 if config.mlp_class_name == "GptNeoxMLP" else 4
-    return int(found + multiplied * int(ways * config.intermediate_size))
-
-
-def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> int:
-    """Return the outputs of the products and the attention of one block, per token."""
-    if config.latent_attention:
-        attention = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-    else:
-        attention = (2 * config.n_head + 2 * config.n_query_groups) * config.head_size
     if config.attention_logit_softcapping is not None:
-        attention += config.n_head * length
-    ways_in = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    size = config.intermediate_size
-    times = 1
+        # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
+        found += config.n_head * length * (2 * multiplied + 4)
+        attended += config.n_head * length
+    size, times, inner = config.intermediate_size, 1, 2 * _ways_in(config) * config.intermediate_size
     if _has_experts(config, layer):
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
-    products = attention + config.n_embd + times * (ways_in * size + config.n_embd)
-    return int(multiplied * products + 4 * config.n_head)
+        shared = (config.n_shared_expert or 0) * (config.moe_intermediate_size or 0)
+        inner = times * (2 * width + 4 * size) + 4 * shared
+    products = attended + width + times * (_ways_in(config) * size + width)
+    return int(found + multiplied * inner), int(multiplied * products + 4 * config.n_head)

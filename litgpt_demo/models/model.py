@@ -1,25 +1,36 @@
-"""LitGPT models from settings, with initial weights that depend on the seed alone."""
+"""LitGPT's model: made from settings, with initial weights that depend on the seed alone, and with its loss.
+
+The loss is computed without ever holding the logits of a whole batch. The projection onto the vocabulary and the
+cross-entropy are most of a small model's step. Done apart, they write and read batch x sequence x vocabulary numbers
+half a dozen times, in two precisions. Here they go together through a few rows at a time, and the gradients are ready
+when the loss is: three matrix products and one softmax, forward and backward, as in Hsu et al. 2024
+(https://arxiv.org/abs/2410.10989). torch's own `linear_cross_entropy` does likewise, but knows neither autocast nor the
+softcapping of some models.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from litgpt.config import Config
 from litgpt.model import GPT, GroupedTopkRouter
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
+from litgpt_demo.models.estimates import chunk_rows
 
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     """LitGPT's Config of this model for a tokenizer of `vocab_size` ids."""
-    rows = catalogue.padded_vocabulary(model.name, model.config)
-    if rows is not None and (problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)):
-        raise UserError("; ".join(problem))
+    if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
+        raise UserError(problem[0], fix=problem[1])
     length = model.sequence_length
     return Config(**catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
 
@@ -54,3 +65,165 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
     matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+class LossGPT(GPT):  # type: ignore[misc]
+    """A GPT that, given targets, returns the mean loss instead of logits. Its weights have GPT's own names.
+
+    The loss is computed inside `forward` so that whatever wraps the model (DDP, FSDP, autocast) sees one call.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.workspace = Workspace()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
+        if targets is None:
+            return super().forward(idx, *args, **kwargs)
+        head, softcap = self.lm_head, self.config.final_logit_softcapping
+        return projected_cross_entropy(
+            self.body(idx), head.weight, targets, bias=head.bias, softcap=softcap, workspace=self.workspace
+        )
+
+    def body(self, idx: Tensor) -> Tensor:
+        """Compute GPT.forward up to the output projection, without a KV cache."""
+        length, indices = idx.size(1), self.config.rope_indices
+        cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
+        hidden = self.transformer.wte(idx)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.float()  # the residual stream stays precise even if FSDP gathered the table in bfloat16
+        if self.config.scale_embeddings:
+            hidden = hidden * torch.tensor(self.config.n_embd**0.5, dtype=hidden.dtype)
+        for number, block in enumerate(self.transformer.h):
+            turn = (cos, sin) if indices is None else (cos[..., indices[number]], sin[..., indices[number]])
+            hidden = block(hidden, *turn)
+        normed: Tensor = self.transformer.ln_f(hidden)
+        return normed
+
+
+class Workspace:
+    """Memory of a CPU for what does not outlive a call, kept for the next one.
+
+    Allocated anew for every chunk and call, the kernel would have to clear it page by page, up to a third of the time.
+    On a GPU torch keeps what is freed by itself.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of this name with any content; the one of the last time, if it still fits."""
+        there = self._tensors.get(name)
+        if there is None or (there.shape, there.dtype, there.device) != (shape, dtype, device):
+            there = torch.empty(shape, dtype=dtype, device=device)
+            self._tensors |= {name: there} if device.type == "cpu" else {}
+        return there
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """The mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, and of `targets`, a float32 scalar.
+
+    Under autocast the products take its precision and all else float32, as cross_entropy after a Linear would have it.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    rows, gradients = hidden.reshape(-1, hidden.size(-1)), torch.is_grad_enabled()
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, targets.reshape(-1), softcap, dtype, gradients, workspace or Workspace()
+        )
+    return loss
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        dtype: torch.dtype,
+        gradients: bool,
+        workspace: Workspace,
+    ) -> Tensor:
+        """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
+        inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
+        precise = torch.promote_types(dtype, torch.float32)
+        rows = chunk_rows(count, len(weight), device=hidden.device.type)
+        made = partial(workspace.of, device=hidden.device)
+        scores_of_chunk = made("scores", rows, len(weight), dtype=precise)
+        slopes_of_chunk = scores_of_chunk if dtype == precise else made("slopes", rows, len(weight), dtype=dtype)
+        total = hidden.new_zeros((), dtype=precise)
+        by_hidden = torch.empty_like(hidden, dtype=precise) if gradients else None
+        by_weight = torch.empty_like(weight, dtype=precise) if gradients else None
+        by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
+        apart = gradients and dtype != precise and hidden.device.type != "cuda"  # see _multiply
+        product = made("product", *weight.shape, dtype=dtype) if apart else None
+        for first in range(0, count, rows):
+            part = slice(first, min(first + rows, count))
+            scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
+            _multiply(inputs[part], matrix.T, out=scores, workspace=slopes)
+            if bias is not None:
+                scores += bias
+            slope = None
+            if softcap is not None:  # LitGPT's do_softcapping in place, and its derivative
+                scores.div_(softcap).tanh_()
+                slope = 1 - scores * scores
+                scores.mul_(softcap)
+            # The summed cross-entropy; then `scores` become its gradient by themselves: probabilities, less 1 at the
+            # target. Of the logarithms rather than of the probabilities, which are 0 where a target is all but
+            # impossible.
+            torch.log_softmax(scores, dim=-1, out=scores)
+            places = targets[part].unsqueeze(1)
+            total += -scores.gather(1, places).sum()
+            scores.exp_().scatter_add_(1, places, scores.new_full((), -1.0).expand(places.shape))
+            if by_hidden is None or by_weight is None:
+                continue
+            if slope is not None:
+                scores *= slope
+            slopes.copy_(scores)
+            _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
+            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
+            if by_bias is not None:
+                by_bias.add_(scores.sum(0), alpha=1 / count)
+        found = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
+        ctx.gradients = [None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in found]
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Let go of them, so that autograd may keep the tensors themselves as gradients instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, None
+        if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU would have to be waited for
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return (*gradients, None, None, None, None, None)
+
+
+def _multiply(
+    one: Tensor, other: Tensor, *, out: Tensor, workspace: Tensor | None = None, alpha: float = 1.0, add: bool = False
+) -> None:
+    """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can; where it
+    cannot, `workspace` is for the product in the operands' precision."""
+    if one.dtype == out.dtype or one.device.type == "cuda":
+        wider = {} if one.dtype == out.dtype else {"out_dtype": out.dtype}
+        torch.addmm(out, one, other, **wider, beta=float(add), alpha=alpha, out=out)
+        return
+    product = torch.mm(one, other, out=workspace)
+    if add:
+        out.add_(product, alpha=alpha)
+    else:
+        torch.mul(product, alpha, out=out)

@@ -58,9 +58,6 @@ def folder_of(step: int) -> str:
     return f"{_ALL}/step-{step:08d}"
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
-
-
 def committed(
     run: Storage, *, damaged: Callable[[str, DataError], object] = lambda folder, error: None
 ) -> list[CheckpointManifest]:
@@ -120,13 +117,12 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
     """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
     where = run.address(folder_of(manifest.step))
     if manifest.dataset_key != spec.dataset_key:
-        raise DataError(
-            f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}; "
-            "give the run another name or root"
-        )
+        what = f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
+        raise DataError(what, fix="give the run another name or root")
     theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
     if theirs is not None and theirs != ours:
-        raise DataError(f"{where} is of the model {theirs}, this run trains {ours}; give the run another name or root")
+        what = f"{where} is of the model {theirs}, this run trains {ours}"
+        raise DataError(what, fix="give the run another name or root")
 
 
 def set_aside(run: Storage, folder: str, why: str) -> str:
@@ -141,9 +137,6 @@ def set_aside(run: Storage, folder: str, why: str) -> str:
     run.move(folder, target)
     run.write(f"{target}/why.txt", f"{why}\n".encode())
     return run.address(target)
-
-
-# --- making one -------------------------------------------------------------------------------------------------------
 
 
 def publish(files: Iterable[Path], run: Storage, step: int) -> list[FileRecord]:
@@ -163,22 +156,21 @@ def verify(run: Storage, step: int, paths: Iterable[str]) -> None:
     """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself."""
     place = run.within(folder_of(step))
     manifest = read_manifest(place, CheckpointManifest)
-    said = {record.path: record for record in manifest.files} if manifest else {}
+    records = manifest.files if manifest else ()
+    said = {record.path: f"{record.size} bytes and crc32c {record.crc32c}" for record in records}
     wrong = []
     for path in paths:
-        if (record := said.get(path)) is None:
-            wrong.append(f"its manifest does not list {path}")
-            continue
         try:
-            found = FileRecord.of(place.stat(path))
+            found = place.stat(path)
         except FileNotFoundError:
             wrong.append(f"{path} is missing")
             continue
-        if found != record:
-            expected = f"{record.size} and {record.crc32c}"
-            wrong.append(f"{path} has {found.size} bytes and crc32c {found.crc32c}, not {expected}")
+        has = f"{found.size} bytes and crc32c {found.crc32c}"
+        if has != said.get(path):
+            wrong.append(f"{path} has {has}, and its manifest says {said.get(path, 'nothing of it')}")
     if wrong:
-        raise DataError(f"{place.address()} is not what was written: {'; '.join(wrong)}; look at that disk or mount")
+        what = f"{place.address()} is not what was written: {'; '.join(wrong)}"
+        raise DataError(what, fix="look at that disk or mount")
 
 
 def retained(checkpoints: Iterable[CheckpointManifest], *, last: int, best: int, every: int | None = None) -> set[int]:

@@ -11,17 +11,17 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from time import monotonic
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from litgpt_demo.config import TrainConfig, key_of
+from litgpt_demo.config import key_of
 from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
@@ -32,32 +32,20 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
-from litgpt_demo.training.resuming import resume
-from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.setup import Training, open_fabric, set_up
-from litgpt_demo.training.step import Exchange, StepResult, evaluate, train_step
+from litgpt_demo.training.saving import Saved, Saver, resume
+from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
+from litgpt_demo.training.step import FIRST_PASS, Exchange, StepResult, evaluate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
-
-# The first pass of either kind compiles, and meets the other ranks.
-_FIRST_PASS = 900.0
 
 # A batch or two may be bad; a training that makes no update in so many steps has another trouble.
 _MOST_IN_A_ROW = 10
 
 # Numbers of samples that a message lists; all of them are a command away.
 _LISTED = 64
-
-
-class StopReason(StrEnum):
-    """The reason why a training ends before its last step."""
-
-    PREEMPTED = "preempted"
-    TIME_UP = "max_time"
 
 
 def fit(training: Training) -> None:
@@ -76,18 +64,18 @@ def fit(training: Training) -> None:
         report = Reporter(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
-                loop = Loop(training, report, saver, stop_requested=lambda: bool(asked))
+                loop = Loop(training, report, saver, asked)
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
             with suppress(TrainLitgptError):  # what ended the training is the error to tell
                 report.close(step=resumed, ended_well=False)
             raise
-        preempted = loop.stop_reason is StopReason.PREEMPTED
+        preempted = loop.why_left == "preempted"
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
             # Who ends first has torchrun end the others, so all have to be through.
-            training.ranks.together(lambda: None, lambda _: None)
+            training.ranks.first(lambda: None)
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
     finally:
         training.feed.close()
@@ -97,69 +85,58 @@ def fit(training: Training) -> None:
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
-    def __init__(self, training: Training, report: Reporter, saver: Saver, stop_requested: Callable[[], bool]) -> None:
-        self._training, self._report, self._saver = training, report, saver
-        self._stop_requested = stop_requested
+    def __init__(self, training: Training, report: Reporter, saver: Saver, asked_to_leave: Sequence[int]) -> None:
+        self._training, self._report, self._saver, self._asked = training, report, saver, asked_to_leave
         self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
-        self.stop_reason: StopReason | None = None
-        """The reason why it ended before the last step, if it did."""
+        self.why_left: Literal["preempted", "max_time"] | None = None
+        """Why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
         """Train until the last step is saved, or there is a reason to leave and the step then done is."""
         training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
-        most = math.inf if train.max_time is None else train.max_time.total_seconds()
-        self.done, allow = first, max(_FIRST_PASS, train.hang_after)
-        if training.clock.before >= most:
+        clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
+        self.done, allow = first, max(FIRST_PASS, train.hang_after)
+        if clock.before >= most:
             return
         training.model.train()
         for step in range(first, spec.steps):
             training.heart.beat(self.done, "training", allow=allow)
-            passed, late = train_step(training, step), training.clock.seconds >= most
-            self._exchange.put(step + 1, passed, leave=self._stop_requested(), time_up=late)
+            passed, late = train_step(training, step), clock.seconds >= most
+            self._exchange.put(step + 1, passed, leave=bool(self._asked), time_up=late)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
-            # What is saved is known to be numbers: others would be resumed from forever.
-            reason = self._drain(everything=evaluates or saves)
-            self.stop_reason = None if last else reason
+            # What is saved is known to be numbers: others would be resumed from forever. So the newest step is waited
+            # for too, and where one says to leave.
+            why: Literal["preempted", "max_time"] | None = None
+            while (result := self._exchange.take(keep=0 if evaluates or saves or why else 1)) is not None:
+                self._hear(result)
+                if result.leave or result.time_up:
+                    why = "preempted" if result.leave else "max_time"
             # A process that is asked to leave has little time; an evaluation would be the first to go.
-            if self.stop_reason is not None:
-                evaluates = self.stop_reason is StopReason.TIME_UP
+            if why is not None and not last:
+                self.why_left, evaluates = why, why == "max_time"
             validation_loss = self._evaluate() if evaluates else None
-            if saves or last or self.stop_reason is not None:
+            if saves or last or self.why_left:
                 training.heart.beat(self.done, "saving", allow=_LONG)
-                if self.stop_reason is StopReason.TIME_UP:
-                    training.clock.at_least(most)
+                if self.why_left == "max_time":  # by another rank's clock, a moment ahead of this one
+                    clock.before += max(0.0, most - clock.seconds)
                 report.pause(self._saver.save(self.done, validation_loss))
-            if self.stop_reason is not None:
-                report.row(kind="leave", step=self.done, why=self.stop_reason)
+            if self.why_left:
+                report.row(kind="leave", step=self.done, why=self.why_left)
                 return
 
-    def _drain(self, *, everything: bool) -> StopReason | None:
-        """Tell of the steps that have been heard of; returns why to leave, if one of them says so.
-
-        Args:
-            everything: wait for the newest step too.
-        """
-        reason: StopReason | None = None
-        while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
-            values = {"loss": result.loss}
-            if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
-                values["gradient norm"] = result.grad_norm
-            if found := next((name for name, value in values.items() if not math.isfinite(value)), None):
-                self._left_out(result, f"the {found} of step {result.done} is {values[found]}")
-            else:
-                self._in_a_row = 0
-                self._report.step(result)
-            if result.leave:
-                reason = StopReason.PREEMPTED
-            elif result.time_up:
-                reason = StopReason.TIME_UP
-        return reason
-
-    def _left_out(self, result: StepResult, why: str) -> None:
-        """A step made no update: the end, with its samples, if it is to stop there or this is the last of too many."""
+    def _hear(self, result: StepResult) -> None:
+        """Report a step; one that made no update is the end if it is to stop there, or is the last of too many."""
         training, spec = self._training, self._training.spec
+        values = {"loss": result.loss}
+        if training.scaler is None:  # it leaves out an update whose gradients overflowed
+            values["gradient norm"] = result.grad_norm
+        wrong = [f"the {name} of step {result.done} is {one}" for name, one in values.items() if not math.isfinite(one)]
+        if not wrong:
+            self._in_a_row = 0
+            self._report.step(result)
+            return
         self._in_a_row += 1
 
         def suspects(finite: list[bool]) -> list[int]:
@@ -171,45 +148,36 @@ class Loop:
         windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
         more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
         told = (
-            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
-            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
-            f"{_advice(spec.train)}"
+            f"{wrong[0]}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training "
+            f"split; look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
+            f"{self._advice()}"
         )
         if spec.train.on_not_finite == "stop":
             raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
         if self._in_a_row == _MOST_IN_A_ROW:
             raise UserError(f"{told}. It is step {_MOST_IN_A_ROW} in a row without an update, so it is not the data")
-        self._report.row(kind="skip", step=result.done, why=why, windows=windows)
+        self._report.row(kind="skip", step=result.done, why=wrong[0], windows=windows)
+
+    def _advice(self) -> str:
+        train = self._training.spec.train
+        return (
+            f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
+            "train.precision=32-true usually fix it"
+        )
 
     def _evaluate(self) -> float:
-        began, train = monotonic(), self._training.spec.train
-
-        def beat() -> None:
-            self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
-
-        loss = evaluate(self._training, beat=beat)
+        began = monotonic()
+        loss = evaluate(self._training, done=self.done)
         if not math.isfinite(loss):  # it is of weights, not of a batch: there is no update to leave out
-            raise UserError(f"the validation loss of step {self.done} is {loss}. {_advice(train)}")
+            raise UserError(f"the validation loss of step {self.done} is {loss}. {self._advice()}")
         self._report.pause(seconds := monotonic() - began)
-        self._report.row(
-            kind="evaluation",
-            step=self.done,
-            validation_loss=loss,
-            perplexity=perplexity(loss),
-            seconds=round(seconds, 2),
-        )
+        figures = {"validation_loss": loss, "perplexity": perplexity(loss), "seconds": round(seconds, 2)}
+        self._report.row(kind="evaluation", step=self.done, **figures)
         return loss
 
 
-def _advice(train: TrainConfig) -> str:
-    return (
-        f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
-        "train.precision=32-true usually fix it"
-    )
-
-
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
-    """Return what to say where a save takes longer than the platform waits for a job that is asked to leave."""
+    """What to say where a save takes longer than the platform waits for a job that is asked to leave, else None."""
     grace = environ.get(GRACE)
     if grace is None or seconds <= float(grace):
         return None
@@ -221,10 +189,8 @@ def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
 
 
 def _report_save(report: Reporter, saved: Saved) -> None:
-    if saved.warning is not None:
-        warn(saved.warning)
-    if (hint := grace_warning(saved.seconds, os.environ)) is not None:
-        warn(hint)
+    for text in filter(None, (saved.warning, grace_warning(saved.seconds, os.environ))):
+        warn(text)
     if saved.failed is None:
         report.row(
             kind="checkpoint",
@@ -251,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:
             raise UserError(
-                f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again"
+                f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}",
+                fix="submit it again",
             )
         scratch = scratch_of(run, fabric.global_rank)
         try:

@@ -60,8 +60,7 @@ _REMEDY = (
 def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
     """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
 
-    Args:
-        precision: the state of the loss scaling, empty where losses are not scaled.
+    `precision` is the state of the loss scaling, empty where losses are not scaled.
     """
     weights, state = get_state_dict(model, optimizer)
     # The next step sets its learning rate before this one's is written down.
@@ -74,12 +73,7 @@ def load_shards(
 ) -> dict[str, Any]:
     """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
 
-    Args:
-        precision: as of `training_state`, as it is now.
-        address: what errors call the folder, where it is a copy.
-
-    Returns:
-        The state of the loss scaling that was saved.
+    Returns the state of the loss scaling that was saved. Errors call the folder `address` where it is a copy.
     """
     state = training_state(model, optimizer, precision)
     _read(state, folder, address)
@@ -199,7 +193,6 @@ def refusing(address: str) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"names {found[1]} for its reader to call" if found else "is not one that torch reads"
-        raise DataError(
-            f"{address} holds a pickle that {what}, and a checkpoint holds weights and plain values alone. {_REMEDY}"
-        ) from error
+        how = f"names {found[1]} for its reader to call" if found else "is not one that torch reads"
+        what = f"{address} holds a pickle that {how}, and a checkpoint holds weights and plain values alone. {_REMEDY}"
+        raise DataError(what) from error

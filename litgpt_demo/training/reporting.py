@@ -1,36 +1,39 @@
-"""The reports of rank 0 about the training, with the utilisation of its device. None waits for the device."""
+"""The reports of rank 0 about the training: rows of metrics, and all the places that they go to.
+
+None waits for the device. metrics.jsonl and a table are always written, TensorBoard and Weights & Biases if asked for.
+A logger has a folder and two verbs. One that fails costs its own record, never the training.
+"""
 
 from __future__ import annotations
 
+import csv
 import os
 import platform
 import resource
 import sys
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from litgpt_demo.config import TrainConfig
-from litgpt_demo.errors import TrainLitgptError, words_of
-from litgpt_demo.metrics import MetricsFile, rows_of
+from litgpt_demo.config import TrainConfig, TrainingSpec, WandbConfig
+from litgpt_demo.errors import TrainLitgptError, UserError, words_of
+from litgpt_demo.metrics import MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.environment import NodeTimes
 from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
-from litgpt_demo.training.loggers import Logger, Table, asked_for
+from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import StepResult, learning_rate
 
 TABLE = "metrics.csv"
-
-
-_SIDES = (256, 384, 512, 768, 1024)
-"""Sizes of the matrices. Which is fastest depends on caches and threads; a short product may escape other load."""
-_LONG_ENOUGH = 0.3  # seconds of products
 
 
 class Reporter:
@@ -59,18 +62,17 @@ class Reporter:
                 self._loggers.append(opened())
             except Exception as error:  # a service that does not answer, a key that it does not know
                 warn(f"{name} is told no metrics: {words_of(error)}")
-        config, train = training.model.module.config, spec.train
-        length, world_size = spec.model.sequence_length, training.fabric.world_size
-        device = training.fabric.device
+        config, train, fabric = training.model.module.config, spec.train, training.fabric
+        length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
-        estimate = estimates.memory(config, train, length=length, world_size=world_size, device=device.type)
+        estimate = estimates.memory(config, train, length=length, world_size=fabric.world_size, device=device.type)
         self.row(
             kind="start",
             step=resumed_from,
             steps=spec.steps,
             tokens_per_step=train.global_batch * length,
             parameters=sum(weight.numel() for weight in training.model.parameters()),
-            world_size=world_size,
+            world_size=fabric.world_size,
             device=str(device),
             device_name=device_name(device),
             precision=train.precision,
@@ -97,7 +99,7 @@ class Reporter:
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
-        """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
+        """A column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
         return {} if self._times is None else {name: self._times.elapsed(moment)}
 
     def step(self, result: StepResult) -> None:
@@ -110,7 +112,7 @@ class Reporter:
             return
         tokens_per_step = train.global_batch * spec.model.sequence_length
         steps, seconds = result.done - self._last_step, max(1e-6, ended - self._last_time)
-        pace, device = steps * tokens_per_step / seconds, self._training.fabric.device
+        pace = steps * tokens_per_step / seconds
         # The model's arithmetic as a share of the devices' peak, of which each has its part.
         share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
         self.row(
@@ -124,7 +126,7 @@ class Reporter:
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(self._waited, 4),
             **self._first,
-            memory=held_bytes(device),
+            memory=held_bytes(self._training.fabric.device),
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
@@ -177,16 +179,149 @@ def warn(text: str) -> None:
     print(f"warning: {text}", flush=True)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the driver's name of a GPU; a CPU's model."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return _said("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+# Of metrics.csv, in this order; other columns are in metrics.jsonl.
+COLUMNS = (
+    "kind", "step", "tokens", "loss", "learning_rate", "grad_norm", "validation_loss", "perplexity",
+    "tokens_per_second", "mfu", "step_seconds", "data_seconds", "memory", "seconds", "save_seconds", "bytes",
+)  # fmt: skip
+_PLOTTED = ("step", "evaluation", "checkpoint")
 
 
-def _said(path: str, name: str) -> str:
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+class Table:
+    """metrics.csv: the rows of steps, evaluations and checkpoints, one column per metric, empty where it has none."""
+
+    def __init__(self, path: Path, kept: Iterable[Row]) -> None:
+        """Begins with the rows of older attempts that still count."""
+        aside = path.with_name(f".{path.name}.partial")
+        self._file = aside.open("w", buffering=1, newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._writer.writeheader()
+        for row in kept:
+            self.write(row)
+        aside.replace(path)
+
+    def write(self, row: Row) -> None:
+        if row.get("kind") in _PLOTTED:
+            self._writer.writerow(row)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files; `tensorboard --logdir` on the folder shows them."""
+
+    def __init__(self, folder: Path, *, resumed_from: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps of older attempts that will be repeated are not to be drawn twice.
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1, flush_secs=10)
+
+    def write(self, row: Row) -> None:
+        for name, value in _scalars(row).items():
+            self._writer.add_scalar(name, value, int(row["step"]))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases with the run's name, taken up again by later attempts; it makes `wandb/`.
+
+    Their program keeps what its service answers to a refused request in a log, and some answers repeat the key that
+    they were sent. So the key is taken out of their files when their program has ended, and what an attempt that was
+    killed left is dealt with when the next one begins.
+    """
+
+    def __init__(self, settings: WandbConfig, spec: TrainingSpec, folder: Path, environ: Mapping[str, str]) -> None:
+        self._files = folder / "wandb"
+        self._key = None if settings.secret is None else environ[settings.secret]
+        forget(self._files, self._key)
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                id=spec.run,
+                name=spec.run,
+                resume="allow",
+                dir=str(folder),
+                config=spec.model_dump(mode="json"),
+                mode="offline" if self._key is None else "online",
+                # What the job prints is its own log already, and code and git are in the run's folder.
+                settings=wandb.Settings(
+                    api_key=self._key, console="off", silent=True, disable_git=True, disable_code=True
+                ),
+            )
+            # Their own step cannot go back, ours does when an attempt repeats steps.
+            self._run.define_metric("*", step_metric="step")
+        except BaseException:
+            self._end()
+            raise
+
+    def write(self, row: Row) -> None:
+        if values := _scalars(row):
+            self._run.log({"step": int(row["step"]), **values})
+
+    def close(self) -> None:
+        try:
+            self._run.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Wait until their program has written its last line, and read the key nowhere in it."""
+        import wandb
+
+        try:
+            wandb.teardown()
+        finally:
+            forget(self._files, self._key)
+
+
+Logger: TypeAlias = Table | TensorBoard | Wandb
+"""It takes rows without waiting for disk or network; `close` waits until all are where they should be."""
+
+
+def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
+    """The loggers that the settings ask for, still to be opened; their files go below `folder`."""
+    found: dict[str, Callable[[], Logger]] = {}
+    if spec.train.tensorboard:
+        found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)
+    if (asked := spec.train.wandb) is not None:
+        if asked.secret is not None and not os.environ.get(asked.secret):
+            raise UserError(
+                f"train.wandb.secret={asked.secret} names a variable that is not in this node's environment",
+                fix="set it where the run is submitted, or leave the secret empty to keep the records in the run's "
+                "folder",
+            )
+        found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
+    return found
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """The numbers of a row that are worth a curve, as `kind/name`."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+    return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items() if row["kind"] in _PLOTTED}
+
+
+def forget(folder: Path, key: str | None) -> None:
+    """Take a key out of the text files below a folder, which nobody may be writing to; other bytes stay as they are."""
+    if key is None:
+        return
+    sent = b64encode(f"api:{key}".encode()).decode()  # `Authorization: Basic`, as their program logs in
+    for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
+        if path.suffix == ".wandb":  # their records, with checksums: metrics and config, no answers
+            continue
+        text = path.read_bytes().decode(errors="surrogateescape")
+        if (kept := without(text, key, sent)) != text:
+            path.write_bytes(kept.encode(errors="surrogateescape"))
+
+
+_SIDES = (256, 384, 512, 768, 1024)
+"""Sizes of the matrices. Which is fastest depends on caches and threads; a short product may escape other load."""
+_LONG_ENOUGH = 0.3  # seconds of products
 
 
 class Peak:
@@ -198,8 +333,8 @@ class Peak:
     """
 
     def __init__(self, device: torch.device, train: TrainConfig) -> None:
-        self._dtype: torch.dtype | None = None
-        self._beaten = False
+        self._dtype, self._beaten = None, False
+        self.flops: float | None
         if device.type == "cuda":
             known = device_named(device_name(device))
             self.flops = None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
@@ -208,7 +343,7 @@ class Peak:
         self.flops = measured_flops(self._dtype)
 
     def share(self, flops: float) -> float | None:
-        """Return what share of the peak `flops` a second are; None where the peak is not known or proved wrong."""
+        """The share of the peak that `flops` a second are; None where the peak is not known or proved wrong."""
         if self.flops is None:
             return None
         self._beaten = self._beaten or flops > self.flops
@@ -222,7 +357,7 @@ class Peak:
 
 
 def measured_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest of many square matrix products of several sizes."""
+    """The FLOP/s of the fastest of many square matrix products of several sizes."""
     pairs = [(torch.ones(side, side, dtype=dtype), torch.empty(side, side, dtype=dtype)) for side in _SIDES]
     best, began = 0.0, perf_counter()
     while perf_counter() - began < _LONG_ENOUGH:
@@ -233,6 +368,13 @@ def measured_flops(dtype: torch.dtype) -> float:
     return best
 
 
+def device_name(device: torch.device) -> str:
+    """The driver's name of a GPU; a CPU's model."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return _said("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
 def held_bytes(device: torch.device) -> int:
     """The most that was held at once so far: tensors on a GPU, as its allocator counts them; this process on a CPU."""
     if device.type == "cuda":
@@ -241,3 +383,8 @@ def held_bytes(device: torch.device) -> int:
     if peak := _said("/proc/self/status", "VmHWM:"):
         return int(peak.split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _said(path: str, name: str) -> str:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

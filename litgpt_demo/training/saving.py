@@ -1,4 +1,4 @@
-"""Saving in the background of a training.
+"""Saving in the background of a training, and going on from what was saved.
 
 A save blocks the training only while it collects references. A thread copies what they refer to, which the next
 step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
@@ -10,9 +10,10 @@ the whole state on every rank; here a rank copies what it writes, into memory th
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -28,17 +29,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.errors import DataError, TrainLitgptError
+from litgpt_demo.manifests import FileRecord, bring
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoints import CheckpointManifest
+from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import WEIGHTS, State, training_state
+from litgpt_demo.training.reading import WEIGHTS, State, files_of_shards, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
 Written: TypeAlias = list[WriteResult]
@@ -52,8 +53,6 @@ class Saved:
     """The result of a save."""
 
     step: int
-    place: str
-    """Address of the run's checkpoints."""
     taken: float
     """When the state was taken that it holds, on the monotonic clock."""
     stall: float = 0.0
@@ -64,24 +63,8 @@ class Saved:
     """Bytes of all its files."""
     failed: TrainLitgptError | None = None
     """The reason why there is no such checkpoint."""
-    unremoved: TrainLitgptError | None = None
-    """The reason why older ones that are no longer kept could not be removed."""
-
-    @property
-    def warning(self) -> str | None:
-        """The advice to a person, if any."""
-        if self.failed is not None:
-            return (
-                f"the checkpoint of step {self.step} was not saved: {self.failed}. Training goes on and the next save "
-                f"tries again. Where room is short: older checkpoints are in {self.place}, and smaller train.keep_last "
-                "and train.keep_best keep fewer"
-            )
-        if self.unremoved is not None:
-            return (
-                f"the checkpoint of step {self.step} is saved, but older ones in {self.place} could not be removed: "
-                f"{self.unremoved}. The next save tries again"
-            )
-        return None
+    warning: str | None = None
+    """The advice to a person, if any: there is none, or older ones that are no longer kept could not be removed."""
 
 
 class Saver:
@@ -95,10 +78,7 @@ class Saver:
     """
 
     def __init__(self, training: Training, *, tell: Callable[[Saved], object]) -> None:
-        """
-        Args:
-            tell: hears on rank 0 what became of each save, in the thread of the training, at the next step or later.
-        """
+        """`tell` hears on rank 0 what became of each save, in the thread of the training, at the next step or later."""
         self._training, self._tell = training, tell
         self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
@@ -109,13 +89,9 @@ class Saver:
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def save(self, step: int, validation_loss: float | None) -> float:
-        """Begin to save the state after `step` steps, when the save before has ended.
+        """Begin to save the state after `step` steps, when the save before has ended; `validation_loss` is this step's.
 
-        Args:
-            validation_loss: of this step, if it was evaluated.
-
-        Returns:
-            The seconds that it took; the next step may wait some more before it changes the state, which `tell` hears.
+        Returns the seconds that it took; the next step may wait some more before it changes the state: `tell` hears.
         """
         began = monotonic()
         self._finalize()
@@ -124,7 +100,7 @@ class Saver:
         state = training_state(training.model.module, training.optimizer.optimizer, precision)
         # Up to here the device has to have come before the state may be read.
         moment = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        saved, copied = Saved(step=step, place=training.run.address("checkpoints"), taken=began), Event()
+        saved, copied = Saved(step=step, taken=began), Event()
         work = self._thread.submit(self._commit, saved, copied, state, moment, validation_loss, seconds)
         saved.stall = monotonic() - began
         self._pending = saved, copied, work
@@ -134,9 +110,9 @@ class Saver:
         self, saved: Saved, copied: Event, state: State, moment: Any, validation_loss: float | None, seconds: float
     ) -> None:
         """Make the checkpoint, in the thread, on all ranks; an error of one is raised on all, and nothing is left."""
-        began, training, shards, ranks, step = monotonic(), self._training, self._shards, self._ranks, saved.step
-        run, spec, folder = training.run, training.spec, training.scratch / f"step-{step}"
-        place = checkpoints.folder_of(step)
+        began, shards, ranks, step = monotonic(), self._shards, self._ranks, saved.step
+        run, spec, folder = self._training.run, self._training.spec, self._training.scratch / f"step-{step}"
+        train, place = spec.train, checkpoints.folder_of(step)
 
         def write() -> Written:
             try:
@@ -149,14 +125,14 @@ class Saver:
             run.remove(place)  # before anything is published: a save that was cut short may have left files
             shards.write_index(folder, written)
 
-        def commit(records: list[list[FileRecord]]) -> CheckpointManifest:
+        def commit(records: list[list[FileRecord]]) -> int:
             manifest = CheckpointManifest(
                 format=checkpoints.FORMAT,
                 run=spec.run,
                 step=step,
-                tokens=step * spec.train.global_batch * spec.model.sequence_length,
+                tokens=step * train.global_batch * spec.model.sequence_length,
                 dataset_key=spec.dataset_key,
-                config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
+                config={"model": spec.model.model_dump(mode="json"), "train": train.outcome()},
                 validation_loss=validation_loss,
                 seconds=seconds,
                 world_size=spec.world_size,
@@ -165,14 +141,14 @@ class Saver:
                 files=tuple(sorted((record for each in records for record in each), key=lambda record: record.path)),
             )
             checkpoints.commit(run, manifest)
-            return manifest
+            return manifest.size
 
         try:
             shards.agree(state)
             ranks.together(write, index)
             mine = sorted(folder.iterdir())
             names = [path.name for path in mine]
-            manifest = ranks.together(lambda: checkpoints.publish(mine, run, step), commit)
+            saved.size = ranks.together(lambda: checkpoints.publish(mine, run, step), commit)
             ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)
         except Exception:
             if ranks.number == 0:  # nobody works on it any more
@@ -183,12 +159,14 @@ class Saver:
             copied.set()
             shutil.rmtree(folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
         if ranks.number == 0:
-            train = spec.train
             try:
                 checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
             except TrainLitgptError as error:  # the checkpoint is there all the same
-                saved.unremoved = error
-        saved.seconds, saved.size = monotonic() - began, manifest.size
+                saved.warning = (
+                    f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
+                    f"be removed: {error}. The next save tries again"
+                )
+        saved.seconds = monotonic() - began
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and raise what the last one failed of."""
@@ -214,7 +192,12 @@ class Saver:
         try:
             work.result()
         except TrainLitgptError as error:
-            self._last.failed = error
+            self._last.failed, place = error, self._training.run.address("checkpoints")
+            self._last.warning = (
+                f"the checkpoint of step {self._last.step} was not saved: {error}. Training goes on and the next save "
+                f"tries again. Where room is short: older checkpoints are in {place}, and smaller train.keep_last and "
+                "train.keep_best keep fewer"
+            )
         if self._ranks.number == 0:
             self._tell(self._last)
 
@@ -239,15 +222,13 @@ class Shards:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
-        self._plan: SavePlan | None = None
-        self._metadata: Metadata | None = None
+        self._agreed, self._plan, self._metadata = False, SavePlan([]), Metadata({})
         self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
-        self._written: int | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def agree(self, state: State) -> None:
         """The first time, all ranks agree on whose share is what; it stays so, because the state keeps its form."""
-        if self._plan is not None:
+        if self._agreed:
             return
         # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks.
         sharded = any(isinstance(weight, DTensor) for weight in state["model"].values())
@@ -258,14 +239,13 @@ class Shards:
             plans, self._metadata = planner.create_global_plan(plans)
             return _Writer("").prepare_global_plan(plans)
 
-        self._plan = self._ranks.deal(planner.create_local_plan, whole)
+        self._plan, self._agreed = self._ranks.deal(planner.create_local_plan, whole), True
 
     def copy(self, state: State, moment: Any) -> None:
         """Take a copy of this rank's share of `state`, once the device has come to `moment`, a CUDA event.
 
         On a stream of its own, so that the device goes on training while it is read.
         """
-        assert self._plan is not None
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=True)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
@@ -284,11 +264,11 @@ class Shards:
 
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
-        assert self._plan is not None
-        if (needed := self._written) is None:  # at most; later, as the file before
-            tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
-            needed = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
-        with explaining(str(folder), needed=needed):
+        tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
+        at_most = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        planner = DefaultSavePlanner()
+        planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
+        with explaining(str(folder), needed=at_most):
             folder.mkdir(parents=True)
             written: Written = []
             # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
@@ -296,26 +276,13 @@ class Shards:
                 items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
                 prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
                 plan = replace(self._plan, items=items, storage_data=prefix)
-                written += _Writer(folder).write_data(plan, _Copies(self._copies)).wait() if items else []
-        self._written = sum(file.stat().st_size for file in folder.iterdir())
+                written += _Writer(folder).write_data(plan, planner).wait() if items else []
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Rank 0's: the file that says where everything is in the ranks' files."""
-        assert self._metadata is not None
         with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder).finish(self._metadata, written)
-
-
-class _Copies(DefaultSavePlanner):
-    """Stands for the state where a writer asks for its values."""
-
-    def __init__(self, copies: Mapping[MetadataIndex, Tensor | BytesIO]) -> None:
-        super().__init__()
-        self._copies = copies
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        return self._copies[write_item.index]
 
 
 class _Writer(FileSystemWriter):
@@ -327,3 +294,74 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def resume(training: Training, *, tell: Callable[[str], object]) -> int:
+    """Load the newest checkpoint that verifies, on all ranks; returns the steps done, 0 without one.
+
+    Those that do not verify are set aside, and `tell` hears on rank 0 where and why.
+    """
+    ranks, run, local_rank = training.ranks, training.run, training.fabric.local_rank
+    model, optimizer = training.model.module, training.optimizer.optimizer
+    precision = training.fabric.strategy.precision
+    # Nodes share no folder, though they may share a machine.
+    node, processes = ranks.number - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    folder = training.scratch.parent / f"resume-{node}"
+
+    def set_aside(path: str, error: DataError) -> None:
+        tell(f"{path} does not verify and was moved to {checkpoints.set_aside(run, path, str(error))}: {error}")
+
+    def candidates() -> list[CheckpointManifest]:
+        found = checkpoints.committed(run, damaged=set_aside)
+        for manifest in found:
+            checkpoints.require_same(run, manifest, training.spec)
+        return found
+
+    def verified(manifest: CheckpointManifest) -> bool:
+        """Whether the files that the ranks of this node read are there, and what they should be.
+
+        The ranks bring and compare a share of the files each: of all in a local folder, which they see all, and of
+        what their node reads from a bucket.
+        """
+        path = checkpoints.folder_of(manifest.step)
+        place = run.within(path)
+
+        def right(records: Sequence[FileRecord]) -> bool:
+            try:
+                ranks.together(lambda: bring(place, records, lambda: folder), lambda _: None)
+            except DataError as error:
+                reason = error
+                ranks.first(lambda: set_aside(path, reason))
+                return False
+            return True
+
+        def read_here() -> tuple[int, set[str]]:
+            state = precision.state_dict()
+            return node, files_of_shards(model, optimizer, folder, precision=state, address=place.address())
+
+        if place.local_path() is not None:
+            return right(manifest.files[ranks.number :: ranks.world])
+        if not right([file for file in manifest.files if file.path == INDEX and local_rank == 0]):
+            return False
+        needs = ranks.together(read_here, lambda found: found)
+        here = {name for where, names in needs for name in names if where == node}
+        return right([file for file in manifest.files if file.path in here][local_rank::processes])
+
+    for manifest in ranks.first(candidates):
+        if not verified(manifest):
+            optimizer.state.clear()  # which is made to see what is read: a training begins without
+            continue
+        place = run.within(checkpoints.folder_of(manifest.step))
+        address, state = place.address(), precision.state_dict()
+        if saved := load_shards(model, optimizer, place.local_path() or folder, precision=state, address=address):
+            precision.load_state_dict(saved)
+        ranks.first(lambda: None)  # until then some rank may still read
+        if run.local_path() is None and local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        training.clock.before, training.clock.begun = manifest.seconds, monotonic()
+        return manifest.step
+    training.clock.before, training.clock.begun = 0.0, monotonic()
+    return 0

@@ -1,9 +1,10 @@
-"""A rank before the first step: its processes and devices, and all that it holds."""
+"""A rank before the first step: its processes and devices, its data, its model, and all else that it holds."""
 
 from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -11,25 +12,31 @@ from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from litgpt.model import GPT
-from torch import nn
+from litgpt.model import GPT, Block
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
+from litgpt_demo.data.batches import Numbers, Windows, numbers_of, open_split, share_of
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
-from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.models.model import LossGPT, decay_groups, initialise, litgpt_config
+from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.storage import Storage
-from litgpt_demo.training.blocks import prepare_blocks
-from litgpt_demo.training.feed import Data, Feed
-from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.ranks import Ranks
 
 
@@ -52,12 +59,8 @@ def open_fabric(train: TrainConfig) -> Fabric:
         buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
         # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
         # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
-        strategy = DDPStrategy(
-            gradient_as_bucket_view=True,
-            timeout=patience,
-            static_graph=train.global_batch == world_size * train.micro_batch,
-            **buffers,
-        )
+        static = train.global_batch == world_size * train.micro_batch
+        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=patience, static_graph=static, **buffers)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     fabric = Fabric(
         accelerator=accelerator, devices=processes, num_nodes=nodes, strategy=strategy, precision=train.precision
@@ -85,27 +88,136 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Mo
     return model
 
 
+Samples: TypeAlias = tuple[Tensor, Tensor]
+"""Inputs and targets, each of shape (samples, length)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The two splits of a dataset, as samples."""
+
+    manifest: DatasetManifest
+    train: Windows
+    validation: Windows
+
+
+def open_data(spec: TrainingSpec, folder: Path) -> Data:
+    """Open the two splits, memory-mapped."""
+    manifest = open_dataset(str(folder))
+    if manifest.key != spec.dataset_key:
+        raise DataError(
+            f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}", fix="stage that one"
+        )
+    opened = partial(open_split, folder, manifest, length=spec.model.sequence_length)
+    return Data(manifest=manifest, train=opened(manifest.train), validation=opened(manifest.validation))
+
+
+class Feed:
+    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
+
+    def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
+        self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._ahead: tuple[int, Future[Samples]] | None = None
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+    def take(self, step: int) -> tuple[list[Samples], float]:
+        """The micro-batches of a step on the device, and the seconds that were spent waiting for them."""
+        began = monotonic()
+        ahead, self._ahead = self._ahead, None
+        read = ahead[1] if ahead is not None and ahead[0] == step else self._reader.submit(self._read, step)
+        inputs, targets = read.result()
+        if step + 1 < self._spec.steps:
+            self._ahead = step + 1, self._reader.submit(self._read, step + 1)
+        waited = monotonic() - began
+        size = self._spec.train.micro_batch
+        pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        return [to_device(pair, self._device) for pair in pairs], waited
+
+    def _read(self, step: int) -> Samples:
+        numbers = numbers_of(self._spec, self._windows, step)
+        mine = share_of(numbers, rank=self._rank, world_size=self._spec.world_size)
+        return read_samples(self._windows, mine, self._device)
+
+
+def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
+    """Samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
+    inputs, targets = (torch.from_numpy(part.copy()) for part in windows.read(numbers))
+    return (inputs.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (inputs, targets)
+
+
+def to_device(samples: Samples, device: torch.device) -> Samples:
+    inputs, targets = samples
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+# What costs arithmetic; recomputing the rest costs memory traffic alone.
+_KEPT = [
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("mm", "addmm", "bmm", "_scaled_mm", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+]
+
+
+def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
+    """Blocks in float8, recomputed, compiled, as the settings ask, in the order in which each sees what it has to."""
+    if train.compile != "none":
+        require_executable_cache(os.environ)
+    if train.float8:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+            raise UserError(
+                f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}",
+                fix="leave it off",
+            )
+        multiply_in_float8(model)
+    if train.activation_checkpointing != "none":
+        contexts = partial(create_selective_checkpoint_contexts, _KEPT)
+        selective = train.activation_checkpointing == "selective"
+        wrap = partial(checkpoint_wrapper, context_fn=contexts) if selective else checkpoint_wrapper
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda one: isinstance(one, Block))
+    if train.compile == "blocks":
+        # The forward alone: hooks, FSDP's among them, stay outside. One compilation serves all blocks that are alike.
+        for block in model.transformer.h:
+            block.forward = torch.compile(block.forward)
+    elif train.compile == "model":
+        model.body = torch.compile(model.body)  # type: ignore[method-assign]
+
+
+def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
+    """The blocks' products in float8, each tensor scaled by its largest value; the output projection stays as it is.
+
+    Weights keep their names and precision. To `emulate` rounds as float8 does and multiplies in a wider type, which
+    runs anywhere, slowly.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def convertible(module: nn.Module, _name: str) -> bool:
+        # Float8 products want both sides in multiples of 16.
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    float8 = Float8LinearConfig(emulate=emulate)
+    convert_to_float8_training(model.transformer, module_filter_fn=convertible, config=float8)
+
+
+@dataclass
 class Clock:
     """The seconds that a run has been trained for: those up to the checkpoint an attempt went on from, and its own.
 
     What a crash cost is left out: it was trained again.
     """
 
-    def __init__(self) -> None:
-        self.go_on_from(0.0)
-
-    def go_on_from(self, seconds: float) -> None:
-        """The training stands where it stood after `seconds`."""
-        self.before, self._begun = seconds, monotonic()
+    before: float = 0.0
+    begun: float = field(default_factory=monotonic)
 
     @property
     def seconds(self) -> float:
-        """Trained until now."""
-        return self.before + monotonic() - self._begun
-
-    def at_least(self, seconds: float) -> None:
-        """Another rank's clock, a moment ahead of this one, says that it is so late."""
-        self.before += max(0.0, seconds - self.seconds)
+        return self.before + monotonic() - self.begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +244,7 @@ class Training:
 
     @property
     def scaler(self) -> Any:
-        """Return the scaler of train.precision=16-mixed, which leaves out an update that it overflowed in."""
+        """The scaler of train.precision=16-mixed, which leaves out an update that it overflowed in; else None."""
         return getattr(self.fabric.strategy.precision, "scaler", None)
 
 
@@ -151,13 +263,10 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     if sharded:
         initialise(model, seed=train.seed)
     scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
-    adamw = torch.optim.AdamW(
-        decay_groups(wrapped, train.weight_decay),
-        lr=train.learning_rate,
-        betas=train.betas,
-        # A fused one would take the scale off the gradients by itself, after they should have been clipped.
-        fused=None if scaled else fabric.device.type in {"cuda", "cpu"},
-    )
+    # A fused one would take the scale off the gradients by itself, after they should have been clipped.
+    fused = None if scaled else fabric.device.type in {"cuda", "cpu"}
+    groups = decay_groups(wrapped, train.weight_decay)
+    adamw = torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
     return Training(
         spec=spec,
         data=data,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic
 from typing import Any, NamedTuple
@@ -18,8 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.training.feed import read_samples, to_device
-from litgpt_demo.training.setup import Training
+from litgpt_demo.training.setup import Training, read_samples, to_device
+
+FIRST_PASS = 900.0
+"""Seconds that the first pass of either kind may take: it compiles, and meets the other ranks."""
 
 
 class Passed(NamedTuple):
@@ -36,7 +37,9 @@ class Passed(NamedTuple):
 def train_step(training: Training, step: int) -> Passed:
     """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
-    torch.manual_seed(step_seed(seed=train.seed, step=step, rank=fabric.global_rank))
+    # Dropout is a function of the step, and resumes exactly.
+    drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
+    torch.manual_seed(int.from_bytes(drawn, "little"))
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate(train, step=step, steps=spec.steps)
     batches, waited = training.feed.take(step)
@@ -60,8 +63,16 @@ def train_step(training: Training, step: int) -> Passed:
     return Passed(total / len(batches), whole, waited)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last step."""
+    low = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
+    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+class StepResult(NamedTuple):
     """One step, as all ranks know it."""
 
     done: int
@@ -72,19 +83,17 @@ class StepResult:
     leave: bool
     """A rank was asked to leave."""
     time_up: bool
-    """True if it has been trained for long enough, by the clock of a rank."""
+    """It has been trained for long enough, by the clock of a rank."""
     ended: float
-    """When the device was done with it, on this host's monotonic clock."""
+    """When the device came to the end of the step, on the monotonic clock."""
     own: Passed
-    """What this rank alone knows."""
 
 
 class Exchange:
-    """Every step's numbers on their way among ranks: `put` after every step, `take` when there is time.
+    """Sums of numbers of every rank, one step late.
 
-    Nobody waits for the device or for the others. Each step ends with a sum, over all ranks, of a few numbers, which
-    travels to host memory while the next step runs and is read after it. All ranks read the same sums after the same
-    step, so they decide alike: to report, to stop, to leave.
+    A step's sums travel to host memory while the next step runs and are read after it. All ranks read the same sums
+    after the same step, so they decide alike: to report, to stop, to leave.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -116,15 +125,8 @@ class Exchange:
             elif arrived is not None:
                 arrived.wait()
             loss, norm, leave, time_up = sums.tolist()
-            return StepResult(
-                done=done,
-                loss=loss / self._world,
-                grad_norm=norm / self._world,  # it is the whole gradient's on every rank
-                leave=leave > 0,
-                time_up=time_up > 0,
-                ended=ended,
-                own=passed,
-            )
+            # The norm is the whole gradient's on every rank.
+            return StepResult(done, loss / self._world, norm / self._world, leave > 0, time_up > 0, ended, passed)
 
         self._underway.append(result)
 
@@ -141,14 +143,9 @@ class Exchange:
 
 
 @torch.no_grad()
-def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -> float:
-    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks.
-
-    Args:
-        beat: called before every forward pass.
-    """
-    fabric, train = training.fabric, training.spec.train
-    windows = training.data.validation
+def evaluate(training: Training, *, done: int) -> float:
+    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks."""
+    fabric, train, windows = training.fabric, training.spec.train, training.data.validation
     count = min(train.evaluation_windows, len(windows))
     numbers = np.arange(count, dtype=np.uint64)[fabric.global_rank :: fabric.world_size]
     sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
@@ -156,7 +153,7 @@ def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -
     # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
     each = math.ceil(math.ceil(count / fabric.world_size) / train.micro_batch)
     for index in range(each):
-        beat()
+        training.heart.beat(done, "evaluating", allow=max(FIRST_PASS, train.hang_after))
         part = numbers[index * train.micro_batch : (index + 1) * train.micro_batch]
         samples = read_samples(windows, part if len(part) else np.zeros(1, dtype=np.uint64), fabric.device)
         loss = training.model(*to_device(samples, fabric.device)).double()
@@ -165,17 +162,3 @@ def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -
     if fabric.world_size > 1:
         dist.all_reduce(sums)
     return float(sums[0] / sums[1])
-
-
-def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:
-    """Return the rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last step."""
-    low = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
-    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-
-
-def step_seed(*, seed: int, step: int, rank: int) -> int:
-    """Return the seed of torch's generators at a step: dropout is a function of the step, and resumes exactly."""
-    return int.from_bytes(blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest(), "little")

@@ -17,16 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
-from litgpt_demo.training import loss
-from litgpt_demo.training.blocks import prepare_blocks
-from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.models.model import LossGPT, Workspace
+from litgpt_demo.training.setup import prepare_blocks
 
 LAYERS = 3  # of the models that are built of the whole catalogue: blocks are alike, and some have thousands of experts
 
 
 def completed(name: str | None, changes: dict[str, Any] | None = None, *, length: int = 32) -> Any:
-    fields = catalogue.fields_of(name, changes or {}, sequence_length=length, vocab_size=300)
-    return catalogue.config_of(fields)
+    return catalogue.config_of(name, changes or {}, sequence_length=length, vocab_size=300)
 
 
 def built(config: Any) -> GPT:
@@ -94,7 +92,7 @@ def test_the_memory_of_a_step_is_about_what_is_measured(
     precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU, where nothing is kept for the next step.
-    monkeypatch.setattr(loss.Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
+    monkeypatch.setattr(Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
     train = TrainConfig.model_validate(
         {"global_batch": 4, "micro_batch": 4, "precision": precision, "activation_checkpointing": recompute}
     )

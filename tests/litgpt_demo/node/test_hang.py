@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats
-from litgpt_demo.processes import started
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats, started
 
 
 def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import commit, committed, folder_of
 from litgpt_demo.training.reading import load_shards, load_weights, read_index
-from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.loggers import COLUMNS, asked_for, forget
 from litgpt_demo.training.loop import fit
+from litgpt_demo.training.reporting import COLUMNS, asked_for, forget
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 
@@ -60,17 +60,15 @@ def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Pat
     records.write_bytes(b"\x00" + KEY.encode())
     (logs / "debug-internal.log").write_bytes(f'{{"msg": "{KEY} Basic {sent}"}}\r\n{KEY}'.encode() + b"\xff")
     (logs / "debug-internal.log").chmod(0o600)
-    (logs / "long.log").write_text("x" * (1 << 20) + KEY + "\nnext\n")
     (logs / "other.log").write_text("a token: no key\n")
     (tmp_path / "latest").symlink_to(logs / "debug-internal.log")
     untouched = (logs / "other.log").stat().st_ino
     forget(tmp_path, KEY)
     assert (tmp_path / "latest").read_bytes() == b'{"msg": "[secure] Basic [secure]"}\r\n[secure]\xff'
     assert (logs / "debug-internal.log").stat().st_mode & 0o777 == 0o600
-    assert (logs / "long.log").read_text() == "[secure]\nnext\n"
     assert (logs / "other.log").stat().st_ino == untouched
     assert KEY.encode() in records.read_bytes()
-    assert {path.name for path in logs.iterdir()} == {"debug-internal.log", "long.log", "other.log"}
+    assert {path.name for path in logs.iterdir()} == {"debug-internal.log", "other.log"}
 
 
 def test_a_key_in_place_of_its_name_and_a_name_without_a_key_are_refused(new_run: NewRun, tmp_path: Path) -> None:

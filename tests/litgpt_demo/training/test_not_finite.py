@@ -26,10 +26,9 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
-from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import fit, scratch_of
-from litgpt_demo.training.resuming import resume
-from litgpt_demo.training.setup import Training, set_up
+from litgpt_demo.training.saving import resume
+from litgpt_demo.training.setup import Training, open_data, set_up
 from litgpt_demo.training.step import train_step
 
 

@@ -22,12 +22,11 @@ from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
-from litgpt_demo.training import resuming
+from litgpt_demo.training import saving
 from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import load_shards
-from litgpt_demo.training.resuming import resume
-from litgpt_demo.training.saving import Saved, Saver
+from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import train_step
 
@@ -150,9 +149,8 @@ def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: 
         train_step(training, 1)
         saver.save(2, None)
     assert [saved.failed is None for saved in told] == [False, True]
-    assert told[0].warning is not None
-    assert told[0].warning.startswith("the checkpoint of step 1 was not saved: ")
-    assert f"older checkpoints are in {training.run.address('checkpoints')}" in told[0].warning
+    assert str(told[0].warning).startswith("the checkpoint of step 1 was not saved: ")
+    assert f"older checkpoints are in {training.run.address('checkpoints')}" in str(told[0].warning)
     again = new_training()
     assert resume(again, tell=pytest.fail) == 2
     assert same(whole(again), whole(training))
@@ -267,7 +265,7 @@ def test_no_rank_removes_what_another_still_reads(
         fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
         trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
         trainings[-1].__dict__["ranks"] = RanksInThreads(number=number, world=world, meeting=meeting)
-    load_shards, folders = resuming.load_shards, set()
+    load_shards, folders = saving.load_shards, set()
 
     def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
         """Rank 0 reads first; the others begin to read when it has nothing more to do but to wait for them."""
@@ -282,7 +280,7 @@ def test_no_rank_removes_what_another_still_reads(
 
     def resume(training: Training) -> int:
         try:
-            return resuming.resume(training, tell=pytest.fail)
+            return saving.resume(training, tell=pytest.fail)
         except Exception:
             meeting.barrier.abort()
             raise
@@ -290,7 +288,7 @@ def test_no_rank_removes_what_another_still_reads(
             if training is trainings[0]:  # whoever does not wait for the others is through as well
                 meeting.first_is_through.set()
 
-    monkeypatch.setattr(resuming, "load_shards", load)
+    monkeypatch.setattr(saving, "load_shards", load)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with ThreadPoolExecutor(world) as pool:
         assert set(pool.map(resume, trainings)) == {12}

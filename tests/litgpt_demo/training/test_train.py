@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,17 @@ from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import numbers_of, open_windows
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, Preempted, UserError
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
-from litgpt_demo.training.feed import Feed
 from litgpt_demo.training.loop import fit, grace_warning
+from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
-from litgpt_demo.training.step import learning_rate
+from litgpt_demo.training.setup import Feed
+from litgpt_demo.training.step import Exchange, Passed, learning_rate
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -246,9 +249,23 @@ def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given
 def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_grace_that_fits() -> None:
     assert grace_warning(29.0, {"LITGPT_GRACE": "30"}) is None
     assert grace_warning(29.0, {}) is None  # started by hand: nobody waits for so long
-    warned = grace_warning(45.2, {"LITGPT_GRACE": "30"})
-    assert warned is not None
-    assert "platform.grace to 91" in warned
+    assert "platform.grace to 91" in str(grace_warning(45.2, {"LITGPT_GRACE": "30"}))
+
+
+def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_does_its_own_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    asked = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: asked)
+    exchange, one = Exchange(two), torch.ones(())
+    with Heartbeat(allow=60, environ={NODE_DIRECTORY: str(tmp_path)}) as heart:
+        heart.beat(1, "training")
+        exchange.put(1, Passed(one, one, 0.0), leave=False, time_up=False)
+        exchange.take(keep=0)
+        assert [waits(beat) for beat in read_beats(tmp_path)] == [True]
+        Ranks(number=0, world=1).first(asked.wait)  # a share of its own, for which the others wait
+        assert [waits(beat) for beat in read_beats(tmp_path)] == [False]
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
-from litgpt_demo.training.blocks import multiply_in_float8, prepare_blocks
-from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
+from litgpt_demo.models.model import LossGPT, projected_cross_entropy
+from litgpt_demo.training.setup import multiply_in_float8, prepare_blocks
 
 
 def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:

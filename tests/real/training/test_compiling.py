@@ -9,7 +9,7 @@ import torch
 from states import loss_and_gradients, model_with_loss
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.setup import prepare_blocks
 
 
 @pytest.mark.parametrize("settings", [{"compile": "blocks", "activation_checkpointing": "full"}, {"compile": "model"}])

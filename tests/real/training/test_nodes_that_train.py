@@ -141,7 +141,7 @@ import json, resource, sys
 from pathlib import Path
 from states import training_of
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import resume
 from litgpt_demo.training.saving import Saver
 from litgpt_demo.training.step import train_step
 
