@@ -75,19 +75,19 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
     script.write_text(TICK)
     settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(root / "ticks"), "script": str(script)}
     config.write_text(json.dumps(settings))  # JSON is YAML
-    attempts, environment = claim_of(ScriptConfig.model_validate(settings)).attempts, os.environ | environment
+    attempts, environment, shown = claim_of(ScriptConfig.model_validate(settings)).attempts, os.environ | environment, 0
     try:
         for _ in range(2):
             command, began = [*CLI, "run", str(config)], time.monotonic()
             with subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
             ) as orchestrator:
-                shown = any("tick " in line for line in orchestrator.stdout)
+                shown += any("tick " in line for line in orchestrator.stdout)
                 seconds = time.monotonic() - began
                 for child in psutil.Process(orchestrator.pid).children(recursive=True):
                     child.kill()
                 orchestrator.kill()
-        if not shown or len(attempts.records()) != 1 or attempts.live() is None:
+        if shown < 2 or len(attempts.records()) != 1 or attempts.live() is None:
             raise SystemExit("the job was not taken up, or its lines were not shown")
         return seconds
     finally:
@@ -96,7 +96,7 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     seen, bars = defaultdict[str, list[float]](list), {}
-    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder, prefect_test_harness(180):
+    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as folder, prefect_test_harness(600):
         root = Path(folder)
         up = {"PREFECT_API_URL": str(get_current_settings().api.url)}
         own = {"PREFECT_API_URL": "", "PREFECT_HOME": str(root / "own")}

@@ -12,7 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
-from litgpt_demo.node.collectives import Result, Speed
+from litgpt_demo.node.collectives import Result
 
 
 class MeasureSettings(Settings):
@@ -46,30 +46,29 @@ class BenchmarkConfig(Settings):
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
-        ranks = self.platform.nodes * self.platform.processes
-        if ranks < 2:
+        if self.platform.nodes * self.platform.processes < 2:
             raise ValueError(
                 "platform has one node of one process, and nothing to measure between them; raise nodes or processes"
             )
         return self
 
     def jobs(self) -> list[ScriptConfig]:
-        """The job over the platform's own network, and the one over sockets if that is asked for."""
-        return [self.job(), *([self.job(sockets=True)] if self.measure.compare else [])]
-
-    def job(self, *, sockets: bool = False) -> ScriptConfig:
-        """The job that measures. It has no gate before it, for it is one itself."""
+        """The job over the platform's own network, and the one over sockets if that is asked for; without a gate before
+        them, for they are one themselves."""
         largest = [] if self.measure.largest is None else ["--largest", str(self.measure.largest)]
-        return ScriptConfig(
-            name=self.name,
-            root=self.root,
-            script="-m litgpt_demo",
-            args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
-            env={"NCCL_NET": "Socket"} if sockets else {},
-            image=self.image,
-            platform=self.platform.for_measuring(sockets=sockets),
-            start=self.start,
-        )
+        return [
+            ScriptConfig(
+                name=self.name,
+                root=self.root,
+                script="-m litgpt_demo",
+                args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
+                env={"NCCL_NET": "Socket"} if sockets else {},
+                image=self.image,
+                platform=self.platform.for_measuring(sockets=sockets),
+                start=self.start,
+            )
+            for sockets in ((False, True) if self.measure.compare else (False,))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +83,13 @@ class Benchmark:
 
 def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
-    per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
+    per_node = max(speed.ranks for speed in benchmark.result.speeds) // benchmark.result.nodes
     measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
-    best: dict[str, dict[int, Speed]] = {}  # by what is measured and ranks, the largest busbw of any size
-    for prefix, result in measured.items():
-        by_ranks = best[prefix] = dict[int, Speed]()
-        for speed in result.speeds:
-            if speed.ranks not in by_ranks or speed.busbw > by_ranks[speed.ranks].busbw:
-                by_ranks[speed.ranks] = speed
+    # By what is measured and ranks, the largest busbw of any size, which comes last.
+    best = {
+        prefix: {speed.ranks: speed for speed in sorted(result.speeds, key=lambda speed: speed.busbw)}
+        for prefix, result in measured.items()
+    }
     rows = []
     for ranks, fastest in sorted(best[""].items()):
         mib = fastest.bytes / 2**20
@@ -99,18 +97,14 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
         row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size}
         for prefix, speeds in best.items():
             found = speeds.get(ranks)
-            busbw, algbw = (None, None) if found is None else (found.busbw, found.algbw)
             for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
-                row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
-                row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)
+                row[f"{prefix}busbw {unit}"] = _figure(found.busbw * factor) if found else NOTHING
+                row[f"{prefix}algbw {unit}"] = _figure(found.algbw * factor) if found else NOTHING
         rows.append(row)
     return rows
 
 
-def _figure(gbytes: float | None, factor: int) -> str:
-    if gbytes is None:
-        return NOTHING
-    value = gbytes * factor
+def _figure(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
@@ -121,7 +115,7 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
         {
             "nodes": f"{pair[0]} and {pair[1]}",
             "machines": " and ".join(result.hosts[node] for node in pair),
-            "GB/s": _figure(speed, 1),
+            "GB/s": _figure(speed),
             "": "slow: " + ", ".join(f"node {node}" for node in sorted(slow & set(pair))) if slow & set(pair) else "",
         }
         for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1])
@@ -131,7 +125,7 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
 def lead(result: Result) -> str:
     """The result in a sentence."""
     best = result.best
-    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw, 1)} GB/s ({result.backend}, busbw)"
+    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
     slow = ", ".join(f"node {node} ({result.hosts[node]})" for node in result.slow)
     return f"{told}; slow: {slow}" if slow else told
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -59,13 +58,32 @@ class AttemptTimes:
     """The nodes' reports (launcher.runs.evidence.node_reports)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Ledger:
     """Seconds of each part, and node-seconds in which machines were held for it."""
 
-    seconds: Mapping[Part, float]
-    held: Mapping[Part, float]
+    seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     price: RecordedPrice | None = None
+    now: float = 0.0
+    """The moment up to which everything is booked."""
+    nodes: int = 0
+    """Machines that are held at that moment."""
+
+    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
+        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
+
+        A moment that is not known, or has passed, books nothing.
+        """
+        left = 0.0 if moment is None else max(0.0, moment - self.now)
+        self.now += left
+        for other, seconds in (within or {}).items():
+            taken = min(left, max(0.0, seconds))
+            self.seconds[other] += taken
+            self.held[other] += taken * self.nodes
+            left -= taken
+        self.seconds[part] += left
+        self.held[part] += left * self.nodes
 
     @property
     def wall(self) -> float:
@@ -87,20 +105,20 @@ class Ledger:
 
     def bar(self) -> list[dict[str, str]]:
         """The segments of the stacked bar, in the order of the parts."""
-        shares = [(part, f"{seconds / self.wall:.6f}", duration_text(seconds)) for part, seconds in self._spent]
         return [
-            {"name": part.value.replace(" ", "-"), "share": share, "text": f"{part}: {time}"}
-            for part, share, time in shares
+            {
+                "name": part.value.replace(" ", "-"),
+                "share": f"{seconds / self.wall:.6f}",
+                "text": f"{part}: {duration_text(seconds)}",
+            }
+            for part, seconds in self._spent
         ]
 
     @property
     def note(self) -> str:
         """What the figures mean."""
-        known, price = (
-            "Wall time over all attempts; training is what counts, lost work what was trained again.",
-            self.price,
-        )
-        if price is None:
+        known = "Wall time over all attempts; training is what counts, lost work what was trained again."
+        if (price := self.price) is None:
             return known
         return (
             f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
@@ -118,42 +136,10 @@ class Ledger:
         ]
 
 
-# --- booking ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Book:
-    """The moment up to which everything is booked, and what has been."""
-
-    now: float
-    seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: int = 0
-    """Machines that are held."""
-
-    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
-        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
-
-        A moment that is not known, or has passed, books nothing.
-        """
-        left = 0.0 if moment is None else max(0.0, moment - self.now)
-        self.now += left
-        for other, seconds in (within or {}).items():
-            taken = min(left, max(0.0, seconds))
-            self.seconds[other] += taken
-            self.held[other] += taken * self.nodes
-            left -= taken
-        self.seconds[part] += left
-        self.held[part] += left * self.nodes
-
-
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
     """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
-    if not attempts:
-        return Ledger(seconds={}, held={}, price=price)
-    lives, book = _lives(rows), _Book(now=attempts[0].record.created)
-    for attempt, following in pairwise([*attempts, None]):
-        assert attempt is not None
+    lives, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         mine = [life for life in lives if life.attempt == attempt.record.attempt]
         later = [life for life in lives if life.attempt > attempt.record.attempt]
         _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
@@ -162,11 +148,11 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
             cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
             same = attempt.record.flow_run == following.record.flow_run
             book.until(following.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
-    return Ledger(seconds=dict(book.seconds), held=dict(book.held), price=price)
+    return book
 
 
 def _book_attempt(
-    book: _Book, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
+    book: Ledger, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
 ) -> None:
     """Book the time from an attempt's record to its end, as far as both are known."""
     end, reports = attempt.end, attempt.reports
@@ -178,11 +164,10 @@ def _book_attempt(
     book.until(scheduled, Part.QUEUE)
     book.nodes = nodes if scheduled is not None else 0
     book.until(pulled, Part.PULL)
-    for life, following in pairwise([*lives, later]):
-        assert life is not None
+    for life, following in zip(lives, [*lives[1:], later], strict=False):
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
         book.nodes = nodes
-        book.until(life.first, beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
+        book.until(life.started + float(life.rows[0]["elapsed"]), beginning, life.before)
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
         own = [report for report in reports if report.get("started") == life.started]
         fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
@@ -221,16 +206,17 @@ class _Life:
 
     attempt: int
     started: float
-    first: float
-    """The moment of its first row."""
-    last: float
-    """The moment of the last sign of it."""
     step: int
     """The step that it resumed from."""
-    gate: float
-    stage: float
+    before: Mapping[Part, float]
+    """Seconds of the gate and the stage-in, which come before its first row."""
     rows: Sequence[Row]
     """Each with the seconds since its node began."""
+
+    @property
+    def last(self) -> float:
+        """The moment of the last sign of it."""
+        return self.started + float(self.rows[-1]["elapsed"])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
@@ -244,12 +230,9 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
     return [
         _Life(
             attempt=int(start["attempt"]),
-            started=(started := float(start["node_started"])),
-            first=started + float(own[0]["elapsed"]),
-            last=started + float(own[-1]["elapsed"]),
+            started=float(start["node_started"]),
             step=int(start["step"]),
-            gate=float(start.get("gate_seconds", 0.0)),
-            stage=float(start.get("stage_seconds", 0.0)),
+            before={Part.GATE: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)},
             rows=own,
         )
         for start, own in begun
@@ -257,7 +240,7 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
     ]
 
 
-def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
+def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
     """Book a life from its first step until it stopped; the next one, if there is one, `resumed` from that step."""
     rows, first, last = life.rows, float(life.rows[0]["elapsed"]), float(life.rows[-1]["elapsed"])
     kept = last

@@ -344,7 +344,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
-    return claim_script(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+    return claim_script(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
 def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:

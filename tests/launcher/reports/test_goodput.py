@@ -74,8 +74,7 @@ def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None
         "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "compile": 10.0, "training": 20.0,
         "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
     }  # fmt: skip
-    assert made.wall == pytest.approx(185)
-    assert made.goodput == pytest.approx(20 / 185)
+    assert (made.wall, made.goodput) == pytest.approx((185, 20 / 185))
     # Two nodes at $36 an hour are 2 cents a second, from when they were found until the job ended.
     assert [made.usd(part) for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == pytest.approx([0, 0.6, 0.4])
 
