@@ -27,11 +27,12 @@ def main() -> int:
     bars, seen = import_module(f"bench.{args.name}").measure(1 if args.quick else args.rounds or ROUNDS[args.name])
     missed = []
     for bar, (figure, *asked) in bars.items():
-        words, most = asked or ("reported", "")
+        words, most = asked or ("reported", None)
         if (words == "at least" and figure < most) or (words == "at most" and figure > most):
             missed.append(bar)
         shown = f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
-        print(f"{bar}: {shown} asked {words} {most} {'MISSED' if bar in missed else 'ok'}")
+        words = f"{words} {most:g}" if asked else words
+        print(f"{bar}: {shown} asked {words} {'MISSED' if bar in missed else 'ok'}")
     machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores-{seen.get('device', '')}"
     machine = machine.lower().replace(" ", "-").strip("-")
     target = Path("bench/results") / f"{args.name}-{machine}.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -71,24 +71,16 @@ class BenchmarkConfig(Settings):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """The result of the measurement."""
+def table(results: Sequence[Result]) -> list[dict[str, str]]:
+    """One row per number of ranks: busbw is what links compare with, algbw what a training sees.
 
-    name: str
-    result: Result
-    sockets: Result | None = None
-    """The same over plain sockets, if that was asked for."""
-
-
-def table(benchmark: Benchmark) -> list[dict[str, str]]:
-    """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
-    per_node = max(speed.ranks for speed in benchmark.result.speeds) // benchmark.result.nodes
-    measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
+    The results are those of the jobs: the second is over plain sockets, if that was asked for.
+    """
+    per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
     # By what is measured and ranks, the largest busbw of any size, which comes last.
     best = {
         prefix: {speed.ranks: speed for speed in sorted(result.speeds, key=lambda speed: speed.busbw)}
-        for prefix, result in measured.items()
+        for prefix, result in zip(("", "sockets "), results, strict=False)
     }
     rows = []
     for ranks, fastest in sorted(best[""].items()):
@@ -130,10 +122,10 @@ def lead(result: Result) -> str:
     return f"{told}; slow: {slow}" if slow else told
 
 
-def markdown(benchmark: Benchmark) -> str:
-    """Return what Prefect shows of the result as an artifact."""
-    parts = [lead(benchmark.result)]
-    for rows in filter(None, (table(benchmark), pairs_table(benchmark.result))):
+def markdown(results: Sequence[Result]) -> str:
+    """Return what Prefect shows of the results as an artifact."""
+    parts = [lead(results[0])]
+    for rows in filter(None, (table(results), pairs_table(results[0]))):
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import reduce
 from operator import or_
@@ -234,7 +234,7 @@ class SweepConfig(RunConfig):
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
 _LARGEST = 1_000_000
-"""Bytes of a config; the largest of ours has 3,000."""
+"""Bytes of a config, and values in one once its aliases are written out; the largest of ours has 3,000 and 60."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -405,11 +405,6 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
     return list(branches[0].model_fields)
 
 
-def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> AnyConfig:
-    """The settings in a YAML file with dotted overrides applied; a ConfigProblem says what is wrong, and where."""
-    return validated(kind, config_document(path, assignments), where=str(path))
-
-
 # --- YAML as people write it ------------------------------------------------------------------------------------------
 
 
@@ -447,7 +442,11 @@ def load_yaml(text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        if twice := list(_given_twice(root, "", set())):
+        twice: list[str] = []
+        # A few lines of aliases can stand for what fills all memory.
+        if (count := _look_over(root, "", {}, twice)) > _LARGEST:
+            raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
+        if twice:
             raise DuplicateKeys("; ".join(twice) + ": keep one of them")
         for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
             if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
@@ -477,14 +476,15 @@ def _odd_blank(character: str, before: int) -> str:
     return f"{code}, which is no space for YAML; type a space instead, or quote the value"
 
 
-def _given_twice(node: yaml.Node, name: str, seen: set[int]) -> Iterator[str]:
-    """Yield where a mapping has a key that it has already. An anchored node is looked at once."""
-    if id(node) in seen:
-        return
-    seen.add(id(node))
+def _look_over(node: yaml.Node, name: str, known: dict[int, int], twice: list[str]) -> int:
+    """Return the number of values that a node stands for once its aliases are written out, and add to `twice` where a
+    mapping has a key that it has already. An anchored node is looked at once."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 0  # for an alias within what it stands for, which the settings refuse
+    count = 1
     if isinstance(node, yaml.SequenceNode):
-        for number, item in enumerate(node.value):
-            yield from _given_twice(item, f"{name}[{number}]", seen)
+        count += sum(_look_over(item, f"{name}[{number}]", known, twice) for number, item in enumerate(node.value))
     elif isinstance(node, yaml.MappingNode):
         given: dict[tuple[str, str], yaml.Node] = {}
         for key, value in node.value:
@@ -495,6 +495,7 @@ def _given_twice(node: yaml.Node, name: str, seen: set[int]) -> Iterator[str]:
                 first = given.setdefault((key.tag, key.value), key)
                 if first is not key:
                     lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
-                    yield f"{dotted} is given {lines}"
-            yield from _given_twice(key, name, seen)
-            yield from _given_twice(value, dotted, seen)
+                    twice.append(f"{dotted} is given {lines}")
+            count += _look_over(key, name, known, twice) + _look_over(value, dotted, known, twice)
+    known[id(node)] = count
+    return count

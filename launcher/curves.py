@@ -29,7 +29,6 @@ class Progress:
     loss: float | None
     """Training loss of the newest logged step; nats per token, as is the validation loss."""
     validation_loss: float | None
-    learning_rate: float | None
     tokens: int
     """Seen by the whole job."""
     tokens_per_second: float | None
@@ -83,7 +82,6 @@ def summary(rows: Sequence[Row]) -> Progress:
         steps=steps,
         loss=_as_of(rows, step, "step", "loss"),
         validation_loss=_as_of(rows, step, "evaluation", "validation_loss"),
-        learning_rate=_as_of(rows, step, "step", "learning_rate"),
         tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
         tokens_per_second=median(recent) if recent else None,
         mfu=median(used) if used else None,

@@ -153,18 +153,15 @@ def run_engine(
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=True)
             environment.setdefault("DOCKER_BUILDKIT", "1")
-    try:
-        process = subprocess.Popen(
-            [engine, *arguments],
-            stdin=stdin or subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-    except FileNotFoundError:
-        raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None
+    process = subprocess.Popen(
+        [engine, *arguments],
+        stdin=stdin or subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+    )
     tail = _follow(process, log, pause)
     if not process.returncode:
         return tail

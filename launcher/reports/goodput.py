@@ -90,11 +90,6 @@ class Ledger:
         return sum(self.seconds.values())
 
     @property
-    def goodput(self) -> float | None:
-        """The share of the wall time that was training which counts."""
-        return self.seconds.get(Part.TRAINING, 0.0) / self.wall if self.wall else None
-
-    @property
     def _spent(self) -> list[tuple[Part, float]]:
         """The parts that took time, in their order."""
         return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
