@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.formatting import NOTHING, duration_text, share_text
 from launcher.job import JobState
@@ -135,8 +135,8 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
     """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
     lives, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
-        mine = [life for life in lives if life.attempt == attempt.record.attempt]
-        later = [life for life in lives if life.attempt > attempt.record.attempt]
+        mine = [life for life in lives if int(life.start["attempt"]) == attempt.record.attempt]
+        later = [life for life in lives if int(life.start["attempt"]) > attempt.record.attempt]
         _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
         if following is not None:
             # Who cancels a run, or starts it by a new command, made the time between the two.
@@ -162,14 +162,15 @@ def _book_attempt(
     for life, following in zip(lives, [*lives[1:], later], strict=False):
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
         book.nodes = nodes
-        book.until(life.started + float(life.rows[0]["elapsed"]), beginning, life.before)
+        before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
+        book.until(life.started + float(life.rows[0]["elapsed"]), beginning, before)
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
         own = [report for report in reports if report.get("started") == life.started]
         fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
         inside = [moment for moment in (*fell, *(float(report["ended"]) for report in own)) if moment >= life.last]
         over = reported if ended is None else ended
         stop = min(inside) if inside else over if life is lives[-1] else None
-        _book_training(book, life, stop, resumed=None if following is None else following.step)
+        _book_training(book, life, stop, resumed=None if following is None else int(following.start["step"]))
         if stop is None and following is not None and life is not lives[-1]:
             book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
         beginning = Part.RESTART
@@ -195,44 +196,31 @@ def _book_attempt(
 # --- the training -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Life:
-    """One life of a training, as its rows of metrics tell; moments are seconds since the epoch."""
+class _Life(NamedTuple):
+    """One life of a training, as its rows of metrics tell, each with the seconds since its node began."""
 
-    attempt: int
-    started: float
-    step: int
-    """The step that it resumed from."""
-    before: Mapping[Part, float]
-    """Seconds of the gate and the stage-in, which come before its first row."""
-    rows: Sequence[Row]
-    """Each with the seconds since its node began."""
+    start: Row
+    rows: list[Row]
+
+    @property
+    def started(self) -> float:
+        return float(self.start["node_started"])
 
     @property
     def last(self) -> float:
-        """The moment of the last sign of it."""
+        """The moment of the last sign of it, in seconds since the epoch."""
         return self.started + float(self.rows[-1]["elapsed"])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
     """Return the lives that the rows tell of, in the order they were written; rows without times belong to none."""
-    begun: list[tuple[Row, list[Row]]] = []
+    lives: list[_Life] = []
     for row in rows:
         if row.get("kind") == "start":
-            begun.append((row, []))
-        if begun and "elapsed" in row:
-            begun[-1][1].append(row)
-    return [
-        _Life(
-            attempt=int(start["attempt"]),
-            started=float(start["node_started"]),
-            step=int(start["step"]),
-            before={Part.GATE: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)},
-            rows=own,
-        )
-        for start, own in begun
-        if own and "attempt" in start and "node_started" in start
-    ]
+            lives.append(_Life(row, []))
+        if lives and "elapsed" in row:
+            lives[-1].rows.append(row)
+    return [life for life in lives if life.rows and {"attempt", "node_started"} <= life.start.keys()]
 
 
 def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
@@ -255,7 +243,7 @@ def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed:
     steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
     if steps and "first_step_seconds" in steps[0]:
         compiled, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
-        if (more := int(steps[0]["step"]) - life.step - 1) > 0:  # the first row is of several steps
+        if (more := int(steps[0]["step"]) - int(life.start["step"]) - 1) > 0:  # the first row is of several steps
             usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - compiled) / more)
         if usual:
             within[Part.COMPILE] = max(0.0, compiled - median(usual))
