@@ -88,7 +88,7 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
                     child.kill()
                 orchestrator.kill()
         if shown < 2 or len(attempts.records()) != 1 or attempts.live() is None:
-            raise SystemExit("the job was not taken up, or its lines were not shown")
+            raise SystemExit(f"the job was not taken up: {shown} of 2 commands showed its lines; {attempts.records()}")
         return seconds
     finally:
         attempts.cancel()
