@@ -66,19 +66,19 @@ mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to no
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
-	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
+	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)
 
 bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's
-	$(BIN)/python -m bench.training $(if $(QUICK),--quick)
+	$(BIN)/python -m bench training $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
-	$(BIN)/python -m bench.checkpoint $(if $(QUICK),--quick)
+	$(BIN)/python -m bench checkpoint $(if $(QUICK),--quick)
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
-	$(BIN)/python -m bench.pipeline $(if $(QUICK),--quick)
+	$(BIN)/python -m bench pipeline $(if $(QUICK),--quick)
 
 bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
-	$(BIN)/python -m bench.verdict $(if $(QUICK),--quick)
+	$(BIN)/python -m bench verdict $(if $(QUICK),--quick)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

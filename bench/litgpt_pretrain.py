@@ -2,13 +2,11 @@
 
     python -m bench.litgpt_pretrain RUN OUT
 
-Its own `litgpt.pretrain.setup` runs, untouched: only the data module is ours. Losses and times are what it writes into
-OUT/logs/csv/version_0/metrics.csv.
+Its own `litgpt.pretrain.setup` runs: only the data module is ours. It writes OUT/logs/csv/version_0/metrics.csv.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 
@@ -28,11 +26,15 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.training.setup import Data, open_data
 
 
-class OurSamples(Dataset[Tensor]):
-    """Sample i is the i-th that our run sees, with the token that follows it."""
+class OurData(DataModule, Dataset[Tensor]):
+    """The data module that litgpt asks for its batches. Sample i is the i-th of our run, with the token behind it."""
 
     def __init__(self, spec: TrainingSpec, data: Data) -> None:
-        self.spec, self.windows = spec, data.train
+        super().__init__()
+        self.spec, self.windows, self.batch_size = spec, data.train, 1
+
+    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return self.spec.steps * self.spec.train.global_batch
@@ -42,36 +44,23 @@ class OurSamples(Dataset[Tensor]):
         inputs, targets = self.windows.read(numbers_of(self.spec, self.windows, step)[place : place + 1])
         return torch.cat([torch.from_numpy(inputs[0]), torch.from_numpy(targets[0, -1:])])
 
-
-class OurData(DataModule):
-    """The data module that litgpt asks for its batches."""
-
-    def __init__(self, samples: OurSamples) -> None:
-        super().__init__()
-        self.samples, self.batch_size = samples, 1
-
-    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
-        self.batch_size = batch_size
-
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.samples, batch_size=self.batch_size)
+        return DataLoader(self, batch_size=self.batch_size)
 
     val_dataloader = train_dataloader
 
 
 def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
-    """Train as the run's folder says; `comparable` losses come from our initial weights and a constant rate.
-
-    Its schedule and ours differ by a step in both their parts.
-    """
+    """Train as the run's folder says; `comparable` losses come from our initial weights and a constant rate, as its
+    schedule and ours differ by a step in both their parts."""
     spec = read_spec(open_storage(str(run)))
     data, train = open_data(spec, Path(spec.dataset)), spec.train
-    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    config, initial = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size), out / "initial"
     if comparable:
         model = GPT(config)
         initialise(model, seed=train.seed)
-        (out / "initial").mkdir(parents=True)
-        torch.save(model.state_dict(), out / "initial" / "lit_model.pth")
+        initial.mkdir(parents=True)
+        torch.save(model.state_dict(), initial / "lit_model.pth")
     matrices = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "betas": list(train.betas)}
     sys.argv[1:] = [config.name]  # it parses the command line once more when it saves its settings
     litgpt.pretrain.setup(
@@ -79,8 +68,8 @@ def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
         model_config=config,
         out_dir=out,
         precision=train.precision,
-        initial_checkpoint_dir=(out / "initial").absolute() if comparable else None,
-        data=OurData(OurSamples(spec, data)),
+        initial_checkpoint_dir=initial.absolute() if comparable else None,
+        data=OurData(spec, data),
         train=TrainArgs(
             global_batch_size=train.global_batch,
             micro_batch_size=train.micro_batch,
@@ -97,12 +86,6 @@ def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
         devices=1,
         logger_name="csv",
     )
-
-
-def logged(out: Path, column: str) -> list[float]:
-    """Return what it logged, step by step."""
-    with (out / "logs/csv/version_0/metrics.csv").open() as file:
-        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
         case BenchmarkConfig():
             made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
             _print_table(table(made))
-            _print_table(pairs_table(made.result))
+            _print_table(pairs_table(made[0]))
         case ScriptConfig():
             logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
             _say(f"\n  logs     {escape(logs)}")

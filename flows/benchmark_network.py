@@ -11,7 +11,7 @@ from prefect.artifacts import acreate_markdown_artifact
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
 from flows.run_torchrun import run_script
-from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown
+from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.config import ScriptConfig
 from launcher.events import Note
 from launcher.runs.index import Index
@@ -23,7 +23,7 @@ from tasks.steps import RETRIED, emit
 
 @flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(BenchmarkConfig)
-async def benchmark_network(**parameters: Any) -> Benchmark:
+async def benchmark_network(**parameters: Any) -> list[Result]:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
     begin()
     config = config_from(BenchmarkConfig, parameters)
@@ -31,15 +31,15 @@ async def benchmark_network(**parameters: Any) -> Benchmark:
     for job in jobs:
         await run_script(job)
     made, address = await publish_benchmark(config.name, jobs)
-    emit(Note(what=f"{lead(made.result)}\n  figures: {address}"))
+    emit(Note(what=f"{lead(made[0])}\n  figures: {address}"))
     return made
 
 
 @task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
-async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchmark, str]:
+async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[list[Result], str]:
     """Show the results as tables in Prefect; returns the address of the first job's figures."""
     results = [await asyncio.to_thread(_result_of, job) for job in jobs]
-    made = Benchmark(name=name, result=results[0][0], sockets=results[1][0] if len(results) > 1 else None)
+    made = [result for result, _ in results]
     await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
     return made, results[0][1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -12,7 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, Place, Settings
-from litgpt_demo.node.gate import Result, Speed
+from litgpt_demo.node.gate import Result
 
 
 class MeasureSettings(Settings):
@@ -46,52 +46,42 @@ class BenchmarkConfig(Settings):
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
-        ranks = self.platform.nodes * self.platform.processes
-        if ranks < 2:
+        if self.platform.nodes * self.platform.processes < 2:
             raise ValueError(
                 "platform has one node of one process, and nothing to measure between them; raise nodes or processes"
             )
         return self
 
     def jobs(self) -> list[ScriptConfig]:
-        """The job over the platform's own network, and the one over sockets if that is asked for."""
-        return [self.job(), *([self.job(sockets=True)] if self.measure.compare else [])]
-
-    def job(self, *, sockets: bool = False) -> ScriptConfig:
-        """The job that measures. It has no gate before it, for it is one itself."""
+        """The job over the platform's own network, and the one over sockets if that is asked for; without a gate before
+        them, for they are one themselves."""
         largest = [] if self.measure.largest is None else ["--largest", str(self.measure.largest)]
-        return ScriptConfig(
-            name=self.name,
-            root=self.root,
-            script="-m litgpt_demo",
-            args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
-            env={"NCCL_NET": "Socket"} if sockets else {},
-            image=self.image,
-            platform=self.platform.for_measuring(sockets=sockets),
-            start=self.start,
-        )
+        return [
+            ScriptConfig(
+                name=self.name,
+                root=self.root,
+                script="-m litgpt_demo",
+                args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
+                env={"NCCL_NET": "Socket"} if sockets else {},
+                image=self.image,
+                platform=self.platform.for_measuring(sockets=sockets),
+                start=self.start,
+            )
+            for sockets in ((False, True) if self.measure.compare else (False,))
+        ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """The result of the measurement."""
+def table(results: Sequence[Result]) -> list[dict[str, str]]:
+    """One row per number of ranks: busbw is what links compare with, algbw what a training sees.
 
-    name: str
-    result: Result
-    sockets: Result | None = None
-    """The same over plain sockets, if that was asked for."""
-
-
-def table(benchmark: Benchmark) -> list[dict[str, str]]:
-    """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
-    per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
-    measured = {"": benchmark.result, **({"sockets ": benchmark.sockets} if benchmark.sockets else {})}
-    best: dict[str, dict[int, Speed]] = {}  # by what is measured and ranks, the largest busbw of any size
-    for prefix, result in measured.items():
-        by_ranks = best[prefix] = dict[int, Speed]()
-        for speed in result.speeds:
-            if speed.ranks not in by_ranks or speed.busbw > by_ranks[speed.ranks].busbw:
-                by_ranks[speed.ranks] = speed
+    The results are those of the jobs: the second is over plain sockets, if that was asked for.
+    """
+    per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
+    # By what is measured and ranks, the largest busbw of any size, which comes last.
+    best = {
+        prefix: {speed.ranks: speed for speed in sorted(result.speeds, key=lambda speed: speed.busbw)}
+        for prefix, result in zip(("", "sockets "), results, strict=False)
+    }
     rows = []
     for ranks, fastest in sorted(best[""].items()):
         mib = fastest.bytes / 2**20
@@ -99,18 +89,14 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
         row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size}
         for prefix, speeds in best.items():
             found = speeds.get(ranks)
-            busbw, algbw = (None, None) if found is None else (found.busbw, found.algbw)
             for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
-                row[f"{prefix}busbw {unit}"] = _figure(busbw, factor)
-                row[f"{prefix}algbw {unit}"] = _figure(algbw, factor)
+                row[f"{prefix}busbw {unit}"] = _figure(found.busbw * factor) if found else NOTHING
+                row[f"{prefix}algbw {unit}"] = _figure(found.algbw * factor) if found else NOTHING
         rows.append(row)
     return rows
 
 
-def _figure(gbytes: float | None, factor: int) -> str:
-    if gbytes is None:
-        return NOTHING
-    value = gbytes * factor
+def _figure(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
@@ -121,7 +107,7 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
         {
             "nodes": f"{pair[0]} and {pair[1]}",
             "machines": " and ".join(result.hosts[node] for node in pair),
-            "GB/s": _figure(speed, 1),
+            "GB/s": _figure(speed),
             "": "slow: " + ", ".join(f"node {node}" for node in sorted(slow & set(pair))) if slow & set(pair) else "",
         }
         for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1])
@@ -131,15 +117,15 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
 def lead(result: Result) -> str:
     """The result in a sentence."""
     best = result.best
-    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw, 1)} GB/s ({result.backend}, busbw)"
+    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
     slow = ", ".join(f"node {node} ({result.hosts[node]})" for node in result.slow)
     return f"{told}; slow: {slow}" if slow else told
 
 
-def markdown(benchmark: Benchmark) -> str:
-    """Return what Prefect shows of the result as an artifact."""
-    parts = [lead(benchmark.result)]
-    for rows in filter(None, (table(benchmark), pairs_table(benchmark.result))):
+def markdown(results: Sequence[Result]) -> str:
+    """Return what Prefect shows of the results as an artifact."""
+    parts = [lead(results[0])]
+    for rows in filter(None, (table(results), pairs_table(results[0]))):
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
         parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
     return "\n\n".join(parts)

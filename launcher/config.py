@@ -235,7 +235,6 @@ AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
 _LARGEST = 1_000_000
 """Bytes of a config, and values in one once its aliases are written out; the largest of ours has 3,000 and 60."""
-_DEEPEST = 50
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -267,10 +266,8 @@ def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Pat
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """The sections of a profile, each of which takes the place of a config's whole section.
-
-    Raises:
-        ConfigProblem: it says more than where a config runs, or not even that.
+    """The sections of a profile, each of which takes the place of a config's whole section. A ConfigProblem where it
+    says more than where a config runs, or not even that.
     """
     sections = read_yaml(path)
     if others := [str(name) for name in sections if name not in PROFILE]:
@@ -305,8 +302,7 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`document` with each dotted name set to its value, as `merged` has it."""
     result = dict(document)
-    for name, value in overrides.items():
-        changes = value
+    for name, changes in overrides.items():
         for part in reversed(name.split(".")):
             changes = {part: changes}
         result = merged(result, changes)
@@ -357,8 +353,8 @@ _GONE = {
 }
 
 
+# A problem's place without the branches of unions, which pydantic names and the user did not write.
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
-    """A problem's place without the branches of unions, which pydantic names and the user did not write."""
     names, here = [], document
     for index, part in enumerate(location, start=1):
         given = not isinstance(here, Mapping) or part in here
@@ -409,11 +405,6 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
     return list(branches[0].model_fields)
 
 
-def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> AnyConfig:
-    """The settings in a YAML file with dotted overrides applied; a ConfigProblem says what is wrong, and where."""
-    return validated(kind, config_document(path, assignments), where=str(path))
-
-
 # --- YAML as people write it ------------------------------------------------------------------------------------------
 
 
@@ -451,10 +442,15 @@ def load_yaml(text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _look_over(root)
+        twice: list[str] = []
+        # A few lines of aliases can stand for what fills all memory.
+        if (count := _look_over(root, "", {}, twice)) > _LARGEST:
+            raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
+        if twice:
+            raise DuplicateKeys("; ".join(twice) + ": keep one of them")
         for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
             if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
-                raise yaml.YAMLError(_odd_blank(odd[0], line=token.start_mark.line + 1))
+                raise yaml.YAMLError(_odd_blank(odd[0], token.start_mark.line))
         return loader.construct_document(root)
     except RecursionError:
         raise yaml.YAMLError("its lists or mappings are nested too deep") from None
@@ -463,7 +459,7 @@ def load_yaml(text: str) -> Any:
     except yaml.scanner.ScannerError as error:
         # YAML itself allows a mark of the byte order in front.
         if odd := _ODD_BLANK.search(text, text.startswith("\ufeff")):
-            hint = _odd_blank(odd[0], line=text.count("\n", 0, odd.start()) + 1)
+            hint = _odd_blank(odd[0], text.count("\n", 0, odd.start()))
             raise yaml.YAMLError(f"{error}; {hint}") from error
         raise
     finally:
@@ -474,47 +470,32 @@ def load_yaml(text: str) -> Any:
 _ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
 
 
-def _odd_blank(character: str, *, line: int) -> str:
-    code, name = f"U+{ord(character):04X}", unicodedata.name(character, "a blank")
-    return (
-        f"line {line} has {code} ({name.lower()}), which is no space for YAML; type a space instead, or quote the value"
-    )
+def _odd_blank(character: str, before: int) -> str:
+    name = unicodedata.name(character, "a blank").lower()
+    code = f"line {before + 1} has U+{ord(character):04X} ({name})"
+    return f"{code}, which is no space for YAML; type a space instead, or quote the value"
 
 
-def _look_over(root: yaml.Node) -> None:
-    """Refuse aliases that, written out, make far more than any config (a few lines of them can fill all memory), and
-    keys that their mapping has already. An anchored node is looked at once.
-
-    Raises:
-        yaml.YAMLError, DuplicateKeys: there are such.
-    """
-    known: dict[int, tuple[int, int]] = {}  # by node, the values that it stands for, and how deep
-    twice: list[str] = []
-
-    def extent(node: yaml.Node, name: str) -> tuple[int, int]:
-        if id(node) in known:
-            return known[id(node)]
-        known[id(node)] = (0, 0)  # for an alias within what it stands for, which the settings refuse
-        below = []
-        if isinstance(node, yaml.SequenceNode):
-            below = [extent(item, f"{name}[{number}]") for number, item in enumerate(node.value)]
-        elif isinstance(node, yaml.MappingNode):
-            given: dict[tuple[str, str], yaml.Node] = {}
-            for key, value in node.value:
-                dotted = name
-                # `<<` is no key: several of them merge several mappings.
-                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    dotted = f"{name}.{key.value}" if name else key.value
-                    first = given.setdefault((key.tag, key.value), key)
-                    if first is not key:
-                        lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
-                        twice.append(f"{dotted} is given {lines}")
-                below += [extent(key, name), extent(value, dotted)]
-        known[id(node)] = 1 + sum(count for count, _ in below), 1 + max((depth for _, depth in below), default=0)
+def _look_over(node: yaml.Node, name: str, known: dict[int, int], twice: list[str]) -> int:
+    """Return the number of values that a node stands for once its aliases are written out, and add to `twice` where a
+    mapping has a key that it has already. An anchored node is looked at once."""
+    if id(node) in known:
         return known[id(node)]
-
-    count, depth = extent(root, "")
-    if count > _LARGEST or depth > _DEEPEST:
-        raise yaml.YAMLError(f"it stands for {count:,} values, {depth:,} deep, which no config has; write aliases out")
-    if twice:
-        raise DuplicateKeys("; ".join(twice) + ": keep one of them")
+    known[id(node)] = 0  # for an alias within what it stands for, which the settings refuse
+    count = 1
+    if isinstance(node, yaml.SequenceNode):
+        count += sum(_look_over(item, f"{name}[{number}]", known, twice) for number, item in enumerate(node.value))
+    elif isinstance(node, yaml.MappingNode):
+        given: dict[tuple[str, str], yaml.Node] = {}
+        for key, value in node.value:
+            dotted = name
+            # `<<` is no key: several of them merge several mappings.
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                dotted = f"{name}.{key.value}" if name else key.value
+                first = given.setdefault((key.tag, key.value), key)
+                if first is not key:
+                    lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
+                    twice.append(f"{dotted} is given {lines}")
+            count += _look_over(key, name, known, twice) + _look_over(value, dotted, known, twice)
+    known[id(node)] = count
+    return count

@@ -29,7 +29,6 @@ class Progress:
     loss: float | None
     """Training loss of the newest logged step; nats per token, as is the validation loss."""
     validation_loss: float | None
-    learning_rate: float | None
     tokens: int
     """Seen by the whole job."""
     tokens_per_second: float | None
@@ -52,14 +51,9 @@ class Progress:
     @property
     def facts(self) -> list[str]:
         """The facts of one that runs: loss, throughput, MFU, time left."""
-        facts = self.outcome
-        if self.tokens_per_second is not None:
-            facts.append(rate_text(self.tokens_per_second))
-        if self.mfu is not None:
-            facts.append(f"MFU {share_text(self.mfu)}")
-        if self.eta_seconds:
-            facts.append(f"{duration_text(self.eta_seconds)} left")
-        return facts
+        pace = [] if self.tokens_per_second is None else [rate_text(self.tokens_per_second)]
+        used = [] if self.mfu is None else [f"MFU {share_text(self.mfu)}"]
+        return [*self.outcome, *pace, *used, *([f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else [])]
 
 
 def summary(rows: Sequence[Row]) -> Progress:
@@ -88,7 +82,6 @@ def summary(rows: Sequence[Row]) -> Progress:
         steps=steps,
         loss=_as_of(rows, step, "step", "loss"),
         validation_loss=_as_of(rows, step, "evaluation", "validation_loss"),
-        learning_rate=_as_of(rows, step, "step", "learning_rate"),
         tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
         tokens_per_second=median(recent) if recent else None,
         mfu=median(used) if used else None,
@@ -108,13 +101,11 @@ def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None
 
 
 def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
-    """Return at most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch.
+    """Return at most `limit` (4 or more) of the points, in step order: the ends, and the extremes of each stretch.
 
     No spike is lost that way. Points that cannot be drawn are left out: those that are not finite, and those so far out
     that the distance between two ticks is beyond a float's precision.
     """
-    if limit < 4:
-        raise ValueError(f"limit={limit} leaves no room for two ends and two extremes; give at least 4")
     steps = sorted(step for step, value in points.items() if abs(value) <= _DRAWN)
     if len(steps) <= limit:
         return {step: points[step] for step in steps}
@@ -134,10 +125,9 @@ def smoothed(points: Mapping[int, float], stretch: float = 0.02) -> dict[int, fl
     does not end on the last point's noise.
     """
     finite = {step: value for step, value in sorted(points.items()) if math.isfinite(value)}
-    sums, last = [0.0, *accumulate(finite.values())], len(finite) - 1
-    reach = round(stretch * len(finite) / 2)
-    averages = {}
+    sums, last, averages = [0.0, *accumulate(finite.values())], len(finite) - 1, {}
     for number, step in enumerate(finite):
-        first, past = number - min(reach, number), number + min(reach, number, last - number) + 1
+        reach = min(round(stretch * len(finite) / 2), number)
+        first, past = number - reach, number + min(reach, last - number) + 1
         averages[step] = (sums[past] - sums[first]) / (past - first)
     return averages

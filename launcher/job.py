@@ -15,7 +15,6 @@ from litgpt_demo.errors import JOB_FAULTS, Fault
 from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
-
 Object: TypeAlias = Mapping[str, Any]
 """A JSON object that a platform takes or gives, to be read."""
 
@@ -105,12 +104,8 @@ class Job:
     ) -> list[str]:  # fmt: skip
         """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
 
-        Args:
-            directory: on the node, for logs and error files.
-            grace: seconds that ranks have to save when they are asked to leave.
-            run_id: by default the job's name on its platform.
-            log_flags: flags that say where the logs go which outlive the node.
-            stage: datasets to bring there; by default the job's.
+        `directory` is the node's, for logs and error files; `log_flags` say where the logs go which outlive it. Ranks
+        have `grace` seconds to save when they are asked to leave. By default `run_id` and `stage` are the job's own.
         """
         addresses = self.stage if stage is None else stage
         return [
@@ -151,12 +146,11 @@ class _Readable(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_Readable.add_representer(str, _text)
+_Readable.add_representer(str, _Readable.text)
 
 
 class JobState(StrEnum):

@@ -23,6 +23,7 @@ from launcher.images.docker import build_here
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, find_digest, pin, resolve
 from launcher.images.settings import BuiltImage, CloudBuildImage, DockerImage, Image, NoImage, PrebuiltImage
+from launcher.images.stacks import LABELS
 
 DOCKERFILE_OF_OURS = Path(litgpt_demo.__file__).parent / "Dockerfile"
 STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
@@ -31,11 +32,8 @@ STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
     """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
 
-    The root of the run, if it is in a bucket, holds contexts for builders elsewhere.
-
-    Raises:
-        ImageProblem: it cannot be built, pushed or found; with the last lines of the builder's output and what to do.
-        ImageUnreachable: registry or builder does not answer; trying again is safe.
+    The root of the run, if it is in a bucket, holds contexts for builders elsewhere. An ImageProblem has the last lines
+    of the builder's output and what to do; after an ImageUnreachable, trying again is safe.
     """
     match image:
         case NoImage():
@@ -54,36 +52,35 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
         log(f"{build.tag} was built before; nothing has changed since")
         return f"{image.repository}@{found}"
 
-    def built(build: Build, upon: str) -> str:
-        """Build and push; `upon` is our own image below it."""
-        build = replace(build, args={**build.args, **({"BASE": upon} if upon else {})})
-        base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
-        log(f"building {build.tag} from {build.context.dockerfile}{base}")
-        # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
-        return resolve(f"{image.repository}@{make(build)}")
-
-    *below, last = builds_of(image)
-    pinned = known(last)
-    if not pinned:
-        for build in below:
-            pinned = known(build) or built(build, pinned)
-        pinned = built(last, pinned)
+    builds = builds_of(image)
+    pinned = known(builds[-1])
+    for build in () if pinned else builds:
+        below, pinned = pinned, "" if build is builds[-1] else known(build)
+        if not pinned:
+            build = replace(build, args={**build.args, **({"BASE": below} if below else {})})
+            base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
+            log(f"building {build.tag} from {build.context.dockerfile}{base}")
+            # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
+            pinned = resolve(f"{image.repository}@{make(build)}")
     return software_identity(pinned, checkout=Path(image.context))
-
-
-def build_key(image: BuiltImage) -> str:
-    """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy."""
-    return builds_of(image)[-1].key
 
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
 
-    An ImageProblem if Dockerfile or context cannot be read, or the base cannot be found.
+    Each has a key, a hash of Dockerfile, build arguments, base, platform and the files it can copy. A base is pinned by
+    its digest: two builds from one tag are two images, if the tag has moved. An ImageProblem if Dockerfile or context
+    cannot be read, or the base cannot be found.
     """
-    folder, base = Path(image.context), pin_base(image)
-    args = {**image.build_args, **({} if base is None else {"BASE": base})}
-    stack, contents = image.installed, image.contents
+    folder, args, stack, contents = Path(image.context), dict(image.build_args), image.installed, image.contents
+    # In a Dockerfile of the user's own, the build argument BASE may be anything.
+    base = image.base or (args.get("BASE") if image.dockerfile is None else None)
+    if base is not None:
+        try:
+            reference = ImageReference.parse(base)
+        except ValueError as error:
+            raise ImageProblem(f"image.base: {error}") from error
+        args["BASE"] = base if reference.digest else pin(reference)
 
     def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
         """`keyed` is what counts besides; what a user names as a base is in `args`."""
@@ -103,7 +100,8 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         )
     # What installed.py compares with what it finds: an image on another base has a C library of its own.
     least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
-    args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**contents.said, **least}.items())
+    said = {name.removeprefix(LABELS): value for name, value in contents.labels.items()}
+    args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**said, **least}.items())
     # Another stack's packages are none of this image's: a change of them must not change its key.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
     pip_config = None if image.pip_config is None else Path(image.pip_config)
@@ -113,19 +111,3 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
     context = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
     return packages, build(context, own, {}, packages.key)
-
-
-def pin_base(image: BuiltImage) -> str | None:
-    """Return the image to build upon as `repository@sha256:…`, None for the Dockerfile's default.
-
-    Two builds from one tag are two images, if the tag has moved.
-    """
-    # In a Dockerfile of the user's own, the build argument BASE may be anything.
-    base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
-    if base is None:
-        return None
-    try:
-        reference = ImageReference.parse(base)
-    except ValueError as error:
-        raise ImageProblem(f"image.base: {error}") from error
-    return base if reference.digest else pin(reference)

@@ -1,7 +1,7 @@
 """Google Cloud Build as a builder: the context goes through the run's bucket, the log comes from there.
 
 One build per image: a build carries its key as a tag, and one that is on its way already, of this launcher before it
-was killed or of a colleague's, is followed instead of doubled. The API takes no request id that would do this for us.
+was killed or of a colleague's, is followed instead of doubled: the API takes no request id.
 
 Sources: https://cloud.google.com/build/docs/api/reference/rest/v1/projects.locations.builds (fields, filters), and
 https://cloud.google.com/build/docs/securing-builds/configure-user-specified-service-accounts: a build with a service
@@ -45,12 +45,9 @@ LOGS = "images/logs"
 """The folder below the root where builds keep their logs."""
 
 _LIVE = {"STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING"}
-_POLL = 5.0
-"""Seconds between two looks; quotas allow many more (https://cloud.google.com/build/quotas)."""
-_SILENCE = 600.0
-"""Seconds for which the API may be unreachable while a build is followed: it goes on by itself."""
-_LIMIT = 60.0
-"""Seconds for one call."""
+# In seconds: between two looks (quotas allow many more, https://cloud.google.com/build/quotas); for which the API may
+# be unreachable while a build is followed, which goes on by itself; for one call.
+_POLL, _SILENCE, _LIMIT = 5.0, 600.0, 60.0
 
 # FailureInfo.FailureType of the API, and what to do.
 _FIXES = {
@@ -92,20 +89,17 @@ class CloudBuild:
             return pushed  # by a build that has ended since the registry was asked
         request = self._request(build)
         self._pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
-        created = self._create(request, build.tag)
-        ours = True
+        created = first = self._create(request, build.tag)
         try:
             log(f"build {created.id} in {self._parent}: {created.log_url}")
             first = self._live(build.tag) or created
             if first.id != created.id:
                 log(f"{build.tag} is being built already: {first.log_url or first.id}")
-                ours = False
                 self._cancel(created, log)
             return self._follow(first, build.tag, log)
-        except Exception:
-            raise  # it ended by itself, or goes on: the next try takes it up
-        except BaseException:
-            if ours:
+        except BaseException as stopped:
+            # Where it is an error of the build's, that ended by itself, or goes on: the next try takes it up.
+            if not isinstance(stopped, Exception) and first.id == created.id:
                 self._cancel(created, log)
             raise
 
@@ -169,43 +163,36 @@ class CloudBuild:
 
     def _follow(self, build: Any, tag: str, log: Log) -> str:
         silent, storage, path, position = 0.0, open_storage(self._root), f"{LOGS}/log-{build.id}.txt", Position()
-        tail: deque[str] = deque(maxlen=TAIL)
-
-        def tell(line: str) -> None:
-            tail.append(line)
-            log(line)
-
-        def pass_on(*, last: bool = False) -> None:
-            """Pass on the whole lines that are new; the last need not be whole. A log that cannot be read can wait."""
-            nonlocal position
+        tail, live = deque[str](maxlen=TAIL), build.status.name in _LIVE
+        while True:
+            if live:
+                self._pause(_POLL)
+                asked = {"name": build.name, "id": build.id, "project_id": self._image.billed}
+                try:
+                    with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
+                        build, silent = self._client.get_build(**asked, timeout=_LIMIT), 0.0
+                except ImageUnreachable as error:
+                    silent += _POLL
+                    if silent > _SILENCE:
+                        give_up(error)
+                        raise
+            # Pass on the whole lines that are new; at the end the last need not be whole. A log that cannot be read can
+            # wait until then.
+            lines: list[str] = []
             try:
                 begin, fresh = storage.read_on(path, position)
+                fresh = fresh[: fresh.rfind(b"\n") + 1] if live else fresh
+                position, lines = begin.after(fresh), fresh.decode(errors="replace").splitlines()
             except FileNotFoundError:
-                return
+                pass
             except TrainLitgptError as error:
-                if last:
-                    tell(f"the build's log cannot be read: {words_of(error)}")
-                return
-            fresh = fresh if last else fresh[: fresh.rfind(b"\n") + 1]
-            position = begin.after(fresh)
-            for line in fresh.decode(errors="replace").splitlines():
-                tell(terminal_text(redacted(line)))
-
-        while build.status.name in _LIVE:
-            self._pause(_POLL)
-            try:
-                with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
-                    build = self._client.get_build(
-                        name=build.name, id=build.id, project_id=self._image.billed, timeout=_LIMIT
-                    )
-                silent = 0.0
-            except ImageUnreachable as error:
-                silent += _POLL
-                if silent > _SILENCE:
-                    give_up(error)
-                    raise
-            pass_on()
-        pass_on(last=True)
+                lines = [] if live else [f"the build's log cannot be read: {words_of(error)}"]
+            for line in lines:
+                tail.append(terminal_text(redacted(line)))
+                log(tail[-1])
+            if not live:
+                break
+            live = build.status.name in _LIVE
         if build.status.name == "SUCCESS":
             digests = {one.name: one.digest for one in build.results.images}
             return str(digests.get(tag) or resolve(tag).partition("@")[2])

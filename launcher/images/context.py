@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO, Any
 
 from e2b_dockerfile_utils import PatternMatcher
 
@@ -40,10 +40,8 @@ Pause = Callable[[float], None]
 class Context:
     """The files of a build, as they were when they were hashed, which is when this is made.
 
-    Args:
-        ignored: lines after those of the folder's .dockerignore.
-        pip_config: a pip.conf that the build needs, and that neither its result holds nor the digest counts: it may
-            hold a password.
+    `ignored` are lines after those of the folder's .dockerignore. `pip_config` is a pip.conf that the build needs, and
+    that neither its result holds nor the digest counts: it may hold a password.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Context:
         self.digest = self._write(None)
         """The sha256 of the tar, in hex."""
 
-    def _write(self, to: BinaryIO | None) -> str:
+    def _write(self, to: IO[bytes] | None) -> str:
         try:
             paths = sorted(walk(self.folder, read_ignore_file(self.folder, after=self.ignored)))
             dockerfile = {DOCKERFILE: self.dockerfile.read_text("utf-8").encode()}
@@ -65,10 +63,9 @@ class Context:
             ) from error
 
     @contextmanager
-    def tar(self) -> Iterator[BinaryIO]:
+    def tar(self) -> Iterator[IO[bytes]]:
         """Yield the tar as a file; an ImageProblem if the files are others by now."""
-        with tempfile.TemporaryFile() as file:
-            tar = cast("BinaryIO", file)
+        with tempfile.TemporaryFile() as tar:
             if self._write(tar) != self.digest:
                 raise ImageProblem(
                     f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
@@ -151,18 +148,22 @@ def write_files(
     folder: Path,
     paths: Iterable[str],
     *,
-    to: BinaryIO | None,
+    to: IO[bytes] | None,
     links: bool = False,
     more: Mapping[str, bytes] | None = None,
 ) -> str:
     """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex.
 
-    Args:
-        links: a link is written as one, and not what it leads to in its place.
-        more: name and content of files that follow.
+    With `links` a link is written as one, and not what it leads to in its place. `more` are files that follow.
     """
-    sink = _Hashing(to)
-    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+    digest = sha256()
+
+    class Hashing(io.RawIOBase):
+        def write(self, data: Any) -> int:
+            digest.update(data)
+            return len(data) if to is None else to.write(data)
+
+    with tarfile.open(fileobj=Hashing(), mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for path in paths:
             file = folder / path
             if links and file.is_symlink():
@@ -176,24 +177,10 @@ def write_files(
                 tar.addfile(_entry(path, size=status.st_size, mode=mode), content)
         for name, text in (more or {}).items():
             tar.addfile(_entry(name, size=len(text)), io.BytesIO(text))
-    return sink.hash.hexdigest()
+    return digest.hexdigest()
 
 
 def _entry(path: str, *, size: int = 0, mode: int = 0o644) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(path)
     entry.size, entry.mode, entry.mtime = size, mode, TIME
     return entry
-
-
-class _Hashing:
-    """A file to write to that hashes what goes through it."""
-
-    def __init__(self, to: BinaryIO | None) -> None:
-        self.hash = sha256()
-        self._to = to
-
-    def write(self, data: bytes) -> int:
-        self.hash.update(data)
-        if self._to is not None:
-            self._to.write(data)
-        return len(data)

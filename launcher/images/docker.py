@@ -1,8 +1,4 @@
-"""Container engines on this machine: docker and podman, which share the words of their command lines.
-
-Docker builds with BuildKit where it has it: its client 23 and newer by themselves where the plug-in buildx is
-installed, older ones if they are told to.
-"""
+"""Container engines on this machine: docker and podman, which share the words of their command lines."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import BinaryIO
+from typing import IO
 
 from launcher.errors import ImageProblem, ImageUnreachable
 from launcher.images.context import DOCKERFILE, TIME, Build, Log, Pause
@@ -70,13 +66,8 @@ _SILENCE = (
     "broken pipe", "toomanyrequests", "too many requests", "500 internal", "502 bad", "503 service", "504 gateway",
 )  # fmt: skip
 
-_SILENT = 0.5
-"""Seconds of an engine's silence after which it is asked whether to go on."""
 _GRACE = 5.0
 """Seconds that an engine has to clean up before it is killed."""
-
-_PAUSES = (2.0, 10.0)
-"""Seconds between tries of a push. Engines try single requests again by themselves."""
 
 
 def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep) -> str:
@@ -103,8 +94,9 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
                 said = Path(file.name).read_text("utf-8").split()
         return said[-1] if said else resolve(build.tag).partition("@")[2]
 
-    # Again where the registry was away or hung up: what it has of the layers is not sent again.
-    for seconds in _PAUSES:
+    # Again where the registry was away or hung up: what it has of the layers is not sent again. Engines try single
+    # requests again by themselves.
+    for seconds in (2.0, 10.0):
         try:
             return push()
         except ImageUnreachable as error:
@@ -145,35 +137,31 @@ def run_engine(
     *,
     subject: str,
     log: Log,
-    stdin: BinaryIO | None = None,
+    stdin: IO[bytes] | None = None,
     pause: Pause = time.sleep,
 ) -> list[str]:
-    """Run `<engine> <arguments>` and give `log` its lines as they come; returns the last ones.
+    """Run `<engine> <arguments>` on the image `subject` and give `log` its lines as they come; returns the last ones.
 
-    `subject` is for the error message: the image that it is about. `pause` is called with 0 seconds while the engine
-    is silent; if it or `log` raises, the engine is ended. An ImageUnreachable if it failed because a registry does not
-    answer, or stopped in mid-answer; an ImageProblem if it failed otherwise, or is not there.
+    `pause` is called with 0 seconds while the engine is silent; if it or `log` raises, the engine is ended. An
+    ImageUnreachable if it failed because a registry does not answer, or stopped in mid-answer; else an ImageProblem.
     """
-    kit: dict[str, str] = {}
-    if engine == "docker" and arguments[0] == "build":
-        command = ["docker", "buildx", "version"]  # an old docker command has to be told to use BuildKit
-        with suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
-            kit = {} if done.returncode else {"DOCKER_BUILDKIT": "1"}
     # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on
-    environment = {**kit, "SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
-    try:
-        process = subprocess.Popen(
-            [engine, *arguments],
-            stdin=stdin or subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-    except FileNotFoundError:
-        raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None
+    environment = {"SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
+    if engine == "docker" and arguments[0] == "build":
+        # Docker older than 23 has to be told to use BuildKit, which it can where the plug-in buildx is installed.
+        command = ["docker", "buildx", "version"]
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=True)
+            environment.setdefault("DOCKER_BUILDKIT", "1")
+    process = subprocess.Popen(
+        [engine, *arguments],
+        stdin=stdin or subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+    )
     tail = _follow(process, log, pause)
     if not process.returncode:
         return tail
@@ -189,7 +177,7 @@ def run_engine(
 
 
 def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:
-    lines: SimpleQueue[str | None] = SimpleQueue()
+    lines, tail = SimpleQueue[str | None](), deque[str](maxlen=TAIL)
 
     def read() -> None:
         assert process.stdout is not None
@@ -199,11 +187,10 @@ def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    tail: deque[str] = deque(maxlen=TAIL)
     try:
         while True:
             try:
-                line = lines.get(timeout=_SILENT)
+                line = lines.get(timeout=0.5)
             except Empty:
                 pause(0)  # pip says nothing for minutes, and so does a push
                 continue

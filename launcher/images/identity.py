@@ -31,7 +31,6 @@ SBOM = "sbom.cdx.json"
 """The bill's name in a run's folder; the ending is the one that CycloneDX recommends."""
 
 OURS = "train-litgpt"
-"""The name of our distribution."""
 
 RECORDED = ("torch", "lightning", "litgpt", "gigatoken", "tokenizers", "numpy", "prefect", OURS)
 """Distributions whose versions are kept with a run that has no image."""
@@ -63,12 +62,10 @@ class SoftwareIdentity:
 def software_identity(image: str | None = None, *, checkout: Path | None = None) -> SoftwareIdentity:
     """Return our identity. `checkout` is the folder whose commit counts; else the one that has litgpt_demo."""
     folder = checkout or Path(litgpt_demo.__file__).parents[1]
-    packages: dict[str, str] = {}
-    if image is None:
-        packages["python"] = platform.python_version()
-        for name in RECORDED:
-            with suppress(metadata.PackageNotFoundError):
-                packages[name] = metadata.version(name)
+    packages = {} if image else {"python": platform.python_version()}
+    for name in () if image else RECORDED:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     # A site-packages folder lies in a repository too, if its .venv does; but nothing in it is tracked.
     commit = _git(folder, "rev-parse", "--quiet", "--verify", "HEAD") if _git(folder, "ls-files", ".") else None
     return SoftwareIdentity(
@@ -80,7 +77,6 @@ def software_identity(image: str | None = None, *, checkout: Path | None = None)
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Return what git says in `folder`; nothing where there is no git, no repository or no commit."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
@@ -110,19 +106,14 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     from packageurl import PackageURL
 
     commit = [Property(name="commit", value=identity.revision)] if identity.revision else []
-    code = Component(
+    whole = code = Component(
         name=OURS, version=litgpt_demo.__version__, type=ComponentType.APPLICATION, bom_ref=OURS, properties=commit
     )
-    whole, components = (
-        code,
-        [
-            Component(
-                name=name, version=version, bom_ref=f"{name}@{version}", purl=PackageURL("pypi", None, name, version)
-            )
-            for name, version in sorted(packages.items())
-            if name != OURS
-        ],
-    )
+    packages.pop(OURS, None)
+    components = [
+        Component(name=name, version=version, bom_ref=f"{name}@{version}", purl=PackageURL("pypi", None, name, version))
+        for name, version in sorted(packages.items())
+    ]
     if identity.image is not None:
         name, _, digest = identity.image.rpartition("@")
         whole = Component(name=name or OURS, version=digest, type=ComponentType.CONTAINER, bom_ref="image")
@@ -136,7 +127,7 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
 
 
 def _locked(lock: str, stack: Stack, contents: Contents) -> dict[str, str]:
-    """Return the packages that pip takes from a lock of `make lock` for an image with these contents."""
+    # What pip takes from a lock of `make lock` for an image with these contents.
     version = contents.python or stack.python
     image = {
         "python_version": ".".join(version.split(".")[:2]),

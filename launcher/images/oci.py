@@ -154,13 +154,7 @@ def read_config(
 
 
 class _Away(Exception):
-    """The registry, or its token service, cannot answer now."""
-
-    def __init__(self, words: str, answer: httpx.Response) -> None:
-        super().__init__(words)
-        told = answer.headers.get("retry-after", "")
-        # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
-        self.seconds = float(told) if told.isdecimal() else 0.0
+    """The registry, or its token service, cannot answer now: what it does, and its answer."""
 
 
 T = TypeVar("T")
@@ -176,7 +170,11 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout
             with protected_client(timeout=timeout) as client:
                 return ask(_Registry(reference, client))
         except _Away as away:
-            final, least, words = False, away.seconds, str(away)
+            words, answer = away.args
+            # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
+            told, final = answer.headers.get("retry-after", ""), False
+            least = float(told) if told.isdecimal() else 0.0
+            del answer
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             least, words = 0.0, f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
             at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
@@ -189,16 +187,16 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout
         time.sleep(wait)
 
 
-_WORD = r"^[\w.-]{0,60}$"
-"""The form of a name that goes into messages: anybody may have written it."""
+# The form of a name that goes into messages: anybody may have written it.
+_Word = Annotated[str, Field(pattern=r"^[\w.-]{0,60}$")]
 
 
 class _Descriptor(BaseModel):
     """The place of a manifest or blob, by its hash (image-spec, descriptor.md), and what an image there is for."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    os: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "os"))
-    architecture: str = Field("", pattern=_WORD, validation_alias=AliasPath("platform", "architecture"))
+    os: _Word = Field("", validation_alias=AliasPath("platform", "os"))
+    architecture: _Word = Field("", validation_alias=AliasPath("platform", "architecture"))
 
 
 class _Manifest(BaseModel):
@@ -214,14 +212,10 @@ class _Manifest(BaseModel):
 class ImageConfig(BaseModel):
     """An image's config, as far as we read it (image-spec, config.md)."""
 
-    architecture: str = Field("", pattern=_WORD)
+    architecture: _Word = ""
     labels: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = Field(
         {}, validation_alias=AliasPath("config", "Labels")
     )
-
-
-_CONFIGS: dict[tuple[str, str], ImageConfig] = {}
-"""The configs that this process has read, by the digest of an image and the processor: a digest means one content."""
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -232,61 +226,68 @@ class _Registry:
 
     def __init__(self, reference: ImageReference, client: httpx.Client) -> None:
         self._reference, self._client = reference, client
+        self._at = f"{reference}: {reference.host}"
         self._headers = {"Accept": ", ".join(MANIFEST_TYPES)}
 
     def digest(self) -> str | None:
         """Ask by HEAD, because Docker Hub counts only GETs against its limit."""
         reference = self._reference
-        url = self._url("manifests", reference.digest or str(reference.tag))
-        with self._answer("HEAD", url) as answer:
+        name = reference.digest or str(reference.tag)
+        with self._answer("HEAD", "manifests", name) as answer:
             if answer.status_code == 404:
                 return None
-            self._require_success(answer)
             digest: str = answer.headers.get("docker-content-digest", "")
         if not _DIGEST.fullmatch(digest):
             # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
-            digest = _hash(self._download(url))
+            digest = _hash(self._download("manifests", name))
         if reference.digest not in {None, digest}:
-            raise ImageProblem(
-                f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
-            )
+            raise ImageProblem(f"{self._at} answered with another image, {digest}; do not use this registry")
         return digest
 
     def config(self, architecture: str) -> ImageConfig:
         digest = self._reference.digest or self.digest()
         if digest is None:
-            raise self._missing()
-        if (digest, architecture) not in _CONFIGS:
-            manifest = self._document("manifests", digest, _Manifest)
-            if manifest.manifests:
-                manifest = self._document("manifests", self._chosen(manifest.manifests, architecture), _Manifest)
-            if manifest.config is None:
-                raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
-            _CONFIGS[digest, architecture] = self._document("blobs", manifest.config.digest, ImageConfig)
-        return _CONFIGS[digest, architecture]
-
-    def _chosen(self, listed: tuple[_Descriptor, ...], architecture: str) -> str:
-        """Return the digest of an index's image for Linux on a processor; of the only one where it does not say."""
-        # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
-        # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
-        images = [one for one in listed if one.architecture != "unknown"]
-        for one in images:
-            if (one.os, one.architecture) == ("linux", architecture):
-                return one.digest
-        if len(images) == 1 and not images[0].architecture:
-            return images[0].digest
-        there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
-        said = ", ".join(there) or "none that its index names"
-        raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it")
+            raise ImageProblem(f"{self._at} has no such image; check repository and tag")
+        manifest = self._document("manifests", digest, _Manifest)
+        if manifest.manifests:
+            # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
+            # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
+            images = [one for one in manifest.manifests if one.architecture != "unknown"]
+            fitting = [one for one in images if (one.os, one.architecture) == ("linux", architecture)]
+            if not fitting and len(images) == 1 and not images[0].architecture:
+                fitting = images  # the only one, where it does not say what it is for
+            if not fitting:
+                there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
+                said = ", ".join(there) or "none that its index names"
+                raise ImageProblem(
+                    f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it"
+                )
+            manifest = self._document("manifests", fitting[0].digest, _Manifest)
+        if manifest.config is None:
+            raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
+        return self._document("blobs", manifest.config.digest, ImageConfig)
 
     def _document(self, where: str, digest: str, kind: type[T]) -> T:
         """GET a JSON document and compare it with its digest."""
-        named, url = f"{self._reference.repository}@{digest}", self._url(where, digest)
-        content = self._download(url)
+        named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
         if digest != (got := _hash(content)):
-            host = self._reference.host
-            raise ImageProblem(f"{named}: {host} answered with {got} for {digest}; do not use this registry")
-        return parse_json(content, kind, where=f"{named}: {url}", fix="push the image anew")
+            got = f"{self._reference.host} answered with {got}"
+            raise ImageProblem(f"{named}: {got} for {digest}; do not use this registry")
+        return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
+
+    def _download(self, where: str, name: str) -> bytes:
+        with self._answer("GET", where, name) as answer:
+            if answer.status_code == 404:
+                raise ImageProblem(f"{self._at} has no such image; check repository and tag")
+            content = b""
+            for chunk in answer.iter_bytes():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ImageProblem(
+                        f"{self._at} sent more than {MOST_BYTES:,} bytes for {self._url(where, name)}, which is "
+                        "neither a manifest nor a config; do not use this registry"
+                    )
+            return content
 
     def _url(self, where: str, name: str) -> str:
         host, path = self._reference.host, self._reference.path
@@ -294,36 +295,33 @@ class _Registry:
             host, path = _HUB_API, path if "/" in path else f"library/{path}"
         return f"{'http' if is_local(host) else 'https'}://{host}/v2/{path}/{where}/{name}"
 
-    def _download(self, url: str) -> bytes:
-        with self._answer("GET", url) as answer:
-            if answer.status_code == 404:
-                raise self._missing()
-            self._require_success(answer)
-            content = b""
-            for chunk in answer.iter_bytes():
-                content += chunk
-                if len(content) > MOST_BYTES:
-                    raise ImageProblem(
-                        f"{self._reference}: {self._reference.host} sent more than {MOST_BYTES:,} bytes for {url}, "
-                        "which is neither a manifest nor a config; do not use this registry"
-                    )
-            return content
-
     @contextmanager
-    def _answer(self, method: str, url: str) -> Iterator[httpx.Response]:
+    def _answer(self, method: str, where: str, name: str) -> Iterator[httpx.Response]:
         """Ask, and once more with a login if the registry wants one, which then goes with every further question.
 
-        Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
-        Authorization out there, and nobody but the registry itself gets an answer to "who are you?".
+        What is neither a success nor a 404 is an error. Registries send a client that asks for a blob to their
+        storage, whose address is signed: the client leaves Authorization out there, and nobody but the registry itself
+        gets an answer to "who are you?".
         """
         while True:
+            url, reference = self._url(where, name), self._reference
             with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
-                first = (*answer.history, answer)[0]
+                first, status = (*answer.history, answer)[0], answer.status_code
+                refused = status == 401 and "Authorization" not in self._headers
                 own = origin_of(answer.url) == origin_of(first.url)
-                refused = answer.status_code == 401 and "Authorization" not in self._headers
-                if not (refused and own and self._log_in(answer.headers.get("www-authenticate", ""))):
-                    yield answer
-                    return
+                if refused and own and self._log_in(answer.headers.get("www-authenticate", "")):
+                    continue
+                if status in {401, 403}:
+                    raise self._refused(f"answered {status}")
+                if status in _TRANSIENT:
+                    raise _Away(f"does not answer: {status}; wait", answer)
+                if not answer.is_success and status != 404:
+                    raise ImageProblem(
+                        f"{reference}: the registry {reference.host} answered {status}, which is no answer of a "
+                        "registry; check its name, and any proxy on the way"
+                    )
+                yield answer
+                return
 
     def _log_in(self, challenge: str) -> bool:
         """Answer a challenge in all further questions; False where that takes an account, and there is none.
@@ -340,10 +338,8 @@ class _Registry:
             return False
         realm = said["realm"]
         if not is_protected(realm):
-            raise ImageProblem(
-                f"{reference}: {reference.host} wants the password sent to {origin_of(realm)}, which is not encrypted; "
-                "use another registry"
-            )
+            unsafe = f"{self._at} wants the password sent to {origin_of(realm)}, which is not encrypted"
+            raise ImageProblem(f"{unsafe}; use another registry")
         # No redirect is followed: it would take the password, or the token that stands for it, to another address.
         answer = self._client.send(_token_request(self._client, said, login))
         if answer.status_code in _TRANSIENT:
@@ -358,27 +354,10 @@ class _Registry:
         self._headers["Authorization"] = f"Bearer {grant.token.get_secret_value()}"
         return True
 
-    def _require_success(self, answer: httpx.Response) -> None:
-        status, reference = answer.status_code, self._reference
-        if status in {401, 403}:
-            raise self._refused(f"answered {status}")
-        if status in _TRANSIENT:
-            raise _Away(f"does not answer: {status}; wait", answer)
-        if not answer.is_success:
-            raise ImageProblem(
-                f"{reference}: the registry {reference.host} answered {status}, which is no answer of a registry; "
-                "check its name, and any proxy on the way"
-            )
-
-    def _missing(self) -> ImageProblem:
-        host = self._reference.host
-        return ImageProblem(f"{self._reference}: {host} has no such image; check repository and tag")
-
     def _refused(self, why: str) -> ImageProblem:
-        host = self._reference.host
         return ImageOutOfSight(
-            f"{self._reference}: {host} {why}; the image may not exist there, or this account may not read it: "
-            f"check the name, then log in with `{login_command(host)}`"
+            f"{self._at} {why}; the image may not exist there, or this account may not read it: check the name, then "
+            f"log in with `{login_command(self._reference.host)}`"
         )
 
 
@@ -427,22 +406,31 @@ def stored_login(host: str) -> Login | None:
     """
     docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
-    first = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman)
-    return _login_of(first, host) or _login_of(docker, host)
+    first, address = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman), _HUB_LOGIN if host == _HUB else host
+    return _login_of(first, address) or _login_of(docker, address)
 
 
-def _login_of(file: Path, host: str) -> Login | None:
-    address = _HUB_LOGIN if host == _HUB else host
+def _login_of(file: Path, address: str) -> Login | None:
+    def host_of(key: str) -> str:  # keys of `auths` are hosts or URLs, by the age of the Docker that wrote them
+        return re.sub(r"^https?://", "", key).partition("/")[0]
+
     try:
         config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")
         helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
-        if not helper:
-            return _file_login(config.get("auths") or {}, address)
+        if helper:
+            return _helper_login(helper, address)
+        for key, entry in (config.get("auths") or {}).items():
+            if host_of(key) == host_of(address):
+                if entry.get("identitytoken"):
+                    return Login(username="<token>", secret=entry["identitytoken"])
+                username, colon, secret = base64.b64decode(entry.get("auth", "")).decode().partition(":")
+                if colon:
+                    return Login(username=username, secret=secret.rstrip("\0"))
     except FileNotFoundError:
-        return None
+        pass
     except (OSError, DataError, ValueError, AttributeError) as error:
         raise ImageProblem(f"{file} cannot be read ({error}); fix it, or move it away and log in again") from error
-    return _helper_login(helper, address)
+    return None
 
 
 def _helper_login(helper: str, address: str) -> Login | None:
@@ -466,20 +454,3 @@ def _helper_login(helper: str, address: str) -> Login | None:
     except (ValueError, TypeError, KeyError):  # not chained, nor shown: the text may hold the secret
         del done
         raise ImageOutOfSight(f"{program} gave no login for {address} that can be read; update it") from None
-
-
-def _file_login(auths: Mapping[str, Any], address: str) -> Login | None:
-    """Keys of `auths` are hosts or URLs, by the age of the Docker that wrote them."""
-    for key, entry in auths.items():
-        if _host_of(key) != _host_of(address):
-            continue
-        if entry.get("identitytoken"):
-            return Login(username="<token>", secret=entry["identitytoken"])
-        username, colon, secret = base64.b64decode(entry.get("auth", "")).decode().partition(":")
-        if colon:
-            return Login(username=username, secret=secret.rstrip("\0"))
-    return None
-
-
-def _host_of(address: str) -> str:
-    return re.sub(r"^https?://", "", address).partition("/")[0]

@@ -101,9 +101,9 @@ class BuiltImage(Settings):
                 f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
                 "another; leave one out"
             )
-        ours = ("STACK", "LABELS") if self.dockerfile is None else ("STACK",) if self.stack is not None else ()
-        for name in ours:
-            if name in self.build_args:
+        for name in ("STACK", "LABELS"):
+            ours = self.dockerfile is None or (name == "STACK" and self.stack is not None)
+            if ours and name in self.build_args:
                 raise ValueError(
                     f"image.build_args.{name}={self.build_args[name]!r} would be overwritten: it follows from "
                     "image.stack; leave it out, and set image.stack to name a stack"

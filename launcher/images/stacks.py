@@ -39,12 +39,8 @@ class Contents:
     """The processor by Docker's name: amd64, arm64."""
 
     @property
-    def said(self) -> dict[str, str]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-    @property
     def labels(self) -> dict[str, str]:
-        return {LABELS + name: value for name, value in self.said.items()}
+        return {LABELS + name: value for name, value in asdict(self).items() if value}
 
     @classmethod
     def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:
@@ -52,7 +48,7 @@ class Contents:
         witness."""
         given = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
         said = {name: value for name, value in given.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
-        return cls(**{**said, **({"architecture": architecture} if architecture else {})})
+        return cls(**(said | ({"architecture": architecture} if architecture else {})))
 
     def __str__(self) -> str:
         named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}
@@ -61,21 +57,16 @@ class Contents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """The versions of one image."""
+class Stack(Contents):
+    """The versions of one image: Python and glibc are those of the product's own base image, CUDA is what torch's wheel
+    was built with, and NCCL what it requires (its metadata, nvidia-nccl-cu13)."""
 
-    name: str
-    python: str
-    """The version in the tag of the base image: 3.11.15."""
-    glibc: str
-    """The C library of the base image."""
     least_glibc: str = ""
     """The oldest C library that the plug-in loads in which this stack is made for."""
-    torch: str
-    cuda: str
-    """The CUDA that torch's wheel was built with: 13.0."""
-    nccl: str
-    """The NCCL that torch's wheel requires (its metadata, nvidia-nccl-cu13)."""
+
+    @property
+    def name(self) -> str:
+        return self.stack
 
     @property
     def driver(self) -> str:
@@ -98,18 +89,18 @@ class Stack:
     def contents(self, architecture: str = "", *, own_base: bool = True) -> Contents:
         """Return what an image of this stack holds. Python and glibc are known of the product's own base."""
         base = {"python": self.python, "glibc": self.glibc} if own_base else {}
-        return Contents(
-            stack=self.name, torch=self.torch, nccl=self.nccl, cuda=self.cuda, architecture=architecture, **base
-        )
+        wheels = {"torch": self.torch, "nccl": self.nccl, "cuda": self.cuda}
+        return Contents(stack=self.name, architecture=architecture, **wheels, **base)
 
 
-# The default comes first. python:3.11.15-bookworm is Debian 12, which has glibc 2.36
-# (https://packages.debian.org/bookworm/libc6).
+# The tag of the base image, python:3.11.15-bookworm, is Debian 12 (https://packages.debian.org/bookworm/libc6).
+_BASE = {"python": "3.11.15", "glibc": "2.36"}
+# The default comes first.
 _ALL = (
-    Stack(name="default", python="3.11.15", glibc="2.36", torch="2.13.0", cuda="13.0", nccl="2.29.7"),
+    Stack(stack="default", **_BASE, torch="2.13.0", cuda="13.0", nccl="2.29.7"),
     # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
     # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
-    Stack(name="tcpxo", python="3.11.15", glibc="2.36", least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9"),
+    Stack(stack="tcpxo", **_BASE, least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9"),
 )
 
 STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _ALL})

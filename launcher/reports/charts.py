@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -42,7 +42,9 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chart:
+class Chart:
+    """Curves over the steps of one training, or named values side by side."""
+
     name: str
     """Distinguishes this chart's ids from those of the page's other charts."""
     title: str
@@ -50,27 +52,15 @@ class _Chart:
     y_text: Callable[[float], str]
     """The label of a tick."""
     x_label: str = "step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart(_Chart):
-    """Curves over the steps of one training."""
-
-    lines: Sequence[Line]
+    lines: Sequence[Line] = ()
     from_zero: bool = False
     restarts: Sequence[int] = ()
     """Steps that an attempt resumed from, shown as dotted lines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bars(_Chart):
-    """Named values side by side."""
-
-    bars: Mapping[str, float]
+    bars: Mapping[str, float] = field(default_factory=dict)
     """The label under a bar, to its height."""
 
 
-def svg(chart: Chart | Bars, *, width: int, height: int) -> str:
+def svg(chart: Chart, *, width: int, height: int) -> str:
     """The chart as an `<svg>` element that scales with its container; the same chart gives the same text.
 
     `width` and `height` are in pixels at the size where its labels are as tall as small print.
@@ -110,10 +100,10 @@ def load_matplotlib() -> None:
     import matplotlib.ticker  # noqa: F401
 
 
-def _draw(axes: Axes, chart: Chart | Bars) -> None:
+def _draw(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    if isinstance(chart, Bars):
+    if chart.bars:
         axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
         axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
     else:
@@ -145,5 +135,5 @@ def _draw(axes: Axes, chart: Chart | Bars) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_COLORS["line"])
-    if isinstance(chart, Chart) and any(line.label for line in chart.lines):
+    if any(line.label for line in chart.lines):
         axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")

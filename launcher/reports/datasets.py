@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.reports import mermaid
-from launcher.reports.charts import Bars
+from launcher.reports.charts import Chart
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation import Preparation
 
@@ -17,13 +17,9 @@ def progress_text(progress: Preparation) -> str:
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
         return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
-    facts = [f"{progress.documents:,} documents"]
-    if progress.tokens:
-        facts.append(f"{count_text(progress.tokens)} tokens")
-    facts.append(f"{bytes_text(progress.rate)}/s")
-    if progress.seconds_left is not None:
-        facts.append(f"{duration_text(progress.seconds_left)} left")
-    return f"{progress.phase}: {', '.join(facts)}"
+    tokens = f", {count_text(progress.tokens)} tokens" if progress.tokens else ""
+    left = "" if progress.seconds_left is None else f", {duration_text(progress.seconds_left)} left"
+    return f"{progress.phase}: {progress.documents:,} documents{tokens}, {bytes_text(progress.rate)}/s{left}"
 
 
 def fraction(progress: Preparation) -> float | None:
@@ -60,22 +56,19 @@ def lengths(manifest: DatasetManifest) -> dict[str, float]:
     counts = list(enumerate(manifest.document_lengths))
     first = next((power for power, documents in counts if documents), 0)
     every = sum(manifest.document_lengths)
-    return {_short(2**power): 100 * documents / every for power, documents in counts[first:]} if every else {}
+    return {_short(power): 100 * documents / every for power, documents in counts[first:]} if every else {}
 
 
-def _short(length: int) -> str:
+def _short(power: int) -> str:
     """A power of two as it is spoken: 512, 1k, 64k, 1M."""
-    for size, name in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
-        if length >= size:
-            return f"{length // size}{name}"
-    return str(length)
+    unit = min(power // 10, 3)
+    return f"{2 ** (power - 10 * unit)}{('', 'k', 'M', 'G')[unit]}"
 
 
-def lengths_chart(manifest: DatasetManifest) -> Bars:
+def lengths_chart(manifest: DatasetManifest) -> Chart:
     """Their histogram, for a page."""
-    title = f"{_LENGTHS}, percent of {manifest.documents:,}"
-    bars = lengths(manifest)
-    return Bars(name="lengths", title=title, bars=bars, x_label=_TOKENS, y_text=lambda share: f"{share:g} %")
+    title, bars = f"{_LENGTHS}, percent of {manifest.documents:,}", lengths(manifest)
+    return Chart(name="lengths", title=title, bars=bars, x_label=_TOKENS, y_text=lambda share: f"{share:g} %")
 
 
 def lengths_markdown(manifest: DatasetManifest) -> str:

@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.formatting import NOTHING, duration_text, share_text
 from launcher.job import JobState
@@ -59,22 +58,36 @@ class AttemptTimes:
     """The nodes' reports (launcher.runs.diagnosis.node_reports)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Ledger:
     """Seconds of each part, and node-seconds in which machines were held for it."""
 
-    seconds: Mapping[Part, float]
-    held: Mapping[Part, float]
+    seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     price: RecordedPrice | None = None
+    now: float = 0.0
+    """The moment up to which everything is booked."""
+    nodes: int = 0
+    """Machines that are held at that moment."""
+
+    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
+        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
+
+        A moment that is not known, or has passed, books nothing.
+        """
+        left = 0.0 if moment is None else max(0.0, moment - self.now)
+        self.now += left
+        for other, seconds in (within or {}).items():
+            taken = min(left, max(0.0, seconds))
+            self.seconds[other] += taken
+            self.held[other] += taken * self.nodes
+            left -= taken
+        self.seconds[part] += left
+        self.held[part] += left * self.nodes
 
     @property
     def wall(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def goodput(self) -> float | None:
-        """The share of the wall time that was training which counts."""
-        return self.seconds.get(Part.TRAINING, 0.0) / self.wall if self.wall else None
 
     @property
     def _spent(self) -> list[tuple[Part, float]]:
@@ -87,20 +100,20 @@ class Ledger:
 
     def bar(self) -> list[dict[str, str]]:
         """The segments of the stacked bar, in the order of the parts."""
-        shares = [(part, f"{seconds / self.wall:.6f}", duration_text(seconds)) for part, seconds in self._spent]
         return [
-            {"name": part.value.replace(" ", "-"), "share": share, "text": f"{part}: {time}"}
-            for part, share, time in shares
+            {
+                "name": part.value.replace(" ", "-"),
+                "share": f"{seconds / self.wall:.6f}",
+                "text": f"{part}: {duration_text(seconds)}",
+            }
+            for part, seconds in self._spent
         ]
 
     @property
     def note(self) -> str:
         """What the figures mean."""
-        known, price = (
-            "Wall time over all attempts; training is what counts, lost work what was trained again.",
-            self.price,
-        )
-        if price is None:
+        known = "Wall time over all attempts; training is what counts, lost work what was trained again."
+        if (price := self.price) is None:
             return known
         return (
             f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
@@ -118,55 +131,23 @@ class Ledger:
         ]
 
 
-# --- booking ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Book:
-    """The moment up to which everything is booked, and what has been."""
-
-    now: float
-    seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    nodes: int = 0
-    """Machines that are held."""
-
-    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
-        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
-
-        A moment that is not known, or has passed, books nothing.
-        """
-        left = 0.0 if moment is None else max(0.0, moment - self.now)
-        self.now += left
-        for other, seconds in (within or {}).items():
-            taken = min(left, max(0.0, seconds))
-            self.seconds[other] += taken
-            self.held[other] += taken * self.nodes
-            left -= taken
-        self.seconds[part] += left
-        self.held[part] += left * self.nodes
-
-
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
     """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
-    if not attempts:
-        return Ledger(seconds={}, held={}, price=price)
-    lives, book = _lives(rows), _Book(now=attempts[0].record.created)
-    for attempt, following in pairwise([*attempts, None]):
-        assert attempt is not None
-        mine = [life for life in lives if life.attempt == attempt.record.attempt]
-        later = [life for life in lives if life.attempt > attempt.record.attempt]
+    lives, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
+        mine = [life for life in lives if int(life.start["attempt"]) == attempt.record.attempt]
+        later = [life for life in lives if int(life.start["attempt"]) > attempt.record.attempt]
         _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
         if following is not None:
             # Who cancels a run, or starts it by a new command, made the time between the two.
             cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
             same = attempt.record.flow_run == following.record.flow_run
             book.until(following.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
-    return Ledger(seconds=dict(book.seconds), held=dict(book.held), price=price)
+    return book
 
 
 def _book_attempt(
-    book: _Book, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
+    book: Ledger, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
 ) -> None:
     """Book the time from an attempt's record to its end, as far as both are known."""
     end, reports = attempt.end, attempt.reports
@@ -178,18 +159,18 @@ def _book_attempt(
     book.until(scheduled, Part.QUEUE)
     book.nodes = nodes if scheduled is not None else 0
     book.until(pulled, Part.PULL)
-    for life, following in pairwise([*lives, later]):
-        assert life is not None
+    for life, following in zip(lives, [*lives[1:], later], strict=False):
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
         book.nodes = nodes
-        book.until(life.first, beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
+        before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
+        book.until(life.started + float(life.rows[0]["elapsed"]), beginning, before)
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
         own = [report for report in reports if report.get("started") == life.started]
         fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
         inside = [moment for moment in (*fell, *(float(report["ended"]) for report in own)) if moment >= life.last]
         over = reported if ended is None else ended
         stop = min(inside) if inside else over if life is lives[-1] else None
-        _book_training(book, life, stop, resumed=None if following is None else following.step)
+        _book_training(book, life, stop, resumed=None if following is None else int(following.start["step"]))
         if stop is None and following is not None and life is not lives[-1]:
             book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
         beginning = Part.RESTART
@@ -215,49 +196,34 @@ def _book_attempt(
 # --- the training -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Life:
-    """One life of a training, as its rows of metrics tell; moments are seconds since the epoch."""
+class _Life(NamedTuple):
+    """One life of a training, as its rows of metrics tell, each with the seconds since its node began."""
 
-    attempt: int
-    started: float
-    first: float
-    """The moment of its first row."""
-    last: float
-    """The moment of the last sign of it."""
-    step: int
-    """The step that it resumed from."""
-    gate: float
-    stage: float
-    rows: Sequence[Row]
-    """Each with the seconds since its node began."""
+    start: Row
+    rows: list[Row]
+
+    @property
+    def started(self) -> float:
+        return float(self.start["node_started"])
+
+    @property
+    def last(self) -> float:
+        """The moment of the last sign of it, in seconds since the epoch."""
+        return self.started + float(self.rows[-1]["elapsed"])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
     """Return the lives that the rows tell of, in the order they were written; rows without times belong to none."""
-    begun: list[tuple[Row, list[Row]]] = []
+    lives: list[_Life] = []
     for row in rows:
         if row.get("kind") == "start":
-            begun.append((row, []))
-        if begun and "elapsed" in row:
-            begun[-1][1].append(row)
-    return [
-        _Life(
-            attempt=int(start["attempt"]),
-            started=(started := float(start["node_started"])),
-            first=started + float(own[0]["elapsed"]),
-            last=started + float(own[-1]["elapsed"]),
-            step=int(start["step"]),
-            gate=float(start.get("gate_seconds", 0.0)),
-            stage=float(start.get("stage_seconds", 0.0)),
-            rows=own,
-        )
-        for start, own in begun
-        if own and "attempt" in start and "node_started" in start
-    ]
+            lives.append(_Life(row, []))
+        if lives and "elapsed" in row:
+            lives[-1].rows.append(row)
+    return [life for life in lives if life.rows and {"attempt", "node_started"} <= life.start.keys()]
 
 
-def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
+def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
     """Book a life from its first step until it stopped; the next one, if there is one, `resumed` from that step."""
     rows, first, last = life.rows, float(life.rows[0]["elapsed"]), float(life.rows[-1]["elapsed"])
     kept = last
@@ -277,7 +243,7 @@ def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: 
     steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
     if steps and "first_step_seconds" in steps[0]:
         compiled, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
-        if (more := int(steps[0]["step"]) - life.step - 1) > 0:  # the first row is of several steps
+        if (more := int(steps[0]["step"]) - int(life.start["step"]) - 1) > 0:  # the first row is of several steps
             usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - compiled) / more)
         if usual:
             within[Part.COMPILE] = max(0.0, compiled - median(usual))

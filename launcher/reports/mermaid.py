@@ -33,11 +33,8 @@ _SETTINGS: dict[str, Any] = {
 
 
 def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str, from_zero: bool = False) -> str:
-    """Return a chart of curves over the steps of a training, empty where fewer than two steps can be drawn.
-
-    Args:
-        curves: each one's name in the legend, empty to keep it out, to its points.
-    """
+    """Return a chart of curves over the steps of a training, each by its name in the legend, where "" keeps it out of
+    that; empty where fewer than two steps can be drawn."""
     drawn = {
         name: {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
         for name, points in curves.items()

@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -99,11 +100,11 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         tokens = dataset.train.tokens + dataset.validation.tokens
         bits = f"{nats / math.log(2) * tokens / dataset.text_bytes:.3f}"
     device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
-    loaded_back, in_transformers = NOTHING, NOTHING
+    processes = f"{start['world_size']:,}" if "world_size" in start else ""
+    loaded_back = in_transformers = NOTHING
     if final is not None:
-        loaded_back, proof = _differing(final.logits_difference), final.huggingface
-        in_transformers = "; ".join(final.findings)
-        if proof is not None:
+        loaded_back, in_transformers = _differing(final.logits_difference), "; ".join(final.findings)
+        if (proof := final.huggingface) is not None:
             in_transformers = f"{proof.architecture}, {_differing(proof.logits_difference)}"
     first = [
         ("Validation loss", loss_text(loss)),
@@ -121,10 +122,7 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Attempts", str(report.attempts)),
         ("Machines avoided", ", ".join(report.avoided) or NOTHING),
         ("Cost", str(final.cost) if final and final.cost else NOTHING),
-        (
-            "Processes",
-            " on ".join(filter(None, (f"{start['world_size']:,}", device))) if "world_size" in start else NOTHING,
-        ),
+        ("Processes", " on ".join(filter(None, (processes, device))) if processes else NOTHING),
         ("Precision", str(start.get("precision", NOTHING))),
         ("MFU", share_text(median(used)) if used else NOTHING),
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
@@ -162,11 +160,6 @@ def places(report: RunReport) -> Pairs:
     return found
 
 
-def _usage(report: RunReport) -> str:
-    final = report.final
-    return "" if final is None else usage(report.address, huggingface=final.huggingface is not None)
-
-
 def _differing(logits: float) -> str:
     return f"logits differ by {logits:.1e} at most" if logits else "the same logits"
 
@@ -180,14 +173,12 @@ def _of_steps(progress: Progress) -> str:
 
 def table(report: RunReport) -> list[dict[str, str]]:
     """Rows of a table artifact."""
-    first, further = figures(report)
-    rows = [("Outcome", outcome(report)), *first, *further]
+    rows = [("Outcome", outcome(report)), *chain(*figures(report))]
     return [{"figure": printable(name), "value": printable(value)} for name, value in rows]
 
 
 def markdown(report: RunReport) -> str:
     """The report as a markdown artifact."""
-    first, further = figures(report)
     # In thousands where they are many: mermaid writes every tick out in full.
     pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
     if max(pace.values(), default=0.0) >= 10_000:
@@ -195,13 +186,14 @@ def markdown(report: RunReport) -> str:
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
-        _markdown_table(("Figure", "Value"), [*first, *further]),
+        _markdown_table(("Figure", "Value"), [*chain(*figures(report))]),
         _loss_lines(report.rows),
         mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True),
     ]
     if (final := report.final) is not None:
         parts += ["### What it writes", _fenced(f"{final.prompt}{final.sample}")]
-        parts += ["### Use it", _fenced(_usage(report), "python")]
+        code = usage(report.address, huggingface=final.huggingface is not None)
+        parts += ["### Use it", _fenced(code, "python")]
     if report.ledger is not None and (spent := report.ledger.rows()):
         parts += ["### Where the time went", _markdown_table(tuple(spent[0]), [tuple(row.values()) for row in spent])]
     if report.dataset is not None:
@@ -272,7 +264,7 @@ def verdict_markdown(verdict: Verdict) -> str:
 
 def html(report: RunReport) -> str:
     """One page that needs nothing but itself: no script, no font, no image to load."""
-    dataset, software, (first, further) = report.dataset, None, figures(report)
+    dataset, final, software, (first, further) = report.dataset, report.final, None, figures(report)
     if (identity := report.identity) is not None:
         commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
         named = [("Image", identity.image), ("Commit", commit)]
@@ -293,12 +285,12 @@ def html(report: RunReport) -> str:
             lead=", ".join(filter(None, known)) + ".",
             tiles=first,
             curves=_curves(report.rows),
-            final=report.final,
+            final=final,
             figures=further,
             ledger=report.ledger if report.ledger and report.ledger.wall else None,
             dataset=dataset_facts(dataset) if dataset else None,
             lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-            usage=_usage(report),
+            usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
             places=places(report),
             software=software,
             # As YAML: what a run can be started with again.
@@ -350,9 +342,8 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
         losses.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
     restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
     paces = [Line(points=pace, color="green", faint=True), Line(points=smoothed(pace), color="green")]
-    title = "Loss, nats per token"
+    title, rates = "Loss, nats per token", [Line(points=rate, color="violet")]
     title += "; dotted where an attempt resumed" if restarts else ""
-    rates = [Line(points=rate, color="violet")]
     wide = Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts)
     return {
         "wide": wide,

@@ -324,7 +324,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
-    return claim_at(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+    return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:

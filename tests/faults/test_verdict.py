@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.verdict import ASKED, first_rank, last_traceback, ours, score
+from bench.verdict import ASKED, first_rank, last_traceback, score
 from launcher.runs.diagnosis import ADVICE
 from tests.faults.case import cases, judged
 
@@ -10,7 +10,7 @@ EVERY = tuple(cases())
 
 
 def test_class_and_culprit_are_right_but_for_the_class_of_one() -> None:
-    classes, culprits, wrong = score(ours, EVERY)
+    classes, culprits, wrong = score(judged, EVERY)
     assert wrong == ["nan-detected-1-of-2x1: unknown of node 1, rank 1; it was user error of node 1, rank 1"]
     assert min(classes, culprits) >= ASKED
     for judge in (first_rank, last_traceback):  # neither torchrun's first rank nor the last traceback is as good

@@ -15,7 +15,7 @@ from prefect import get_client
 from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import _planned
-from launcher.config import RunConfig, SweepConfig, load
+from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 
 pytestmark = pytest.mark.prefect
@@ -63,7 +63,8 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
     assert len([*(tmp_path / "datasets").iterdir()]) == 1
     [written] = tmp_path.glob("sweeps/*/best.yaml")
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
-    assert load(RunConfig, written) == best.model_copy(update={"start": load(RunConfig, written).start})
+    there = RunConfig.model_validate(read_yaml(written))
+    assert there == best.model_copy(update={"start": there.start})
     with get_client(sync_client=True) as client:
         shown: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
     assert "learning_rate: 0.01" in shown[f"best-{written.parent.name}"]

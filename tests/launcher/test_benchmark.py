@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.benchmark import Benchmark, BenchmarkConfig, lead, markdown, table
+from launcher.benchmark import BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_of
@@ -24,16 +24,16 @@ def result(**more: object) -> Result:
 
 
 def test_the_table_is_the_published_one() -> None:
-    rows = table(Benchmark(name="network", result=result()))
+    rows = table([result()])
     told = {int(row["ranks"]): (float(row["algbw Gbit/s"]), float(row["busbw Gbit/s"])) for row in rows}
     assert told == {ranks: pytest.approx(speeds, rel=2e-3) for ranks, speeds in PUBLISHED.items()}
 
 
 def test_a_slow_node_is_named_in_what_is_shown() -> None:
     speeds = {(0, 1): 40.0, (2, 3): 4.0, (0, 2): 4.1, (1, 3): 39.0, (0, 3): 41.0, (1, 2): 3.9}
-    made = Benchmark(name="network", result=result(pairs=speeds))
-    assert lead(made.result).endswith("slow: node 2 (machine-2)")
-    assert markdown(made).count("slow: node 2") == 4, "above, and at its three pairs"
+    made = result(pairs=speeds)
+    assert lead(made).endswith("slow: node 2 (machine-2)")
+    assert markdown([made]).count("slow: node 2") == 4, "above, and at its three pairs"
 
 
 def test_the_job_is_that_of_a_training_without_its_gate() -> None:

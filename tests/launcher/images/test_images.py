@@ -28,7 +28,7 @@ from deployments.lock import constraints
 from launcher.errors import ImageProblem, ImageUnreachable
 from launcher.events import Listener
 from launcher.images import docker, oci
-from launcher.images.build import build_key, builds_of, pin_base, prepare_image
+from launcher.images.build import builds_of, prepare_image
 from launcher.images.context import Build, Context
 from launcher.images.docker import build_here, run_engine
 from launcher.images.identity import SoftwareIdentity, bill_of_materials, software_identity
@@ -173,8 +173,8 @@ def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tm
     os.utime(same / "run", (1, 1))
     (same / "run").chmod(0o600)
     given = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
-    keys = [build_key(docker_image(context, **change)) for change in given]
-    assert build_key(docker_image(same, repository="gcr.io/other")) == keys[0]
+    keys = [builds_of(docker_image(context, **change))[-1].key for change in given]
+    assert builds_of(docker_image(same, repository="gcr.io/other"))[-1].key == keys[0]
     for change in (
         lambda: (context / "run").write_bytes(b"x!"),
         lambda: (context / "run").chmod(0o755),
@@ -182,7 +182,7 @@ def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tm
         lambda: (tmp_path / "Dockerfile").write_text("FROM scratch\n"),
     ):
         change()
-        keys.append(build_key(docker_image(context)))
+        keys.append(builds_of(docker_image(context))[-1].key)
     assert len(set(keys)) == len(keys)
 
 
@@ -192,9 +192,9 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     keys = []
     for _ in range(2):
         digest = public.push("team/base", "1")
-        assert pin_base(image) == f"{public.host}/team/base@{digest}"
-        keys.append(build_key(image))
-        assert keys[-1] == build_key(docker_image(context, base=f"{public.host}/team/base@{digest}"))
+        assert builds_of(image)[0].args["BASE"] == f"{public.host}/team/base@{digest}"
+        keys.append(builds_of(image)[-1].key)
+        assert keys[-1] == builds_of(docker_image(context, base=f"{public.host}/team/base@{digest}"))[-1].key
     assert keys[0] != keys[1]
 
 
@@ -223,7 +223,7 @@ def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker here: a build would fail
     with pytest.raises(ImageProblem, match=r"image\.engine=auto"):
         prepare_image(image, log=print)
-    digest = public.push("team/built", build_key(image))
+    digest = public.push("team/built", builds_of(image)[-1].key)
     found = prepare_image(image, log=print)
     assert (found.image, found.packages) == (f"{public.host}/team/built@{digest}", {})
 
@@ -349,7 +349,7 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
     file = tmp_path / "pip.conf"
     file.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
     configured = OWN.model_copy(update={"pip_config": str(file)})
-    assert build_key(configured) == build_key(OWN)
+    assert builds_of(configured)[-1].key == builds_of(OWN)[-1].key
     packages, ours = builds_of(configured)
     assert "pip.conf" in [member.name for member in members(packages.context)]
     assert "pip.conf" not in [member.name for member in members(ours.context)]

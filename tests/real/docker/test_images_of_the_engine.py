@@ -19,7 +19,7 @@ import yaml
 from waiting import until
 
 from launcher.errors import ImageProblem, ImageUnreachable
-from launcher.images.build import build_key, prepare_image
+from launcher.images.build import builds_of, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS
@@ -91,7 +91,7 @@ def test_an_image_is_built_once_pushed_pinned_and_runs_with_what_dockerignore_le
 ) -> None:
     pinned = prepare_image(image, log=print).image
     assert pinned is not None
-    assert resolve(f"{image.repository}:{build_key(image)}") == pinned
+    assert resolve(f"{image.repository}:{builds_of(image)[-1].key}") == pinned
     assert docker("run", "--rm", pinned) == str(tmp_path)
     assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"
     lines: list[str] = []
@@ -113,7 +113,7 @@ def test_a_private_registry_takes_the_image_after_docker_login(
         with pytest.raises(ImageProblem, match=f"log in with `docker login {host}`"):
             prepare_image(private, log=print)
         docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
-        assert prepare_image(private, log=print).image == resolve(f"{private.repository}:{build_key(private)}")
+        assert prepare_image(private, log=print).image == resolve(f"{private.repository}:{builds_of(private)[-1].key}")
 
 
 def test_the_products_image_trains_as_an_ordinary_user_and_no_layer_holds_a_secret_of_its_builder(

@@ -18,7 +18,7 @@ from waiting import until
 from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
-from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, load
+from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, read_yaml
 from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
 from launcher.platforms.local.settings import LocalPlatformConfig
@@ -42,7 +42,7 @@ def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_run
     assert [bool(row["error"]) for row in table] == [False, False, True]
     assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
     [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
-    assert str(load(RunConfig, best).train.learning_rate) == table[0]["train.learning_rate"]
+    assert str(RunConfig.model_validate(read_yaml(best)).train.learning_rate) == table[0]["train.learning_rate"]
 
 
 def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
