@@ -29,7 +29,7 @@ KINDS = {
 def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without network, accounts and programs of clouds, whose user has downloaded nothing yet."""
     from launcher.platforms.kubernetes.connection import _google_way
-    from litgpt_demo.storage import objects
+    from litgpt_demo.storage import bucket
 
     def unreachable(*_address: Any, **_options: Any) -> Any:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
@@ -46,7 +46,7 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     _google_way.cache_clear()
-    objects._client.cache_clear()  # an earlier test may have had credentials
+    bucket._client.cache_clear()  # an earlier test may have had credentials
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

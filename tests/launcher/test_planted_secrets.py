@@ -36,7 +36,7 @@ from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import TrainLitgptError, UserError
-from litgpt_demo.storage import objects, open_storage
+from litgpt_demo.storage import bucket, open_storage
 
 SECRET = "S3cret-marker-0123456789"
 GRANTED = "granted-s3cret-marker"
@@ -105,9 +105,9 @@ def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _: None)
     monkeypatch.setenv("API_ENDPOINT_OVERRIDE", echo.address)
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
-    objects._client.cache_clear()
+    bucket._client.cache_clear()
     yield
-    objects._client.cache_clear()  # it has these credentials, with which a later test would wait for Google's servers
+    bucket._client.cache_clear()  # it has these credentials, with which a later test would wait for Google's servers
 
 
 @pytest.fixture(params=["password", "identity token"])
