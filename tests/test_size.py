@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 35_527,
-    "launcher": 16_940,
-    "launcher/platforms/kubernetes": 3_706,
-    "litgpt_demo": 14_640,
-    "bench": 1_235,
-    "tests": 23_606,
+    "source": 32_754,
+    "launcher": 15_586,
+    "launcher/platforms/kubernetes": 3_224,
+    "litgpt_demo": 13_265,
+    "bench": 834,
+    "tests": 23_578,
     "test data": 3_490,
 }
 
