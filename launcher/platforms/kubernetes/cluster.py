@@ -292,17 +292,18 @@ class Cluster:
                 raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
-            if isinstance(problem, ApiRefused):
-                raise problem
-            if isinstance(problem, LoginProblem):
-                if self._renew is None:
+            try:
+                if isinstance(problem, LoginProblem) and self._renew is not None:
+                    # New credentials may take a moment to be known everywhere; an API server that starts refuses all.
+                    wait, renewed = (wait if renewed else 0.0), True
+                    with self._renewing:
+                        self._renew()
+                elif isinstance(problem, ApiRefused | LoginProblem):
                     raise problem
-                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
-                wait, renewed = (wait if renewed else 0.0), True
-                with self._renewing:
-                    self._renew()
-            if pause is None or time.monotonic() + wait > self._ends:
-                raise problem
+                if pause is None or time.monotonic() + wait > self._ends:
+                    raise problem
+            finally:
+                del problem  # else it keeps this frame alive, which keeps it, and all that asked
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 

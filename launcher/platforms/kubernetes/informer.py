@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from copy import copy
 from dataclasses import replace
 
 from launcher.errors import LauncherError, PlatformUnreachable
@@ -73,7 +74,7 @@ class JobWatch:
         """Those that are there; raises what keeps the watch from being up to date."""
         with self._lock:
             if self._trouble is not None:
-                raise self._trouble
+                raise copy(self._trouble)  # the kept one would keep the frames of all that asked
             return list(self._pods.values())
 
     def stop(self) -> None:

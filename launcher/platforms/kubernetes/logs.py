@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -25,12 +26,9 @@ FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
 server holds a connection per log, and of a thousand nodes nobody can read along. All nodes' logs are in the run."""
 
-_PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)
-"""Seconds before a log is asked for again."""
-_TOGETHER = 8
-"""Logs of ended nodes that are read at the same time."""
-_END = 30.0
-"""Seconds that an open connection has to bring the last lines of a container that has ended."""
+_PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)  # seconds before a log is asked for again
+_TOGETHER = 8  # logs of ended nodes that are read at the same time
+_END = 30.0  # seconds that an open connection has to bring the last lines of a container that has ended
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Follower:
                     reader.hang_up()
                 self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END)
             if self._trouble is not None:
-                raise self._trouble
+                raise copy(self._trouble)  # as in JobWatch.pods
             rows = {node: astuple(place) for node, place in sorted(self._places.items())}
             self.position = json.dumps(rows, separators=(",", ":"))
             more = last and bool(self._lines) and not self._all_read()
