@@ -22,15 +22,6 @@ from litgpt_demo.data.batches import open_split
 ASKED = (26_000, 13_200, 2_950, 10_200, 800, 25_000, 15_000)  # of the parts of tests/test_size.py, in their order
 
 
-def circles(arrows: set[tuple[str, str]]) -> int:
-    """The number of groups in which each leads to every other one."""
-    ways = {one: {two for start, two in arrows if one == start != two} for one, _ in arrows}
-    for via in ways:
-        for found in ways.values():
-            found |= ways[via] if via in found else set()
-    return len({frozenset(two for two in ways[one] if one in ways.get(two, ())) for one in ways if one in ways[one]})
-
-
 def files_of(work: Callable[[], object]) -> int:
     """The number of source files of which code runs, in any thread. A first time imports all that is needed."""
     work()
@@ -63,22 +54,12 @@ def main() -> None:
     uses = Counter(node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in nodes)
     functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     once = [name for name in functions if name.startswith("_") and not name.endswith("__") and uses[name] == 1]
-    typing = [node for node in nodes if isinstance(node, ast.If) and "TYPE" in ast.unparse(node.test)]
-    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source()}
-    arrows = {
-        (path, modules.get(f"{node.module}.{alias.name}") or modules[node.module])
-        for path, tree in source().items()
-        for node in {*tree}.difference(*(one.body for one in typing))
-        if isinstance(node, ast.ImportFrom) and node.module in modules
-        for alias in node.names
-    }
     naming = ["learning_rate" in ast.unparse(tree[0]) for tree in source().values()]
     rows = [(f"lines of {name}", lines(name), asked) for name, asked in zip(ALLOWED, ASKED, strict=True)]
     rows += [
         ("lines of cli, deployments, flows, tasks", sum(map(lines, ("cli", "deployments", "flows", "tasks"))), 2_750),
         ("source files", len(source()), 200),
         ("private functions that are called once", len(once), 150),
-        ("circles among files", circles(arrows), 0),
         ("source files that name train.learning_rate", sum(naming), 7),
         ("source files of which code runs while a pod with tcpx is rendered", files_of(a_pod), 8),
         ("source files of which code runs from parquet to a batch", files_of(a_document), 12),

@@ -59,18 +59,21 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> N
     require(upward, "import from packages further down, by their full names")
 
 
-def test_packages_do_not_import_each_other_in_a_circle() -> None:
+def test_neither_files_nor_packages_import_each_other_in_a_circle() -> None:
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source()}
-    parents = {name.rpartition(".")[0] for name in modules}
     # A module at the top, such as launcher.errors, counts for itself.
-    packages = {name: name if name in parents or name.count(".") < 2 else name.rpartition(".")[0] for name in modules}
-    below: dict[str, set[str]] = {package: set() for package in packages.values()}
+    packages = {name: name.rpartition(".")[0] if name.count(".") > 1 else name for name in modules}
+    files, below = ({one: set[str]() for one in ones} for ones in (modules, packages.values()))
     for name, path in modules.items():
-        for _, what in imports(path):
-            found = packages.get(what) or packages.get(what.rpartition(".")[0])
-            if found and found != packages[name]:
-                below[packages[name]].add(found)
-    TopologicalSorter(below).prepare()  # else it raises CycleError, with the packages
+        conditions = [node for node in source()[path] if isinstance(node, ast.If)]
+        typed = {inner.lineno for one in conditions if "TYPE" in ast.unparse(one.test) for inner in one.body}
+        for line, what in imports(path):
+            found = what if what in modules else what.rpartition(".")[0]
+            if found in modules and found != name and line not in typed:
+                files[name].add(found)
+                below[packages[name]] |= {packages[found]} - {packages[name]}
+    for graph in (files, below):
+        TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -49,6 +50,9 @@ class PlatformSettings(Settings):
     on_this_machine: ClassVar[bool] = False
     """Nodes are processes of this machine: they have its files, packages, environment, memory and GPUs."""
 
+    opens: ClassVar[str]
+    """The module and the class of the platform."""
+
     kind: str
     nodes: Count
     processes: Count
@@ -66,9 +70,10 @@ class PlatformSettings(Settings):
             )
         return {name: value for name, value in given.items() if name != "min_nodes"}
 
-    @abstractmethod
     def open(self) -> Platform:
         """Return the platform, set up as these settings say. Its module is imported here, and not before."""
+        opened: Platform = resolve_name(self.opens)(self)
+        return opened
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
         """Return the platform of a record's settings: whoever may write to the root's storage may have written them.

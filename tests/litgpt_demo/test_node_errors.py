@@ -89,7 +89,7 @@ def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> 
 
 def test_a_command_that_has_returned_is_gone_before_python_is_taken_down() -> None:
     """Native threads that need Python would abort the process: `-v` tells what it removes at its end."""
-    told = [sys.executable, "-v", "-m", "litgpt_demo", "-h"]
-    done = subprocess.run(told, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-v", "-m", "litgpt_demo", "-h"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("`python -m litgpt_demo")
     assert "# cleanup" not in done.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -22,12 +22,6 @@ from tasks.workers import Fanout
 ONE, TWO = (ThreadWorkers(kind="threads", count=count) for count in (1, 2))
 
 
-@pytest.fixture
-def fanout() -> Iterator[Fanout]:
-    with Fanout(TWO) as entered:
-        yield entered
-
-
 def noted(folder: Path, number: int) -> int:
     if number == 2:
         raise DataError(f"item {number} is damaged")
@@ -41,7 +35,7 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     assert not (tmp_path / "255").exists()
 
 
-def test_a_share_that_fails_once_is_tried_again_by_itself(fanout: Fanout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_fails_once_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAYS", [0.0, 0.0])
     tried: list[int] = []
 
@@ -51,7 +45,8 @@ def test_a_share_that_fails_once_is_tried_again_by_itself(fanout: Fanout, monkey
             raise ConnectionError("reset by peer")
         return number
 
-    assert sorted(fanout(busy, range(3))) == [0, 1, 2]
+    with Fanout(TWO) as fanout:
+        assert sorted(fanout(busy, range(3))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -81,11 +76,12 @@ def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [tmp_path / "0"]
 
 
-def test_a_phase_that_is_called_off_is_over_before_the_next_begins(fanout: Fanout, tmp_path: Path) -> None:
+def test_a_phase_that_is_called_off_is_over_before_the_next_begins(tmp_path: Path) -> None:
     step: Callable[[int], int] = partial(noted, tmp_path)
-    begun = fanout(step, range(3, 1000))
-    next(begun)
-    begun.close()
-    after = len([*tmp_path.iterdir()])
-    assert sorted(fanout(step, range(2))) == [0, 1]
+    with Fanout(TWO) as fanout:
+        begun = fanout(step, range(3, 1000))
+        next(begun)
+        begun.close()
+        after = len([*tmp_path.iterdir()])
+        assert sorted(fanout(step, range(2))) == [0, 1]
     assert len([*tmp_path.iterdir()]) == after + 2

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Platform
 
 LONGEST = 14 * 86_400
 """Seconds that a job may run. Batch takes more, and stops it there all the same
@@ -26,6 +23,8 @@ class BatchPlatformConfig(ClusterSettings):
     """VMs that GCP Batch makes for the job and takes away after it."""
 
     model_config = ConfigDict(title="GCP Batch")
+
+    opens: ClassVar[str] = "launcher.platforms.batch.platform:BatchPlatform"
 
     kind: Literal["batch"] = Kind("batch")
 
@@ -104,11 +103,6 @@ class BatchPlatformConfig(ClusterSettings):
     @property
     def driver(self) -> str | None:
         return self.gpu_driver
-
-    def open(self) -> Platform:
-        from launcher.platforms.batch.platform import BatchPlatform
-
-        return BatchPlatform(self)
 
     @property
     def hardware(self) -> str | None:

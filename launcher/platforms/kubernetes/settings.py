@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -11,9 +11,6 @@ from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, 
 from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
@@ -28,6 +25,8 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
+
+    opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
 
     kind: Literal["gke"] = Kind("gke")
 
@@ -125,11 +124,6 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
     """Seconds that the cluster may refuse a job's pods (a quota, a policy, an image) before the run ends with that."""
     ttl: Count = Field(86_400, ge=0)
     """Seconds that an ended job is kept in the cluster."""
-
-    def open(self) -> Platform:
-        from launcher.platforms.kubernetes.platform import GkePlatform
-
-        return GkePlatform(self)
 
     @property
     def hardware(self) -> str | None:

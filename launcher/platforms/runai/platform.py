@@ -19,7 +19,7 @@ from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
-from launcher.platforms.runai.rest import Rest, uses_rest
+from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.diagnosis import node_reports
 from litgpt_demo.errors import TrainLitgptError
@@ -247,7 +247,7 @@ class RunaiPlatform:
 
 
 def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
-    return Rest(settings, environ) if uses_rest(settings, environ) else Cli(settings)
+    return Rest(settings, environ) if settings.uses_rest(environ) else Cli(settings)
 
 
 def exit_codes(attempt: Storage) -> dict[int, int]:

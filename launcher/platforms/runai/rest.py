@@ -9,9 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,7 +18,7 @@ from pydantic import SecretStr
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
 from launcher.platforms.runai.render import Workload, preemptibility
-from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
@@ -40,52 +38,6 @@ _TRIES = 4
 _UNCLEAR = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS}
 # Seconds before its end that a token is renewed.
 _EARLY = 60.0
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """The secret of an application that an administrator has made in Run:ai. It is held in memory only."""
-
-    client_id: str
-    client_secret: str = field(repr=False)
-
-
-def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
-    """The two halves that the environment has under a name, or in files that it names; None where one is missing."""
-    halves = []
-    for variable in (f"{name}_CLIENT_ID", f"{name}_CLIENT_SECRET"):
-        try:
-            path = environ.get(f"{variable}_FILE")
-            halves.append(environ.get(variable) or (Path(path).read_text().strip() if path else ""))
-        except OSError as error:
-            raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
-    return Credentials(*halves) if all(halves) else None
-
-
-def uses_rest(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> bool:
-    """Return whether Run:ai is asked by REST, as the settings and, with `auto`, the credentials say."""
-    if settings.api == "auto":
-        return settings.url is not None and credentials_of(settings.credentials, environ) is not None
-    return settings.api == "rest"
-
-
-def require_known(recorded: RunaiPlatformConfig, given: RunaiPlatformConfig | None, environ: Mapping[str, str]) -> None:
-    """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
-    if not uses_rest(recorded, environ):
-        return
-    name, there = recorded.credentials, origin_of(recorded.url or "")
-    if given is not None and (given.credentials, origin_of(given.url or "")) == (name, there):
-        return
-    variable = f"{name}_URL"
-    known = origin_of(environ.get(variable, ""))
-    if known and known == there:
-        return
-    raise ConfigProblem(
-        f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
-        f"{known or 'not set to a URL'}: everybody who may write to the root can write "
-        "records, so that credentials are not sent where only a record says",
-        fix=f"if {there} is yours, export {variable}={there}, or give the verb the config instead of the name",
-    )
 
 
 _GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from launcher.errors import ConfigProblem, LoginProblem
 from launcher.networks import DEFAULT, ByMultus, NetworkSettings, chosen_network, require_fit, roce
 from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
-from litgpt_demo.secrets import is_protected
+from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -20,6 +24,26 @@ if TYPE_CHECKING:
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 # Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """The secret of an application that an administrator has made in Run:ai. It is held in memory only."""
+
+    client_id: str
+    client_secret: str = field(repr=False)
+
+
+def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
+    """The two halves that the environment has under a name, or in files that it names; None where one is missing."""
+    halves = []
+    for variable in (f"{name}_CLIENT_ID", f"{name}_CLIENT_SECRET"):
+        try:
+            path = environ.get(f"{variable}_FILE")
+            halves.append(environ.get(variable) or (Path(path).read_text().strip() if path else ""))
+        except OSError as error:
+            raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
+    return Credentials(*halves) if all(halves) else None
 
 
 class Claim(Settings):
@@ -35,6 +59,8 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
+
+    opens: ClassVar[str] = "launcher.platforms.runai.platform:RunaiPlatform"
 
     kind: Literal["runai"] = Kind("runai")
 
@@ -106,16 +132,27 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
     def fabric(self) -> Network:
         return chosen_network(self, site_names=True)
 
-    def open(self) -> Platform:
-        from launcher.platforms.runai.platform import RunaiPlatform
-
-        return RunaiPlatform(self)
+    def uses_rest(self, environ: Mapping[str, str]) -> bool:
+        """Return whether Run:ai is asked by REST, as the settings and, with `auto`, the credentials say."""
+        if self.api == "auto":
+            return self.url is not None and credentials_of(self.credentials, environ) is not None
+        return self.api == "rest"
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
-        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there."""
-        from launcher.platforms.runai.rest import require_known
-
-        require_known(self, given if isinstance(given, RunaiPlatformConfig) else None, os.environ)
+        """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
+        name, there, variable = self.credentials, origin_of(self.url or ""), f"{self.credentials}_URL"
+        same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == (
+            name,
+            there,
+        )
+        known = origin_of(os.environ.get(variable, ""))
+        if self.uses_rest(os.environ) and not same and not (known and known == there):
+            raise ConfigProblem(
+                f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
+                f"{known or 'not set to a URL'}: everybody who may write to the root can write "
+                "records, so that credentials are not sent where only a record says",
+                fix=f"if {there} is yours, export {variable}={there}, or give the verb the config instead of the name",
+            )
         return self.open()
 
     @property
