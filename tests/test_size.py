@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 32_754,
-    "launcher": 15_586,
-    "launcher/platforms/kubernetes": 3_224,
+    "source": 32_736,
+    "launcher": 15_568,
+    "launcher/platforms/kubernetes": 3_218,
     "litgpt_demo": 13_265,
-    "bench": 834,
-    "tests": 23_578,
+    "bench": 813,
+    "tests": 23_577,
     "test data": 3_490,
 }
 
