@@ -26,7 +26,7 @@ from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
 from litgpt_demo.config import key_of
-from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset
+from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
@@ -318,7 +318,7 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
     """
-    places, workers = dict[str, list[Finding]](), dict[str, list[Finding]]()
+    places, workers, corpora = (dict[str, list[Finding]]() for _ in range(3))
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
@@ -326,9 +326,12 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
         job = sight.claim.make_job(sight.attempt)
         if (place := key_of(config.root, config.platform, config.image)) not in places:
             places[place] = preflight.check_place(config, sight.claim.platform, job)
+        if planned.key not in corpora:  # the start of its texts is read
+            corpora[planned.key] = list(warnings_of(planned))
         if dataset is None and planned.key not in rehearsals:
             rehearsals[planned.key] = preflight.rehearse(planned)
-        found = [*places[place], *preflight.check_training(config, job, vocab_size=sight.vocabulary)]
+        found = [*places[place], *corpora[planned.key]]
+        found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
         found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
         if dataset is None:
             if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network

@@ -33,7 +33,7 @@ from launcher.platforms.base import Capability, Platform
 from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
-from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, warnings_of
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -203,11 +203,8 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
     own = config.restarts.preempted.attempts
     if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
         first = "the first preemption that the platform does not make good by platform.restarts ends the script"
-        what, fix = (
-            f"platform.spot=true and max_restarts=0: {first}",
-            "raise max_restarts if the script goes on where it was",
-        )
-        yield Finding("info", "script.preemptions", what, fix)
+        fix = "raise max_restarts if the script goes on where it was"
+        yield Finding("info", "script.preemptions", f"platform.spot=true and max_restarts=0: {first}", fix)
     yield from check_place(config, platform, job)
 
 
@@ -279,8 +276,7 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal found, and what is odd about the corpus."""
-    yield from warnings_of(run.dataset)
+    """Yield why this run could not be made of what the rehearsal found."""
     if isinstance(rehearsal, Finding):
         yield rehearsal
     elif isinstance(rehearsal, DatasetManifest):
