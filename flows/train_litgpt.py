@@ -54,7 +54,7 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
         await get_credentials(config)
     with closing(Collector(run)) as collector:
         await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
-        final = await collect_checkpoints(as_it_is(run), collector)
+        final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))
     emit(Note(what=f"report: {address}"))
     return final

@@ -7,26 +7,38 @@ import math
 import os
 import subprocess
 from contextlib import suppress
+from dataclasses import replace
 from typing import IO, cast
 
 from prefect import task
 
 from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.job import Job
 from launcher.reports import charts
+from launcher.runs.attempts import claim_at
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.index import Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
+from litgpt_demo.errors import DataError, TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.private import environment_of_readers
 from tasks.steps import RETRIED, emit
+from tasks.training import run_job
 
 _HEAD_START = 8.0
 """Seconds before the last step at which the process is started; its imports take six on an idle core."""
+LARGE = 10e9
+"""Bytes of weights in float32 from which on a job of the platform collects them: making a model of them takes three
+times their room on the disk, and proving it once their size in memory."""
+
+
+def is_collected_by_a_job(run: Run) -> bool:
+    """Return whether the model is too large for the orchestrator's machine, and the platform has others."""
+    return 4 * run.parameters > LARGE and not run.config.platform.on_this_machine
 
 
 class Collector:
@@ -37,7 +49,7 @@ class Collector:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self._run, self._is_needed = run, not is_collected_by_a_job(run)
         self._process: subprocess.Popen[bytes] | None = None
         self._steps, self._begun = math.inf, False
 
@@ -50,6 +62,8 @@ class Collector:
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
+        if not self._is_needed:
+            return
         match row:
             case {"kind": "start", "steps": int(steps)}:
                 self._steps = steps
@@ -93,10 +107,13 @@ class Collector:
 
 
 @task(name=Step.CHECKPOINTS.task, task_run_name=Step.CHECKPOINTS.task, **RETRIED)
-async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
+async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))
-    final, reused = await _collected(run, collector)
+    if is_collected_by_a_job(run):
+        final, reused = await _collected_by_a_job(run, image)
+    else:
+        final, reused = await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {run.storage.address(FINAL)}"
@@ -117,3 +134,27 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
                 await asyncio.to_thread(collector.close)
                 await asyncio.sleep(LOOK)
         return (await collector.collect(), False) if done is None else (done, True)
+
+
+async def _collected_by_a_job(run: Run, image: str | None) -> tuple[FinalManifest, bool]:
+    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is.
+
+    Returns the same as `_collected`.
+    """
+    if (done := await asyncio.to_thread(exported, run.storage)) is not None:
+        return done, True
+    config, program = run.config, ("-m", "litgpt_demo", "collect", "--run", run.storage.address())
+    alone = replace(run, config=config.model_copy(update={"platform": config.platform.for_one_process()}))
+
+    def make_job(attempt: int) -> Job:
+        return replace(alone.job(attempt=attempt, image=image), program=program, stage=())
+
+    claim = replace(await asyncio.to_thread(claim_at, alone), make_job=make_job)
+    for _ in range(2):  # the first may be the training, which has saved all and has not ended
+        await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restarts)
+        if (final := await asyncio.to_thread(exported, run.storage)) is not None:
+            return final, False
+    raise DataError(
+        f"the job that collects {run.name} ended well, and {run.storage.address(FINAL)} is not whole",
+        fix="run it again; if it ends so again, something removes files there",
+    )

@@ -120,6 +120,11 @@ class PlatformSettings(Settings):
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""
         return self
 
+    def for_one_process(self) -> Self:
+        """Return the settings for a job of one process, which has a whole machine."""
+        changes = {"nodes": 1, "processes": 1, "gate": 0, "slice_nodes": None}
+        return self.model_copy(update={name: changes[name] for name in changes if name in type(self).model_fields})
+
 
 class ClusterSettings(PlatformSettings):
     """The settings of every platform whose nodes are machines elsewhere that run containers."""

@@ -42,6 +42,8 @@ class Part(StrEnum):
     """Training after the checkpoint that the next life resumed from."""
     RESTART = "restart"
     """The time from a failure to the next life's first step, without what has a part of its own."""
+    COLLECTING = "collecting"
+    """A job that makes models of a training that has ended."""
     STOPPED = "not running"
     """The time between an attempt and one that another command started: nobody wanted it to run."""
     UNKNOWN = "unknown"
@@ -137,7 +139,8 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
     for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
         mine = [life for life in lives if int(life.start["attempt"]) == attempt.record.attempt]
         later = [life for life in lives if int(life.start["attempt"]) > attempt.record.attempt]
-        _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
+        trained = not mine and not later and any(row.get("kind") == "end" for row in rows)
+        _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None, trained=trained)
         if following is not None:
             # Who cancels a run, or starts it by a new command, made the time between the two.
             cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
@@ -147,7 +150,7 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
 
 
 def _book_attempt(
-    book: Ledger, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
+    book: Ledger, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool, trained: bool
 ) -> None:
     """Book the time from an attempt's record to its end, as far as both are known."""
     end, reports = attempt.end, attempt.reports
@@ -182,7 +185,8 @@ def _book_attempt(
         before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
         # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
         never_began = first["exit_code"] != 0 and not first["ranks"]
-        book.until(first["ended"], beginning if never_began else Part.UNKNOWN, before)
+        ran = Part.COLLECTING if trained else Part.UNKNOWN
+        book.until(first["ended"], beginning if never_began else ran, before)
     elif not lives:
         book.until(ended, Part.UNKNOWN)
     ending = Part.START if last else Part.RESTART

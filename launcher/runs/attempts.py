@@ -25,10 +25,8 @@ from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
 from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script, plan_run, plan_script
-from litgpt_demo import catalogue
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
-from litgpt_demo.models import estimates
 from litgpt_demo.runs import read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -338,10 +336,7 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
     def progress() -> int:
         if not isinstance(run, Run):
             return 0
-        model = run.config.model
-        # A vocabulary that is the tokenizer's has at least one id, and a checkpoint all weights in at least 16 bits.
-        gpt = catalogue.config_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
-        least = 2 * estimates.parameters(gpt)
+        least = 2 * run.parameters  # bytes: a checkpoint has all weights in 16 bits or more
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
     return Claim(

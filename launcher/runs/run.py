@@ -29,6 +29,7 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
+from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
 
@@ -58,6 +59,13 @@ class Run:
     @property
     def storage(self) -> Storage:
         return self.root.within(f"runs/{self.name}")
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters, at least: the tokenizer's vocabulary counts as one id."""
+        model = self.config.model
+        gpt = catalogue.config_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
+        return estimates.parameters(gpt)
 
     def job(self, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
         """The job of one attempt. It follows from the config alone: `render` shows it before anything runs."""

@@ -33,6 +33,7 @@ from litgpt_demo.export.card import write_card
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
+from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.manifests import FileRecord, bring, differences, write_manifest
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.runs import (
@@ -163,7 +164,8 @@ def _workplace(run: Storage) -> Iterator[Path]:
     collection left there goes.
     """
     if (scratch := run.local_path(".scratch/collect")) is None:
-        with tempfile.TemporaryDirectory(prefix="litgpt-collect-") as folder:
+        # The folder of a node has the room for a dataset; its system's may be a few GB.
+        with tempfile.TemporaryDirectory(prefix="litgpt-collect-", dir=os.environ.get(NODE_DIRECTORY)) as folder:
             yield Path(folder)
         return
     with explaining(run.root):

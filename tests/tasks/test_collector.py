@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,17 @@ from typing import Any
 
 import psutil
 import pytest
+from batch_jobs import IMAGE, settings_of
+from pipelines import Done
 from waiting import until
 
+from launcher.job import Submission
+from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
+from launcher.runs.run import plan_run
 from litgpt_demo.storage import open_storage
-from tasks.checkpoints import Collector, _collected
+from tasks.checkpoints import Collector, _collected, _collected_by_a_job
 
 SECRETS = ("KUBECONFIG", "RUNAI_CLIENT_SECRET", "PREFECT_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 
@@ -29,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program.chmod(0o755)
     monkeypatch.setattr("tasks.checkpoints.PYTHON", (str(program),))
     root = open_storage(str(tmp_path))
-    return SimpleNamespace(root=root, name="run", storage=root.within("runs/run"))
+    return SimpleNamespace(root=root, parameters=0, name="run", storage=root.within("runs/run"))
 
 
 def started(run: Any, collector: Collector) -> psutil.Process:
@@ -65,3 +71,29 @@ def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_wo
     with Lease(Index(run.root), "run") as theirs, closing(Collector(run)) as mine:
         assert theirs.take()
         asyncio.run(scene(mine))
+
+
+def test_a_large_model_is_collected_by_a_job_of_one_node_which_follows_the_trainings_own(
+    trained: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job that is found first is the training's, which has saved its last checkpoint and has not ended."""
+    changes = {"root": str(tmp_path), "platform": settings_of(machine="a3-highgpu-8g")}
+    run = plan_run(trained.config.model_copy(update=changes))
+    there = plan_run(trained.config).storage.local_path()
+    assert there is not None
+    copied = shutil.copytree(there, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
+    asked: list[Submission] = []
+
+    async def run_job(claim: Claim, **_: Any) -> None:
+        asked.append(claim.platform.render(claim.make_job(len(asked) + 2)))
+        if len(asked) == 2:
+            shutil.copytree(there / "final", copied / "final")
+
+    monkeypatch.setattr("tasks.checkpoints.LARGE", 0)
+    monkeypatch.setattr("tasks.checkpoints.run_job", run_job)
+    final, reused = asyncio.run(_collected_by_a_job(run, IMAGE))
+    assert (final, reused) == (trained.final, False)
+    words = str(asked[0]).split()
+    assert (words[words.index("taskCount:") + 1], "--stage" in words, "collect" in words) == ("1", False, True)
+    assert asyncio.run(_collected_by_a_job(run, IMAGE)) == (trained.final, True)
+    assert len(asked) == 2

@@ -74,6 +74,8 @@ def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None
         "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "compile": 10.0, "training": 20.0,
         "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
     }  # fmt: skip
+    collects = attempt(2, 185, found=190, pulled=195, node=(195, 285), ended=285)
+    assert seconds(ledger([UNDISTURBED, collects], ROWS))["collecting"] == 70.0
     # Two nodes at $36 an hour are 2 cents a second, from when they were found until the job ended.
     assert [made.usd(part) for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == pytest.approx([0, 0.6, 0.4])
 
