@@ -32,7 +32,7 @@ from launcher.job import LogLine
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.listing import Target, find, find_started_with
-from launcher.runs.run import trials
+from launcher.runs.sweeps import trials
 from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError

@@ -3,83 +3,181 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from functools import partial
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.concurrency.asyncio import concurrency
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
-from flows.train_litgpt import PLANNED, train_litgpt
+from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of_trials
 from launcher.config import SweepConfig
-from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
-from launcher.runs.attempts import CancelWatch, settle_others
+from launcher.reports import sweeps
+from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
+from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import Outcome, Run, Trial, best_yaml, ranking, runs_of, sweep_name, trials
-from litgpt_demo.data.dataset import plan_dataset
+from launcher.runs.run import Run
+from launcher.runs.search import Search
+from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.runs import read_metrics
+from litgpt_demo.export import exported
+from litgpt_demo.metrics import Row
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
+from tasks.report import attempt_times
 from tasks.steps import as_it_is, emit
+
+PRUNED = "pruned"
+GPUS = "gpus"
+"""The global concurrency limit of Prefect's that all sweeps share, where somebody has made one of that name."""
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(SweepConfig)
 async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
-    """Train every combination of a grid; returns the table, best trial first."""
+    """Train several variants of a training; returns the table, best trial first."""
     begin()
     return await run_sweep(config_from(SweepConfig, parameters))
 
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others."""
-    planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
+    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others.
+
+    A sweep that goes on reads what its trials have left: finished ones stay, and live ones are followed.
+    """
+    index, sweep = Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
-    runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
-    await report_findings(partial(findings_of_trials, config, planned, runs, trusted=True), artifact=sweep)
-    watch = await asyncio.to_thread(CancelWatch, index, [sweep])
-    emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
+    first = await asyncio.to_thread(trials, config)
+    runs = await asyncio.to_thread(runs_of, first)
+    await report_findings(partial(findings_of_trials, config, first, runs, trusted=True), artifact=sweep)
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
-    slots = asyncio.Semaphore(config.sweep.max_parallel)
-
-    async def carried_out(trial: Trial, run: Run) -> Outcome:
-        """One trial as a run of its own, shown below this one in the UI."""
-        changes = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in trial.changes.items())
-        name = f"{trial.config.name} {changes}".replace("{", "(").replace("}", ")")
-        async with slots:
-            await asyncio.to_thread(watch.check)
-            PLANNED.set(run)
-            try:
-                final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
-            except TrainLitgptError as error:
-                why, nothing = str(error), {"validation_loss": None, "tokens_per_second": None}
-                emit(Note(what=f"trial {changes}: {why.splitlines()[0]}", severity="warning"))
-                return Outcome(trial=trial, run=run.name, **nothing, error=why)
-            speed = summary(await asyncio.to_thread(read_metrics, run.storage)).tokens_per_second
-        emit(Note(what=f"trial {changes}: validation loss {final.validation_loss:.4f}"))
-        return Outcome(trial=trial, run=run.name, validation_loss=final.validation_loss, tokens_per_second=speed)
-
+    going = _Sweep(config, sweep, index, await asyncio.to_thread(CancelWatch, index, [sweep]))
+    await asyncio.to_thread(going.take_up)
+    count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials
+    emit(Note(what=f"{count} trials, {config.sweep.max_parallel} at a time; {len(going.outcomes)} are done"))
     try:
         async with asyncio.TaskGroup() as group:
-            begun = [group.create_task(carried_out(*pair)) for pair in zip(planned, runs, strict=True)]
-    except BaseExceptionGroup as several:  # no failure of a trial, and nobody would watch the others: they have ended
+            for _ in range(config.sweep.max_parallel):
+                group.create_task(going.work())
+    except BaseExceptionGroup as several:  # the sweep was cancelled: the others have ended with it
         raise several.exceptions[0] from None
-    outcomes = [one.result() for one in begun]
-    storage = open_storage(config.root).within(f"sweeps/{sweep}")
-    table = ranking(outcomes)
+    outcomes = list(going.outcomes.values())
+    table, best = sweeps.table(outcomes), best_yaml(outcomes)
     await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
-    best = best_yaml(outcomes)
     if best is None:
-        raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
-    await asyncio.to_thread(storage.write, "best.yaml", best.encode())
+        why = next((one.ended for one in outcomes), "none was begun")
+        raise LauncherError(f"none of {len(outcomes)} trials has a model; the first: {why}")
+    page = await asyncio.to_thread(sweeps.html, sweep, outcomes, going.search)
+    await asyncio.to_thread(going.storage.write, "sweep.html", page.encode())
+    await asyncio.to_thread(going.storage.write, "best.yaml", best.encode())
     await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{sweep}", description="The best trial's config")
-    emit(Note(what=f"best: {storage.address('best.yaml')}"))
+    for name in ("best.yaml", "sweep.html"):
+        emit(Note(what=f"{name.partition('.')[0]}: {going.storage.address(name)}"))
     return table
+
+
+class _Sweep:
+    """A sweep on its way: its search, and what became of its trials by their numbers."""
+
+    def __init__(self, config: SweepConfig, name: str, index: Index, watch: CancelWatch) -> None:
+        self.config, self.index = config, index
+        self.storage = open_storage(config.root).within(f"sweeps/{name}")
+        self.search, self.outcomes = Search(config.sweep), dict[int, Outcome]()
+        self._watch, self._waiting = watch, deque[tuple[int, Trial, Run]]()
+        self._runs, self._ending = set[str](), dict[str, asyncio.Task[None]]()
+
+    def take_up(self) -> None:
+        """Take up the trials that were begun before."""
+        pruned, every = set(self.storage.list()), self.config.train.evaluate_every
+        for changes in begun_before(self.config, self.index):
+            trial, number = trial_of(self.config, changes), self.search.add(changes)
+            [run] = runs_of([trial])
+            self._runs.add(run.name)
+            final, mark = exported(run.storage), f"pruned/{run.name}"
+            if final is None and mark not in pruned:
+                self._waiting.append((number, trial, run))
+                continue
+            loss = None if final is None else final.validation_loss
+            ended = "" if final is not None else self.storage.read(mark).decode()
+            outcome = outcome_of(trial, run, attempt_times(self.index, run.name), loss=loss, ended=ended)
+            for step, loss in outcome.losses.items():
+                self.search.is_hopeless(number, step // every, loss)
+            self._settle(number, outcome)
+
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        values = outcome.values(self.config.sweep.objectives)
+        self.search.tell(number, values, pruned=outcome.ended.startswith(PRUNED))
+        self.outcomes[number] = outcome
+
+    def _next(self) -> tuple[int, Trial, Run] | None:
+        """Return a trial that was begun before, else a new one; None where there is none, or nothing left to spend."""
+        if self._waiting:
+            return self._waiting.popleft()
+        settings, done = self.config.sweep, self.outcomes.values()
+        hours, usd = sum(one.hours for one in done), sum(one.usd or 0.0 for one in done)
+        if hours >= (settings.max_gpu_hours or math.inf) or usd >= (settings.max_usd or math.inf):
+            emit(Note(what=f"no trial begins any more: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
+            return None
+        while (number := self.search.ask()) is not None:
+            try:
+                trial = trial_of(self.config, self.search.changes[number])
+                [run] = runs_of([trial])
+            except TrainLitgptError as problem:  # two settings that do not fit each other
+                emit(Note(what=str(problem), severity="warning"))
+            else:
+                if run.name not in self._runs:
+                    self._runs.add(run.name)
+                    return number, trial, run
+            self.search.tell(number, None)
+        return None
+
+    async def work(self) -> None:
+        """Carry out trials, one after the other, until there is none left."""
+        platform = self.config.platform
+        while (asked := await asyncio.to_thread(self._next)) is not None:
+            number, trial, run = asked
+            await asyncio.to_thread(self._watch.check)
+            PLANNED.set(run)
+            ON_ROW.set(partial(self._look, number, run))
+            name = f"{trial.config.name} {trial.short}".replace("{", "(").replace("}", ")")
+            loss, ended = None, ""
+            try:
+                # A lease that is lost while Prefect's server restarts ends no training.
+                async with concurrency(GPUS, platform.nodes * platform.processes, raise_on_lease_renewal_failure=False):
+                    final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
+                loss = final.validation_loss
+                emit(Note(what=f"trial {trial.short}: validation loss {loss:.4f}"))
+            except Exception as error:
+                await asyncio.to_thread(self._watch.check)
+                ended = str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
+                if (pruning := self._ending.get(run.name)) is not None:
+                    await pruning
+                    ended = (await asyncio.to_thread(self.storage.read, f"pruned/{run.name}")).decode()
+                emit(Note(what=f"trial {trial.short}: {ended.splitlines()[0]}", severity="warning"))
+            times = await asyncio.to_thread(attempt_times, self.index, run.name)
+            self._settle(number, await asyncio.to_thread(outcome_of, trial, run, times, loss=loss, ended=ended))
+
+    def _look(self, number: int, run: Run, row: Row) -> None:
+        """Take a row of a trial's metrics, and end the trial if it falls behind the others."""
+        match row:
+            case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
+                evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
+                hopeless = self.search.is_hopeless(number, evaluation, loss)
+                if hopeless and step != last and run.name not in self._ending:
+                    why = f"{PRUNED} at step {step}, with validation loss {loss:.4f}"
+                    self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
+
+    def _prune(self, run: Run, why: str) -> None:
+        """Write down why the trial ends, and cancel its job."""
+        self.storage.write(f"pruned/{run.name}", why.encode())
+        Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform)).cancel(patience=90.0)

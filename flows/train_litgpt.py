@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing
 from contextvars import ContextVar
 from functools import partial
@@ -18,6 +19,7 @@ from launcher.events import Note
 from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.metrics import Row
 from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.dataset import prepare_dataset
 from tasks.image import build_image
@@ -28,6 +30,8 @@ from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
 """The run of a sweep's trial: the sweep has read the corpus for all of them."""
+ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda row: None)
+"""Called with each row of a trial's metrics."""
 
 
 def _planned(config: RunConfig, flow_run: str | None) -> Run:
@@ -53,7 +57,12 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
     if not lives:
         await get_credentials(config)
     with closing(Collector(run)) as collector:
-        await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
+
+        def on_row(row: Row) -> None:
+            collector.follow(row)
+            ON_ROW.get()(row)
+
+        await train(as_it_is(run), as_it_is(dataset), identity, on_row=on_row)
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))
     emit(Note(what=f"report: {address}"))

@@ -10,7 +10,7 @@ from datetime import date
 from functools import reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -204,15 +204,66 @@ class ScriptConfig(Settings):
         return self
 
 
+class Choice(Settings):
+    """One of some values."""
+
+    kind: Literal["choice"]
+    values: list[JsonValue] = Field(min_length=1)
+    """The values."""
+
+
+class Number(Settings, title="Number between two bounds"):
+    """A number between two bounds, evenly, or evenly in its logarithm."""
+
+    kind: Literal["uniform", "log-uniform"]
+    low: float
+    """The smallest."""
+    high: float
+    """The largest."""
+
+
+class Integer(Settings):
+    """A whole number between two bounds."""
+
+    kind: Literal["integer"]
+    low: int
+    """The smallest."""
+    high: int
+    """The largest, which may be taken too."""
+    log: bool = False
+    """Evenly in its logarithm."""
+
+
+Space: TypeAlias = Choice | Number | Integer
+Objective: TypeAlias = Literal["validation_loss", "tokens_per_second", "cost"]
+
+
 class SweepSettings(Settings):
-    """A grid over settings of the run."""
+    """The settings that the trials of a sweep vary, and how they are found."""
 
     model_config = ConfigDict(title="Sweep")
 
     grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
+    space: dict[str, Annotated[Space, Field(discriminator="kind")]] = Field({}, json_schema_extra={"default": {}})
+    """Dotted setting to what is drawn from: {"train.learning_rate": {kind: log-uniform, low: 1e-4, high: 1e-2}}."""
+    sampler: Literal["grid", "random", "tpe"] = "grid"
+    """`grid` takes all combinations; `random` draws; `tpe` draws near the best trials so far."""
+    trials: Count | None = Field(None, gt=0, le=10_000)
+    """The number of trials that `random` and `tpe` draw."""
+    seed: Count = 0
+    """The seed of the draws."""
+    objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
+    """What a trial is judged by, the first above all; of several, the report has the trials that no other beats."""
+    prune: Literal["median", "asha"] | None = None
+    """End a trial by its validation loss on the way: `median` where it is above the median of the trials at that point,
+    `asha` where it is not in the best third; empty ends none."""
     max_parallel: Count = Field(1, gt=0)
     """Trials that run at the same time."""
+    max_gpu_hours: float | None = Field(None, gt=0)
+    """No trial begins once all have taken so many hours of a GPU; of a process where there are no GPUs."""
+    max_usd: float | None = Field(None, gt=0)
+    """No trial begins once all have cost so much at list price."""
 
     @model_validator(mode="after")
     def _has_trials(self) -> Self:
@@ -221,7 +272,24 @@ class SweepSettings(Settings):
             raise ValueError(
                 f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one"
             )
+        for name, space in self.space.items():
+            if not isinstance(space, Choice) and not (space.low < space.high and (space.low > 0 or not _is_log(space))):
+                above = " and above 0" if _is_log(space) else ""
+                raise ValueError(f"sweep.space.{name}: low={space.low} has to be below high={space.high}{above}")
+        if twice := self.grid.keys() & self.space.keys():
+            raise ValueError(f"{', '.join(sorted(twice))} is in sweep.grid and in sweep.space; keep one")
+        if self.sampler == "grid" and (self.space or self.trials):
+            what = "sweep.space" if self.space else f"sweep.trials={self.trials}"
+            raise ValueError(f"{what} needs a sampler that draws; set sweep.sampler to tpe or random")
+        if self.sampler != "grid" and self.trials is None:
+            raise ValueError(f"sweep.sampler={self.sampler} draws trials without end; set sweep.trials")
+        if self.prune is not None and self.objectives != ("validation_loss",):
+            raise ValueError(f"sweep.prune={self.prune} goes by the validation loss alone; leave sweep.objectives out")
         return self
+
+
+def _is_log(space: Number | Integer) -> bool:
+    return space.log if isinstance(space, Integer) else space.kind == "log-uniform"
 
 
 class SweepConfig(RunConfig):

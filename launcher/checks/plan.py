@@ -24,7 +24,8 @@ from launcher.job import UNBUILT, Submission
 from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
+from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable

@@ -277,7 +277,7 @@ def html(report: RunReport) -> str:
         f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
     ]
     return (
-        _environment()
+        environment()
         .get_template("report.html")
         .render(
             title=report.name,
@@ -300,7 +300,7 @@ def html(report: RunReport) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
     """The templates, which escape the markup in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup

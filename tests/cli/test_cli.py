@@ -22,7 +22,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, va
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.index import Index
-from launcher.runs.run import sweep_name, trials
+from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.runs import METRICS

@@ -23,7 +23,7 @@ from launcher.config import RunConfig, SweepConfig
 from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim
-from launcher.runs.run import trials
+from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.agent import tagged
 

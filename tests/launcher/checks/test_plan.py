@@ -16,7 +16,8 @@ from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
-from launcher.runs.run import plan_run, preview_run, trials
+from launcher.runs.run import plan_run, preview_run
+from launcher.runs.sweeps import trials
 from litgpt_demo.data.corpus import Source
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare

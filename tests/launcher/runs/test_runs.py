@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
+from launcher.reports.sweeps import Outcome, best_yaml, table
 from launcher.runs import run as module
 from launcher.runs.attempts import claim_at
-from launcher.runs.run import Outcome, Run, Trial, best_yaml, plan_run, plan_script, ranking, run_of, trials
+from launcher.runs.run import Run, plan_run, plan_script, run_of
+from launcher.runs.sweeps import Trial, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.manifests import FileRecord
@@ -155,12 +157,12 @@ def test_a_grid_with_a_trial_that_cannot_be_or_is_another_is_refused(grid: dict[
 @example([None, math.inf])
 def test_the_ranking_is_by_loss_and_best_yaml_is_its_first(losses: list[float | None]) -> None:
     outcomes = [outcome(f"t{number}", loss) for number, loss in enumerate(losses)]
-    table = ranking(outcomes)
+    rows = table(outcomes)
     real = sorted(loss for loss in losses if loss is not None and not math.isnan(loss))
-    assert [row["validation loss"] for row in table[: len(real)]] == [f"{loss:.4f}" for loss in real]
+    assert [row["validation loss"] for row in rows[: len(real)]] == [f"{loss:.4f}" for loss in real]
     best = best_yaml(outcomes)
     if not real or real[0] == math.inf:
         assert best is None
     else:
         assert best is not None
-        assert f"name: {table[0]['train.seed']}\n" in best
+        assert f"name: {rows[0]['train.seed']}\n" in best

@@ -12,7 +12,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.runs.attempts import claim_of
 from launcher.runs.listing import find, find_started_with
-from launcher.runs.run import sweep_name, trials
+from launcher.runs.sweeps import sweep_name, trials
 
 Tiny = Callable[..., RunConfig]
 

@@ -1,0 +1,175 @@
+"""The result of a sweep: its trials beside each other, as a table and as a page with pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from launcher.config import Objective
+from launcher.curves import summary
+from launcher.formatting import duration_text, loss_text, share_text
+from launcher.reports.charts import Chart, Line, svg
+from launcher.reports.goodput import AttemptTimes, ledger
+from launcher.reports.report import environment
+from launcher.runs.run import Run
+from launcher.runs.sweeps import Trial
+from litgpt_demo.metrics import curve
+from litgpt_demo.runs import REPORT, read_document, read_metrics
+
+if TYPE_CHECKING:
+    from launcher.runs.search import Search
+
+_COLORS = ("blue", "orange", "green", "violet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a trial, as far as it came."""
+
+    trial: Trial
+    run: str
+    """`<name>-<key>`."""
+    validation_loss: float | None = None
+    """Of the collected model, in nats per token; None where the trial has none."""
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    usd: float | None = None
+    """At list price; None where none is known."""
+    hours: float = 0.0
+    """Of a GPU, or of a process where there are no GPUs."""
+    seconds: float = 0.0
+    """Wall time over all attempts."""
+    losses: Mapping[int, float] = field(default_factory=dict)
+    """Step to the validation loss at it."""
+    link: str = ""
+    """The address of the run's report."""
+    ended: str = ""
+    """Why there is no model: the verdict, or where the trial was pruned."""
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The sort key of a trial: first those with a loss, an infinite one too, the smaller the better."""
+        loss = self.validation_loss
+        return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
+
+    def values(self, objectives: Sequence[Objective]) -> list[float] | None:
+        """Return the trial's objectives in their order, None where it has not all of them."""
+        by_name = {
+            "validation_loss": self.validation_loss, "tokens_per_second": self.tokens_per_second, "cost": self.usd,
+        }  # fmt: skip
+        found = [value for name in objectives if (value := by_name[name]) is not None and math.isfinite(value)]
+        return found if len(found) == len(objectives) else None
+
+
+def outcome_of(
+    trial: Trial, run: Run, times: Sequence[AttemptTimes], *, loss: float | None = None, ended: str = ""
+) -> Outcome:
+    """Return the result of a trial from its run's folder.
+
+    Args:
+        times: of the run's attempts.
+        loss: the validation loss of its model.
+    """
+    rows, config = read_metrics(run.storage), run.config
+    far, price = summary(rows), read_document(run.storage).price if times else None
+    book = ledger(times, rows, price)
+    held = sum(book.held.values())
+    return Outcome(
+        trial=trial, run=run.name, validation_loss=loss, ended=ended,
+        tokens_per_second=far.tokens_per_second, mfu=far.mfu,
+        usd=None if price is None else held / 3600 * price.usd,
+        hours=(held or book.wall * config.platform.nodes) / 3600 * config.platform.processes,
+        seconds=book.wall, losses=curve(rows, "evaluation", "validation_loss"), link=run.storage.address(REPORT),
+    )  # fmt: skip
+
+
+def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Return a row for each trial, the best first."""
+    return [
+        {
+            **{name: str(value) for name, value in one.trial.changes.items()},
+            "validation loss": "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
+            "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "MFU": "" if one.mfu is None else share_text(one.mfu),
+            "cost": "" if one.usd is None else f"${one.usd:,.2f}",
+            "duration": duration_text(one.seconds) if one.seconds else "",
+            "run": one.run,
+            "ended": one.ended.splitlines()[0] if one.ended else "",
+        }
+        for one in sorted(outcomes, key=lambda one: one.rank)
+    ]
+
+
+def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
+    """Return the best trial's whole config, ready for `train-litgpt run`; None where none has a model."""
+    best = min(outcomes, key=lambda one: one.rank, default=None)
+    if best is None or best.rank >= (False, math.inf):
+        return None
+    heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
+    settings = best.trial.config.model_dump(mode="json", exclude={"start"})
+    return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
+    """Return one page that needs nothing but itself: the table, all curves, and Optuna's pictures of the search."""
+    best = sorted(outcomes, key=lambda one: one.rank)
+    lines = [
+        Line(points=one.losses, color=_COLORS[number % len(_COLORS)], marked=True, faint=number >= len(_COLORS),
+             label=one.trial.short if number < len(_COLORS) else "")
+        for number, one in enumerate(best) if one.losses
+    ]  # fmt: skip
+    curves = Chart(name="trials", title="Validation loss of all trials", y_text=loss_text, lines=lines)
+    front = sorted(search.front) if len(search.objectives) > 1 else []
+    return (
+        environment()
+        .get_template("sweep.html")
+        .render(
+            title=name,
+            rows=table(outcomes),
+            links={one.run: one.link for one in outcomes},
+            curves=curves if lines else None,
+            pictures=pictures(search),
+            front=[search.changes[number] for number in front],
+            svg=svg,
+        )
+    )
+
+
+def pictures(search: Search) -> list[tuple[str, str]]:
+    """Return Optuna's pictures, each a caption and an SVG element; those that need more trials are left out."""
+    if (study := search.study) is None:
+        return []
+    import matplotlib.pyplot as plt
+    from optuna.importance import PedAnovaImportanceEvaluator
+    from optuna.visualization import matplotlib as drawn
+
+    several, made = len(search.objectives) > 1, []
+    target = (lambda trial: trial.values[0]) if several else None
+    wanted: dict[str, Callable[[], object]] = {
+        "Importance of the settings": lambda: drawn.plot_param_importances(
+            study, evaluator=PedAnovaImportanceEvaluator(), target=target, target_name=search.objectives[0]
+        ),
+        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(
+            study, target=target, target_name=search.objectives[0]
+        ),
+        **(
+            {"Pareto front": lambda: drawn.plot_pareto_front(study, target_names=[*search.objectives])}
+            if several
+            else {}
+        ),
+    }
+    for caption, draw in wanted.items():
+        try:
+            draw()
+        except (RuntimeError, ValueError):  # too few trials, or all alike
+            continue
+        text = StringIO()
+        plt.savefig(text, format="svg", bbox_inches="tight")
+        plt.close("all")
+        made.append((caption, "<svg" + text.getvalue().partition("<svg")[2]))
+    return made

@@ -1,0 +1,104 @@
+"""The trials of a sweep: what differs between them, the runs that they are, and those that were begun before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from launcher.config import RunConfig, SweepConfig, overridden, validated
+from launcher.errors import ConfigProblem
+from launcher.runs.index import Index
+from launcher.runs.run import Run, as_started, run_of
+from launcher.runs.search import Search
+from litgpt_demo.config import DataConfig, key_of
+from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
+
+MOST_TRIALS = 10_000
+"""More are a mistake in the grid, and would take minutes only to be listed."""
+_PREVIEWED = 20  # draws of a sweep that are looked at before it begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a sweep."""
+
+    changes: Mapping[str, JsonValue]
+    """Dotted setting to its value."""
+    config: RunConfig
+
+    def __str__(self) -> str:
+        """Its changes as they would be written on a command line."""
+        return " ".join(f"{name}={value}" for name, value in self.changes.items())
+
+    @property
+    def short(self) -> str:
+        """Its changes by the last words of their names."""
+        return ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.changes.items())
+
+
+def sweep_name(sweep: SweepConfig) -> str:
+    """Return the sweep's own name, `<name>-<key>`: where its results lie, and what its trials are found by.
+
+    The key holds what is searched and what decides a trial's model: a sweep goes on with more trials, elsewhere, or
+    with another number of them at a time.
+    """
+    search = sweep.sweep.model_dump(mode="json", include={"grid", "space", "sampler", "seed", "objectives", "prune"})
+    return f"{sweep.name}-{key_of(search, sweep.data, sweep.model, sweep.train.outcome())}"
+
+
+def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue]) -> Trial:
+    """Return the trial with these settings; a ConfigProblem where they cannot be used together."""
+    start = {"others": sweep.start.others, "sweep": sweep_name(sweep)}
+    base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {"start": start}
+    where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
+    return Trial(changes=changes, config=validated(RunConfig, overridden(base, dict(changes)), where=where))
+
+
+def trials(sweep: SweepConfig) -> list[Trial]:
+    """Return every trial of a grid, in the order it is written; of a sweep that draws, the first that it would draw.
+
+    A ConfigProblem where a trial of a grid cannot be used, or none that is drawn, or two trials are the same training.
+    """
+    search, made, problems = Search(sweep.sweep), list[Trial](), list[str]()
+    draws = sweep.sweep.sampler != "grid"
+    while (number := search.ask()) is not None and number < (_PREVIEWED if draws else MOST_TRIALS + 1):
+        try:
+            made.append(trial_of(sweep, search.changes[number]))
+        except ConfigProblem as problem:
+            problems.append(str(problem))
+        if number == MOST_TRIALS:
+            what = f"sweep.grid has more than {MOST_TRIALS:,} trials"
+            raise ConfigProblem(what, fix="vary fewer settings at a time, or take sweep.sampler=tpe with sweep.trials")
+    if problems and not (draws and made):
+        raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
+    # What decides the trained model: two trials that agree in it would share one run's folder.
+    if len({key_of(one.config.data, one.config.model, one.config.train.outcome()) for one in made}) < len(made):
+        raise ConfigProblem(
+            "sweep: two of its trials are the same training; is a value listed twice, or a setting varied that "
+            "does not change the model (name, root, image, platform, checkpoint_every, …)?"
+        )
+    return made
+
+
+def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset] = plan_dataset) -> list[Run]:
+    """Return the runs of these trials; `plan` looks at a corpus once, however many of them read it."""
+    corpora = {key_of(trial.config.data): trial.config.data for trial in every}
+    planned = {key: plan(data) for key, data in corpora.items()}
+    return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
+
+
+def begun_before(sweep: SweepConfig, index: Index) -> list[dict[str, Any]]:
+    """Return what the trials that the sweep has begun vary, the oldest first."""
+    name, varied = sweep_name(sweep), [*sweep.sweep.grid, *sweep.sweep.space]
+    first = [records[0] for run in index.runs() if (records := index.records(run)) and records[0].sweep == name]
+    found = []
+    for record in sorted(first, key=lambda one: one.created):
+        values: dict[str, Any] = dict.fromkeys(varied, record.config)
+        for setting in varied:
+            for word in setting.split("."):
+                values[setting] = values[setting][word]
+        found.append(values)
+    return found
