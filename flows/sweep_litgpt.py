@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import concurrency
+from prefect.exceptions import ObjectNotFound
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
@@ -26,6 +30,8 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
+from litgpt_demo.config import DataConfig
+from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.export import exported
 from litgpt_demo.metrics import Row
@@ -57,11 +63,13 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     index, sweep = Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     first = await asyncio.to_thread(trials, config)
-    runs = await asyncio.to_thread(runs_of, first)
+    plan = cache(plan_dataset)
+    runs = await asyncio.to_thread(runs_of, first, plan)
     await report_findings(partial(findings_of_trials, config, first, runs, trusted=True), artifact=sweep)
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
-    going = _Sweep(config, sweep, index, await asyncio.to_thread(CancelWatch, index, [sweep]))
+    watch = await asyncio.to_thread(CancelWatch, index, [sweep])
+    going = _Sweep(config, sweep, index, watch, plan, is_limited=await _is_limited())
     await asyncio.to_thread(going.take_up)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials
     emit(Note(what=f"{count} trials, {config.sweep.max_parallel} at a time; {len(going.outcomes)} are done"))
@@ -86,11 +94,22 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     return table
 
 
+async def _is_limited() -> bool:
+    async with get_client() as client:
+        try:
+            return (await client.read_global_concurrency_limit_by_name(GPUS)).active
+        except ObjectNotFound:
+            return False
+
+
 class _Sweep:
     """A sweep on its way: its search, and what became of its trials by their numbers."""
 
-    def __init__(self, config: SweepConfig, name: str, index: Index, watch: CancelWatch) -> None:
-        self.config, self.index = config, index
+    def __init__(
+        self, config: SweepConfig, name: str, index: Index, watch: CancelWatch,
+        plan: Callable[[DataConfig], PlannedDataset], *, is_limited: bool,
+    ) -> None:  # fmt: skip
+        self.config, self.index, self._plan, self._is_limited = config, index, plan, is_limited
         self.storage = open_storage(config.root).within(f"sweeps/{name}")
         self.search, self.outcomes = Search(config.sweep), dict[int, Outcome]()
         self._watch, self._waiting = watch, deque[tuple[int, Trial, Run]]()
@@ -101,7 +120,7 @@ class _Sweep:
         pruned, every = set(self.storage.list()), self.config.train.evaluate_every
         for changes in begun_before(self.config, self.index):
             trial, number = trial_of(self.config, changes), self.search.add(changes)
-            [run] = runs_of([trial])
+            [run] = runs_of([trial], self._plan)
             self._runs.add(run.name)
             final, mark = exported(run.storage), f"pruned/{run.name}"
             if final is None and mark not in pruned:
@@ -131,7 +150,7 @@ class _Sweep:
         while (number := self.search.ask()) is not None:
             try:
                 trial = trial_of(self.config, self.search.changes[number])
-                [run] = runs_of([trial])
+                [run] = runs_of([trial], self._plan)
             except TrainLitgptError as problem:  # two settings that do not fit each other
                 emit(Note(what=str(problem), severity="warning"))
             else:
@@ -151,9 +170,10 @@ class _Sweep:
             ON_ROW.set(partial(self._look, number, run))
             name = f"{trial.config.name} {trial.short}".replace("{", "(").replace("}", ")")
             loss, ended = None, ""
+            # A lease that is lost while Prefect's server restarts ends no training.
+            taken = concurrency(GPUS, platform.nodes * platform.processes, raise_on_lease_renewal_failure=False)
             try:
-                # A lease that is lost while Prefect's server restarts ends no training.
-                async with concurrency(GPUS, platform.nodes * platform.processes, raise_on_lease_renewal_failure=False):
+                async with taken if self._is_limited else nullcontext():
                     final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
                 loss = final.validation_loss
                 emit(Note(what=f"trial {trial.short}: validation loss {loss:.4f}"))

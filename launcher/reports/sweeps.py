@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -92,7 +93,11 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each trial, the best first."""
     return [
         {
-            **{name: str(value) for name, value in one.trial.changes.items()},
+            # Drawn numbers have 17 digits, of which four tell the trials apart; best.yaml has all of them.
+            **{
+                name: f"{value:.4g}" if isinstance(value, float) else str(value)
+                for name, value in one.trial.changes.items()
+            },
             "validation loss": "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
             "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             "MFU": "" if one.mfu is None else share_text(one.mfu),
@@ -120,7 +125,7 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
     best = sorted(outcomes, key=lambda one: one.rank)
     lines = [
         Line(points=one.losses, color=_COLORS[number % len(_COLORS)], marked=True, faint=number >= len(_COLORS),
-             label=one.trial.short if number < len(_COLORS) else "")
+             label=one.run if number < len(_COLORS) else "")
         for number, one in enumerate(best) if one.losses
     ]  # fmt: skip
     curves = Chart(name="trials", title="Validation loss of all trials", y_text=loss_text, lines=lines)
@@ -145,9 +150,11 @@ def pictures(search: Search) -> list[tuple[str, str]]:
     if (study := search.study) is None:
         return []
     import matplotlib.pyplot as plt
+    from optuna.exceptions import ExperimentalWarning
     from optuna.importance import PedAnovaImportanceEvaluator
     from optuna.visualization import matplotlib as drawn
 
+    warnings.simplefilter("ignore", ExperimentalWarning)  # that such pictures may change is nothing to us
     several, made = len(search.objectives) > 1, []
     target = (lambda trial: trial.values[0]) if several else None
     wanted: dict[str, Callable[[], object]] = {

@@ -1,7 +1,7 @@
 """The search of a sweep: which settings the next trial has, and which trial is not worth its end.
 
 Optuna's samplers and pruners decide, by ask and tell, and nothing of Optuna's is stored: a sweep that goes on has its
-study from the runs of its trials. Optuna (extra `sweeps`) is imported only where a sweep samples or prunes.
+study from the runs of its trials. A grid without pruning needs no Optuna (extra `sweeps`), and has no pictures then.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Search:
         """Of each trial, dotted setting to value."""
         self._combinations = itertools.product(*sweep.grid.values())
         self.study: optuna.Study | None = None
-        if sweep.sampler == "grid" and sweep.prune is None:
-            return
         try:
             import optuna
         except ImportError as error:
+            if sweep.sampler == "grid" and sweep.prune is None and len(sweep.objectives) == 1:
+                return
             what = f"sweep.sampler={sweep.sampler} with sweep.prune={sweep.prune} needs Optuna, which is not installed"
             raise ConfigProblem(what, fix="pip install 'train-litgpt[sweeps]'") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -113,5 +113,7 @@ class Search:
     @property
     def front(self) -> set[int]:
         """The numbers of the trials that no other one beats in every objective."""
-        best = set() if self.study is None else {trial.number for trial in self.study.best_trials}
+        if self.study is None:
+            return set()
+        best = {trial.number for trial in self.study.best_trials}
         return {number for number, trial in enumerate(self._trials) if trial.number in best}

@@ -16,7 +16,9 @@ from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import _planned
 from launcher.config import RunConfig, SweepConfig, read_yaml
-from launcher.errors import ConfigProblem, JobFailed, LauncherError
+from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
+from launcher.runs.index import Index
+from launcher.runs.run import plan_run
 
 pytestmark = pytest.mark.prefect
 
@@ -45,10 +47,10 @@ def swept(
             raise JobFailed("user error on node 0: the loss is not finite")
         return SimpleNamespace(validation_loss=rate)
 
-    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train) -> list[dict[str, Any]]:
+    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train, **sweep: Any) -> list[dict[str, Any]]:
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
         whole = tiny({"data.corpus.paths": [str(own)]}).model_dump()
-        config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2}})
+        config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2} | sweep})
         return asyncio.run(sweep_litgpt(**dict(config)))
 
     return run
@@ -59,7 +61,7 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
 ) -> None:
     table = swept({"train.learning_rate": [0.03, DIVERGES, 0.01]})
     assert [row["validation loss"] for row in table] == ["0.0100", "0.0300", ""]
-    assert "user error" in table[2]["error"]
+    assert "user error" in table[2]["ended"]
     assert len([*(tmp_path / "datasets").iterdir()]) == 1
     [written] = tmp_path.glob("sweeps/*/best.yaml")
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
@@ -77,32 +79,51 @@ def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept,
 
 
 def test_a_sweep_in_which_nothing_succeeds_says_why(swept: Swept) -> None:
-    with pytest.raises(LauncherError, match=r"none of 1 trials succeeded.*user error"):
+    with pytest.raises(LauncherError, match=r"none of 1 trials has a model.*user error"):
         swept({"train.learning_rate": [DIVERGES]})
 
 
-def test_an_error_that_is_no_failure_of_a_trial_ends_the_others_before_their_sweep(
-    swept: Swept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, ended, run_sweep = asyncio.Event(), list[str](), module.run_sweep
+def test_an_error_that_is_ours_ends_its_trial_and_not_the_sweep(swept: Swept) -> None:
+    async def train(**groups: Any) -> Any:
+        if (seed := RunConfig(**groups).train.seed) == 2:
+            raise ZeroDivisionError("not foreseen")
+        return SimpleNamespace(validation_loss=float(seed))
+
+    table = swept({"train.seed": [1, 2, 3]}, train)
+    assert [(row["train.seed"], row["ended"]) for row in table] == [
+        ("1", ""), ("3", ""), ("2", "ZeroDivisionError: not foreseen"),
+    ]  # fmt: skip
+
+
+def test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where(swept: Swept, tmp_path: Path) -> None:
+    """Each trial tells its seed as the validation loss, and ends when its run is asked to."""
 
     async def train(**groups: Any) -> Any:
-        if RunConfig(**groups).train.seed == 2:
-            await begun.wait()
-            raise ZeroDivisionError
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("trial")
+        config = RunConfig(**groups)
+        run = plan_run(config).name
+        for step in (4, 8, 12, 16):
+            row = {"kind": "evaluation", "step": step, "validation_loss": float(config.train.seed)}
+            module.ON_ROW.get()(row)
+            await asyncio.sleep(0.5)
+            if Index.of(str(tmp_path)).cancellations(run):
+                raise JobCancelled(f"{run} was cancelled")
+        return SimpleNamespace(validation_loss=float(config.train.seed))
 
-    async def watched(config: SweepConfig) -> Any:
-        try:
-            await run_sweep(config)
-        finally:
-            ended.append("sweep")
+    table = swept({"train.seed": [1, 2, 9]}, train, prune="asha", max_parallel=1)
+    assert [(row["train.seed"], row["validation loss"]) for row in table] == [("1", "1.0000"), ("2", ""), ("9", "")]
+    assert [row["ended"] for row in table[1:]] == [
+        f"pruned at step 4, with validation loss {seed:.4f}" for seed in (2, 9)
+    ]
+    assert len([*tmp_path.glob("sweeps/*/pruned/*")]) == 2
 
-    monkeypatch.setattr(module, "run_sweep", watched)
-    with pytest.raises(ZeroDivisionError):
-        swept({"train.seed": [1, 2]}, train)
-    assert ended == ["trial", "sweep"]
+
+def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fit(swept: Swept) -> None:
+    space = {
+        "train.learning_rate": {"kind": "log-uniform", "low": 1e-3, "high": 1e-1},
+        "model.config.n_embd": {"kind": "choice", "values": [32, 33]},  # 33 does not split over two heads
+    }
+    table = swept({}, space=space, sampler="tpe", trials=6)
+    assert {row["model.config.n_embd"] for row in table} == {"32"}
+    losses = [float(row["validation loss"]) for row in table]
+    assert losses == sorted(losses)
+    assert 0 < len(losses) <= 6
