@@ -600,7 +600,7 @@ def reap(
     those = [one for one in found if one.job_id is not None]
     unknown = unknown or len(those) < len(found)
     for one in found:
-        _say(escape(str(one)))
+        _say(escape(one.what))
     question = f"remove all of it, {len(those)} attempts?"
     if not those:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")

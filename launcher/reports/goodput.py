@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launcher.formatting import NOTHING, duration_text, share_text
 from launcher.job import JobState
+from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import RecordedPrice
@@ -56,8 +57,7 @@ class AttemptTimes:
     record: AttemptRecord
     end: AttemptEnd | None
     """None while nobody has seen it end."""
-    reports: Sequence[Mapping[str, Any]] = ()
-    """The nodes' reports (launcher.runs.diagnosis.node_reports)."""
+    reports: Sequence[NodeReport] = ()
 
 
 @dataclass(kw_only=True)
@@ -92,24 +92,13 @@ class Ledger:
         return sum(self.seconds.values())
 
     @property
-    def _spent(self) -> list[tuple[Part, float]]:
+    def spent(self) -> list[tuple[Part, float]]:
         """The parts that took time, in their order."""
         return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
 
     def usd(self, part: Part) -> float | None:
         """The part's cost at list price; None where no price is known."""
         return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
-
-    def bar(self) -> list[dict[str, str]]:
-        """The segments of the stacked bar, in the order of the parts."""
-        return [
-            {
-                "name": part.value.replace(" ", "-"),
-                "share": f"{seconds / self.wall:.6f}",
-                "text": f"{part}: {duration_text(seconds)}",
-            }
-            for part, seconds in self._spent
-        ]
 
     @property
     def note(self) -> str:
@@ -124,7 +113,7 @@ class Ledger:
 
     def rows(self) -> list[dict[str, str]]:
         """The table, the sum last; parts that took no time are left out."""
-        parts = [(part.value, seconds, self.usd(part)) for part, seconds in self._spent]
+        parts = [(part.value, seconds, self.usd(part)) for part, seconds in self.spent]
         costs = [usd for _, _, usd in parts if usd is not None]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
@@ -155,7 +144,7 @@ def _book_attempt(
     """Book the time from an attempt's record to its end, as far as both are known."""
     end, reports = attempt.end, attempt.reports
     scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
-    reported = max((float(report["ended"]) for report in reports if report["ended"] is not None), default=None)
+    reported = max((report.ended for report in reports), default=None)
     asked = attempt.record.platform.get("nodes")
     nodes = asked if isinstance(asked, int) else 1
     beginning = Part.START if attempt.record.attempt == 1 else Part.RESTART
@@ -168,25 +157,25 @@ def _book_attempt(
         before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
         book.until(life.started + float(life.rows[0]["elapsed"]), beginning, before)
         # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
-        own = [report for report in reports if report.get("started") == life.started]
-        fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
-        inside = [moment for moment in (*fell, *(float(report["ended"]) for report in own)) if moment >= life.last]
+        own = [report for report in reports if report.started == life.started]
+        fell = [rank.time for report in own for rank in report.ranks if rank.time is not None]
+        inside = [moment for moment in (*fell, *(report.ended for report in own)) if moment >= life.last]
         over = reported if ended is None else ended
         stop = min(inside) if inside else over if life is lives[-1] else None
         _book_training(book, life, stop, resumed=None if following is None else int(following.start["step"]))
         if stop is None and following is not None and life is not lives[-1]:
             book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
         beginning = Part.RESTART
-    begun = [report for report in reports if report.get("started") is not None]
+    begun = {report.started: report for report in reports if report.started is not None}
     if not lives and begun:  # no row of metrics tells of it, and a node's report does
-        first = min(begun, key=lambda report: float(report["started"]))
-        book.until(first["started"], beginning if pulled is not None else Part.UNKNOWN)
+        first = begun[min(begun)]
+        book.until(first.started, beginning if pulled is not None else Part.UNKNOWN)
         book.nodes = nodes
-        before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
+        before = {Part.GATE: first.gate_seconds, Part.STAGE: first.stage_seconds}
         # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
-        never_began = first["exit_code"] != 0 and not first["ranks"]
+        never_began = first.exit_code != 0 and not first.ranks
         ran = Part.COLLECTING if trained else Part.UNKNOWN
-        book.until(first["ended"], beginning if never_began else ran, before)
+        book.until(first.ended, beginning if never_began else ran, before)
     elif not lives:
         book.until(ended, Part.UNKNOWN)
     ending = Part.START if last else Part.RESTART

@@ -314,7 +314,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.globals["svg"] = svg
+    environment.globals |= {"svg": svg, "duration_text": duration_text}
     return environment
 
 

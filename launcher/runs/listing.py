@@ -68,31 +68,22 @@ def find(words: str, *, root: str) -> Target:
             raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
         index, run = Index.of(folder), rest.partition("/")[0]
         if not index.records(run):
-            there = _listed(index.newest(DamagedRecords())) or "  none"
-            raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
+            raise _unknown(f"the index has no run {run}", index, index.newest(DamagedRecords()))
         return Target(index=index, name=run, runs=(run,))
     index = Index.of(root)
     newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
-    if not newest:
-        raise UnknownRun(
-            f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
-        )
-    if words == LAST:
-        return _target(index, newest, newest[0].sweep or newest[0].run, bad)
     names = {name for record in newest for name in (record.run, record.sweep) if name}
-    if words in names:
-        return _target(index, newest, words, bad)
     found = {name for name in names if name.startswith(words)}
     # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
     found -= {record.run for record in newest if record.sweep in found}
-    if len(found) == 1:
-        return _target(index, newest, found.pop(), bad)
+    if words == LAST and newest:
+        found = {newest[0].sweep or newest[0].run}
+    if words in names or len(found) == 1:
+        return _target(index, newest, words if words in names else found.pop(), bad)
     if not found:
-        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
-    raise UnknownRun(
-        f"{words!r} is the beginning of {len(found)} names; give more of one:\n"
-        f"{_listed(record for record in newest if {record.run, record.sweep} & found)}"
-    )
+        raise _unknown(f"no run is called {words!r}", index, newest)
+    those = [record for record in newest if {record.run, record.sweep} & found]
+    raise UnknownRun(f"{words!r} is the beginning of {len(found)} names; give more of one:\n{_listed(those)}")
 
 
 def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
@@ -102,12 +93,13 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     UnknownRun where none was started, or several were, as when the corpus changed in between.
     """
     index, beside = Index.of(config.root), opening_beside(config.platform)
+    none = "nothing has been started with this config; if one of these is meant, name it"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
         names = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not names:
-            raise UnknownRun(_none_of(index, index.newest(DamagedRecords()), config.name))
+            raise _unknown(none, index, index.newest(DamagedRecords()), config.name)
         return Target(index=index, name=names[0], runs=names, open=beside)
     sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
 
@@ -117,9 +109,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     newest, bad = _newest(index, means)
     meant = [record for record in newest if means(record)]
     if not meant:
-        raise UnknownRun(_none_of(index, newest, config.name))
-    if sweep:
-        return replace(_target(index, newest, sweep, bad), open=beside)
+        raise _unknown(none, index, newest, config.name)
     if len(meant) > 1 and isinstance(config, ScriptConfig):
         with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
             present = plan_script(config).name
@@ -128,12 +118,12 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
             runs = {record.run for record in meant if len(meant) > 1}
             live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
             meant = [record for record in meant if record.run in live] or meant
-    if len(meant) > 1:
+    if len(meant) > 1 and not sweep:
         raise UnknownRun(
             f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
-    return replace(_target(index, newest, meant[0].run, bad), open=beside)
+    return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
 
 
 def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
@@ -170,13 +160,13 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
     return Target(index=index, name=name, runs=trials, damaged=damaged)
 
 
-def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
-    there = [record for record in newest if record.name == name] or newest
-    if not there:
-        return f"nothing has been started under {index.root.address()}"
-    return (
-        f"nothing has been started with this config under {index.root.address()}; if one of these is meant, name it:\n"
-        f"{_listed(there)}"
+def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
+    """The error that tells the runs there are: those of a config's name if it has any."""
+    there, address = [record for record in newest if record.name == name] or newest, index.root.address()
+    return UnknownRun(
+        f"{what}; under {address} there are:\n{_listed(there)}"
+        if there
+        else f"nothing has been started under {address}; name another root by --root, or give the config"
     )
 
 
@@ -302,9 +292,6 @@ class Leftover:
     """None where the run's state is not known: nothing of it is touched."""
     what: str
     """The sentence that says what is left, or why nothing is known."""
-
-    def __str__(self) -> str:
-        return self.what
 
 
 def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover]:

@@ -253,6 +253,6 @@ def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api
 def exit_codes(attempt: Storage) -> dict[int, int]:
     """Node number to exit code, of the nodes that have told."""
     try:
-        return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
+        return {report.node: report.exit_code for report in node_reports(attempt)}
     except TrainLitgptError as error:
         raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error

@@ -9,6 +9,7 @@ import pytest
 
 from launcher.job import JobId, JobState
 from launcher.reports.goodput import AttemptTimes, Ledger, Part, ledger
+from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
 from litgpt_demo.runs import RecordedPrice
 
@@ -29,11 +30,11 @@ def attempt(
     )  # fmt: skip
     state = JobState.SUCCEEDED if fell is None else JobState.FAILED
     times = {"scheduled": DAY + found, "pulled": DAY + pulled, "ended": DAY + ended, "seen": DAY + ended + 1}
-    report = {
-        "node": 0, "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0, "stage_seconds": 15.0,
-        "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
+    report = NodeReport.model_validate({
+        "node": 0, "message": "", "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0,
+        "stage_seconds": 15.0, "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
         "ranks": [] if fell is None else [{"rank": 0, "time": DAY + fell}],
-    }  # fmt: skip
+    })  # fmt: skip
     return AttemptTimes(record=record, end=AttemptEnd(state=state, native="", **times), reports=[report])
 
 
