@@ -476,7 +476,7 @@ def runs(
 
     rows = contradicted(run_rows(Index.of(root), bad=(bad := DamagedRecords())))
     if as_json:
-        if bad.count:
+        if bad:
             _say(escape(str(bad)), stderr)
         typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
         return

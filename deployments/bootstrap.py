@@ -125,7 +125,7 @@ def stop() -> None:
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
-        if bad.count:
+        if bad:
             _report("job", "unknown", str(bad))
 
 

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -37,7 +37,7 @@ from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
 from litgpt_demo.config import Settings, readable_train
-from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
@@ -60,13 +60,12 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass
-class DamagedRecords(Unreadable):
-    """A count of the records that nobody can read, which also knows whose they are."""
+class DamagedRecords(dict[str, str]):
+    """The runs whose last record nobody can read, each with what is wrong."""
 
-    what: str = "records of the run index"
-    runs: dict[str, str] = field(default_factory=dict)
-    """The run of each, with what is wrong."""
+    def __str__(self) -> str:
+        """Return the sentence; empty where there is nothing to say."""
+        return f"{len(self):,} records of the run index could not be read; one: {self[min(self)]}" if self else ""
 
 
 class AttemptRecord(Settings):
@@ -181,27 +180,18 @@ class Index:
         return self._read_all(self._record, self._attempts(_RECORD, run))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
-        """Return the last attempt of every run of this root, the newest first.
+        """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
 
-        `bad` counts damaged records, which must not stop a verb that is about another run; without it one raises.
-        """
-
-        def read(which: tuple[str, int]) -> AttemptRecord | str:
+        def read(which: tuple[str, int]) -> AttemptRecord | None:
             try:
                 return self._record(which)
-            except DataError as error:
-                if bad is None:
-                    raise
-                return str(error)
+            except DataError as error:  # it must not stop a verb that is about another run
+                if bad is not None:
+                    bad[which[0]] = str(error)
+                return None
 
-        last, records = dict(self._attempts(_RECORD)), list[AttemptRecord]()
-        for run, read_as in zip(last, self._read_all(read, last.items()), strict=True):
-            if isinstance(read_as, AttemptRecord):
-                records.append(read_as)
-            elif bad is not None:
-                bad.runs[run] = read_as
-                bad.add(read_as)
-        return sorted(records, key=lambda record: record.created, reverse=True)
+        found = self._read_all(read, dict(self._attempts(_RECORD)).items())
+        return sorted(filter(None, found), key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""

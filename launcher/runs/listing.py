@@ -68,7 +68,7 @@ def find(words: str, *, root: str) -> Target:
             raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
         index, run = Index.of(folder), rest.partition("/")[0]
         if not index.records(run):
-            raise _unknown(f"the index has no run {run}", index, index.newest(DamagedRecords()))
+            raise _unknown(f"the index has no run {run}", index, index.newest())
         return Target(index=index, name=run, runs=(run,))
     index = Index.of(root)
     newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
@@ -99,7 +99,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
         there = set(index.runs())
         names = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not names:
-            raise _unknown(none, index, index.newest(DamagedRecords()), config.name)
+            raise _unknown(none, index, index.newest(), config.name)
         return Target(index=index, name=names[0], runs=names, open=beside)
     sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
 
@@ -146,7 +146,7 @@ def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
     """The last attempt of every run whose record can be read, and those that cannot; a DataError if one is meant."""
     newest = index.newest(bad := DamagedRecords())
-    if bad.count and not any(map(means, newest)):
+    if bad and not any(map(means, newest)):
         raise DataError(str(bad))
     return newest, bad
 
@@ -156,7 +156,7 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
     if not trials:
         return Target(index=index, name=name, runs=(name,))
     # A sweep's trials have the name of its config, as it has; only their keys differ.
-    damaged = tuple(why for run, why in bad.runs.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
+    damaged = tuple(why for run, why in bad.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
     return Target(index=index, name=name, runs=trials, damaged=damaged)
 
 
