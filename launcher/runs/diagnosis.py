@@ -392,7 +392,7 @@ def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iter
     barred: dict[int, str] = {}  # the ranks that a monitored barrier names, and its words
     for report in reports:
         silent = (one.rank for one in report.ranks if one.exit_code == -Signals.SIGTERM and not one.message)
-        spoken = (one.rank for one in (*report.ranks, *report.traces))
+        spoken = [*(one.rank for one in report.ranks), *(one.rank for one in report.traces)]
         quiet += [*report.stopped, *(rank for rank in silent if rank is not None)]
         where |= {rank: report.node for rank in (*report.stopped, *spoken) if rank is not None}
         for trace in report.traces:
