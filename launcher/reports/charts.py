@@ -30,8 +30,6 @@ _settings = Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve of a chart."""
-
     points: Mapping[int, float]
     color: str
     label: str = ""
@@ -50,7 +48,6 @@ class Chart:
     title: str
     """Caption; also what a screen reader says of it."""
     y_text: Callable[[float], str]
-    """The label of a tick."""
     x_label: str = "step"
     lines: Sequence[Line] = ()
     from_zero: bool = False

@@ -102,7 +102,6 @@ class Ledger:
 
     @property
     def note(self) -> str:
-        """What the figures mean."""
         known = "Wall time over all attempts; training is what counts, lost work what was trained again."
         if (price := self.price) is None:
             return known

@@ -45,7 +45,6 @@ class RunReport:
 
     name: str
     address: str
-    """The address of the run's folder."""
     rows: Sequence[Row]
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
@@ -58,7 +57,6 @@ class RunReport:
     avoided: Sequence[str] = ()
     """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
-    """The parts of the wall time of all attempts."""
 
     @cached_property
     def progress(self) -> Progress:
@@ -74,7 +72,6 @@ class RunReport:
 
 
 def outcome(report: RunReport) -> str:
-    """The state of the run, in one line."""
     progress = report.progress
     if report.final is not None:
         if not report.final.complete:
@@ -134,7 +131,6 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    """The table of the dataset."""
     train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
     return [
         ("Name", dataset.name),
@@ -148,7 +144,6 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
 
 
 def places(report: RunReport) -> Pairs:
-    """The table of addresses."""
     named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS}
     if report.final:
         hub = {"For Hugging Face": HUGGINGFACE} if report.final.huggingface else {}
@@ -172,13 +167,11 @@ def _of_steps(progress: Progress) -> str:
 
 
 def table(report: RunReport) -> list[dict[str, str]]:
-    """Rows of a table artifact."""
     rows = [("Outcome", outcome(report)), *chain(*figures(report))]
     return [{"figure": printable(name), "value": printable(value)} for name, value in rows]
 
 
 def markdown(report: RunReport) -> str:
-    """The report as a markdown artifact."""
     # In thousands where they are many: mermaid writes every tick out in full.
     pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
     if max(pace.values(), default=0.0) >= 10_000:
@@ -208,7 +201,6 @@ def _loss_lines(rows: Sequence[Row]) -> str:
 
 
 def live_markdown(rows: Sequence[Row]) -> str:
-    """The training while it runs."""
     progress = summary(rows)
     if not rows:
         return "The job has not reported a step yet.\n"
@@ -354,7 +346,6 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
 
 
 def _short(value: float) -> str:
-    """A tick's label."""
     for size, name in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g} {name}"

@@ -218,7 +218,6 @@ class Claim:
     config: RunConfig | ScriptConfig
     platform: Platform
     make_job: Callable[[int], Job]
-    """Attempt number to the job of that attempt."""
     progress: Callable[[], int] = lambda: 0
     """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
     flow_runs: Sequence[str] = ()
@@ -319,7 +318,6 @@ class Claim:
 
 
 def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
-    """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
     return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))

@@ -33,8 +33,6 @@ _LONGEST_HOST = 253  # characters, as of a name of DNS
 
 
 class Action(StrEnum):
-    """The consequence of a failure."""
-
     STOP = "stop"
     RESTART = "new attempt, as far as the budget of its class goes"
 
@@ -72,7 +70,6 @@ class Verdict:
     """The rank within the whole job."""
     evidence: str
     logs: str = ""
-    """The folder of the attempt's logs."""
     host: str = ""
     """The node's machine by its platform's name, where it is known."""
     clear: bool = False
@@ -235,7 +232,6 @@ class Part(IntEnum):
     """The part that a node has in the end of a job; the lowest explains the others."""
 
     CAUSE = 0
-    """It failed by itself."""
     BLAMED = 1
     """Others lost it or gave up waiting, and it complained of nothing."""
     WAITED = 2
@@ -320,7 +316,6 @@ def diagnose(
 
 
 def _reported(report: NodeReport) -> _Suspect:
-    """A node that told how it ended."""
     fault = report.fault or fault_of_exit_code(report.exit_code)
     cause = report.ranks[0] if report.ranks else RankReport()
     # What the node's kernel said may tell more of the class.

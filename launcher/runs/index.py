@@ -64,7 +64,6 @@ class DamagedRecords(dict[str, str]):
     """The runs whose last record nobody can read, each with what is wrong."""
 
     def __str__(self) -> str:
-        """Return the sentence; empty where there is nothing to say."""
         return f"{len(self):,} records of the run index could not be read; one: {self[min(self)]}" if self else ""
 
 
@@ -79,9 +78,7 @@ class AttemptRecord(Settings):
     key: str
     attempt: int
     sweep: str | None = None
-    """The sweep that the run is a trial of."""
     config: dict[str, JsonValue]
-    """The config of the training or script, whole."""
     platform: dict[str, JsonValue]
     """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
     job_id: JobId
@@ -138,7 +135,6 @@ class AttemptVerdict(Settings):
     after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
     machine: MachineName | Literal[""] = ""
-    """The machine that is to blame; empty where that is nobody's or not clear."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
 
@@ -150,8 +146,6 @@ class AttemptVerdict(Settings):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of one root."""
-
     root: Storage
 
     @classmethod
@@ -341,7 +335,6 @@ def this_machine() -> str:
 
 
 def whoami() -> tuple[str, str]:
-    """Return the user's and the host's name."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name

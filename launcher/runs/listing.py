@@ -53,7 +53,6 @@ class Target:
         return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
 
     def storage(self, run: str) -> Storage:
-        """Return the folder of a run."""
         return self.index.root.within(f"runs/{run}")
 
 
@@ -185,8 +184,6 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run as it is now."""
-
     run: str
     sweep: str | None
     state: str
@@ -222,8 +219,8 @@ def run_rows(
 ) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
-    A platform that does not answer makes that run's state unknown, with the reason. `bad` counts runs that have no row,
-    because their records are damaged; without it one raises.
+    A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
+    row, because their records are damaged.
     """
     followers = index.followers()
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import yaml
@@ -184,7 +185,6 @@ class Script:
         return open_storage(self.config.root)
 
     def job(self, *, attempt: int, image: str | None) -> Job:
-        """The job of one attempt."""
         config = self.config
         return Job(
             name=self.name,
@@ -248,8 +248,6 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a trial."""
-
     trial: Trial
     run: str
     """`<name>-<key>`, or '' where the trial did not get that far."""
@@ -303,9 +301,8 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]) -> list[Run]:
     """Return the runs of these trials; `plan` looks at a corpus once, however many trials read it."""
-    corpora = {key_of(trial.config.data): trial.config.data for trial in every}
-    planned = {key: plan(data) for key, data in corpora.items()}
-    return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
+    planned = cache(plan)
+    return [as_started(run_of(trial.config, planned(trial.config.data))) for trial in every]
 
 
 def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
