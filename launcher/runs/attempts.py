@@ -226,7 +226,7 @@ class Claim:
     @property
     def names(self) -> list[str]:
         """What a cancellation of this job may be asked for by: its run's name, or its sweep's."""
-        return [self.attempts.run, *([self.config.start.sweep] if self.config.start.sweep else [])]
+        return [name for name in (self.attempts.run, self.config.start.sweep) if name]
 
     @property
     def orchestrator(self) -> str | None:
@@ -264,15 +264,13 @@ class Claim:
         self.attempts.index.close(self.attempts.run)
         while True:
             last = self.attempts.last()
-            if last is not None and last.number > ended and self._goes_on(last):
+            if lives := last is not None and last.number > ended and self._goes_on(last):
                 record = last.record
-                break
-            record = self._record(max(last.number if last else 0, ended) + 1, exclude)
-            if self.attempts.index.create(record):
-                break
-            # Somebody else was faster, and has it: take up theirs.
-        self.attempts.index.follow(self.flow_runs, record)
-        return record
+            else:
+                record = self._record(max(last.number if last else 0, ended) + 1, exclude)
+            if lives or self.attempts.index.create(record):  # else somebody was faster: take up theirs
+                self.attempts.index.follow(self.flow_runs, record)
+                return record
 
     def _goes_on(self, last: Attempt) -> bool:
         """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
@@ -417,14 +415,13 @@ def settle_others(
         live = attempts.live()
         if live is None or (sweep is not None and live.record.sweep == sweep):
             continue
-        if others == "cancel":
-            attempts.cancel()
-            continue
-        raise RunIsLive(
-            f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
-            f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or settings "
-            "differ: cancel the old job first (--cancel-old), or run both (--new)"
-        )
+        if others != "cancel":
+            raise RunIsLive(
+                f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
+                f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or "
+                "settings differ: cancel the old job first (--cancel-old), or run both (--new)"
+            )
+        attempts.cancel()
 
 
 def known_image(image: Image) -> str | None:

@@ -112,7 +112,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
 
     Raises:
         ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere; a
-            file cannot be read, changes meanwhile, or holds a private key.
+            file cannot be read, becomes shorter meanwhile, or holds a private key.
     """
     try:
         folder = Path(mount).expanduser().resolve()
@@ -122,14 +122,9 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     content = io.BytesIO()
     try:
         digest = write_files(folder, list(sizes), to=content)
-        changed = any((folder / path).stat().st_size != size for path, size in sizes.items())
-    except OSError as error:
-        # tarfile's own error, of a file that became shorter, has no number.
-        changed = error.errno is None or isinstance(error, FileNotFoundError)
-        if not changed:
-            raise ConfigProblem(f"code.mount={mount}: {error}", fix="make it readable, or leave it out") from error
-    if changed:
-        raise ConfigProblem(f"files in code.mount={mount} change while they are read", fix="wait, then run again")
+    except OSError as error:  # tarfile's own too, of a file that became shorter meanwhile
+        fix = "make it readable, or leave it out; if files change, wait, then run again"
+        raise ConfigProblem(f"code.mount={mount}: {error}", fix=fix) from error
     if content.tell() > MOST_ARCHIVE:
         raise ConfigProblem(f"code.mount={mount} has many files with very long paths; give a folder further down")
     # A key whatever its file is called: Google names those of service accounts after the project.

@@ -127,19 +127,15 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
 
 def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
     # The same program out of the same folder, whatever that held, or the same model as far as configs say.
-    theirs: RunConfig | ScriptConfig
+    if isinstance(config, ScriptConfig):
+        mine = config.model_dump(mode="json", include={"name", "script", "args", "env", "code"})
+        return mine == {name: record.config.get(name) for name in mine}
     try:
-        if isinstance(config, ScriptConfig):
-            decisive = {name: record.config[name] for name in record.config.keys() & {"script", "args", "env", "code"}}
-            theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
-            same = (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
-        else:
-            theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
-            outcomes = theirs.train.outcome(), config.train.outcome()
-            same = (theirs.data, theirs.model, outcomes[0]) == (config.data, config.model, outcomes[1])
+        theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
     except (KeyError, ValidationError):  # of the other kind, or another version's
         return False
-    return record.name == config.name and same
+    models = [(one.data, one.model, one.train.outcome()) for one in (theirs, config)]
+    return record.name == config.name and models[0] == models[1]
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
