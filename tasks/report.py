@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact
 
 from launcher.curves import summary
 from launcher.formatting import loss_text
@@ -87,7 +87,6 @@ async def publish_report(
     """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
     made = await asyncio.to_thread(_written, run, dataset, identity, final)
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
-    await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
     address = run.storage.address(REPORT)
     if (there := bucket_path(address)) is not None:  # no page of a server may link to a local file
         link = f"https://storage.cloud.google.com/{there}"

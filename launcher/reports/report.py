@@ -12,7 +12,6 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -166,11 +165,6 @@ def _of_steps(progress: Progress) -> str:
 # --- Prefect's artifacts ----------------------------------------------------------------------------------------------
 
 
-def table(report: RunReport) -> list[dict[str, str]]:
-    rows = [("Outcome", outcome(report)), *chain(*figures(report))]
-    return [{"figure": printable(name), "value": printable(value)} for name, value in rows]
-
-
 def markdown(report: RunReport) -> str:
     # In thousands where they are many: mermaid writes every tick out in full.
     pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
@@ -179,7 +173,7 @@ def markdown(report: RunReport) -> str:
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
-        _markdown_table(("Figure", "Value"), [*chain(*figures(report))]),
+        _markdown_table(("Figure", "Value"), [*figures(report)[0], *figures(report)[1]]),
         _loss_lines(report.rows),
         mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True),
     ]

@@ -114,17 +114,15 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere; a
             file cannot be read, becomes shorter meanwhile, or holds a private key.
     """
+    content = io.BytesIO()
     try:
         folder = Path(mount).expanduser().resolve()
         sizes = _sizes(mount, folder, root)
-    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
-        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix="mend it, or leave it out") from error
-    content = io.BytesIO()
-    try:
         digest = write_files(folder, list(sizes), to=content)
-    except OSError as error:  # tarfile's own too, of a file that became shorter meanwhile
-        fix = "make it readable, or leave it out; if files change, wait, then run again"
-        raise ConfigProblem(f"code.mount={mount}: {error}", fix=fix) from error
+    # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
+    except (OSError, ValueError, RuntimeError) as error:
+        fix = "make it readable, or leave it out; if its files change, wait, then run again"
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix=fix) from error
     if content.tell() > MOST_ARCHIVE:
         raise ConfigProblem(f"code.mount={mount} has many files with very long paths; give a folder further down")
     # A key whatever its file is called: Google names those of service accounts after the project.
