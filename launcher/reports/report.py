@@ -25,7 +25,7 @@ from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
-from launcher.runs.diagnosis import Verdict
+from launcher.runs.diagnosis import ADVICE, Verdict
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
@@ -233,16 +233,14 @@ def _fenced(text: str, language: str = "text") -> str:
 
 def verdict_markdown(verdict: Verdict) -> str:
     """Why an attempt ended, for a page in Prefect. What a node wrote stays text."""
-    finding = verdict.finding
     rows = [
-        (finding.code, f"{verdict.fault}{verdict.culprit}"),
-        ("machine", verdict.host),
+        (verdict.code, f"{verdict.fault}{verdict.culprit}"),
+        ("machine", verdict.host or NOTHING),
         ("what follows", verdict.action),
-        ("what to do", finding.fix),
+        ("what to do", ADVICE[verdict.fault]),
         ("logs", verdict.logs),
     ]
-    told = [row for row in rows if row[1]]
-    return "\n\n".join([_markdown_table(("verdict", ""), told), _fenced("\n".join(verdict.lines))])
+    return "\n\n".join([_markdown_table(("verdict", ""), rows), _fenced("\n".join(verdict.lines))])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

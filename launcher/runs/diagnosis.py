@@ -21,7 +21,6 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
-from litgpt_demo.findings import Finding
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
@@ -91,9 +90,9 @@ class Verdict:
         return tuple(line[:_LONGEST] for line in self.evidence.splitlines()[:_MOST_LINES])
 
     @property
-    def finding(self) -> Finding:
-        code = f"attempt.{self.fault.replace(' ', '-')}"
-        return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", ADVICE[self.fault], self.fault)
+    def code(self) -> str:
+        """A stable name, which scripts may rely on."""
+        return f"attempt.{self.fault.replace(' ', '-')}"
 
     @property
     def culprit(self) -> str:
@@ -112,8 +111,7 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     """Leave verdict.json in the attempt's folder unless another orchestrator has; return whether this one did."""
     document = {
         "format": 1,
-        # The finding's stable name, which scripts may rely on.
-        "code": verdict.finding.code,
+        "code": verdict.code,
         "fault": verdict.fault,
         "node": verdict.node,
         "rank": verdict.rank,
