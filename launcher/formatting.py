@@ -78,12 +78,11 @@ def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
     return ""
 
 
-BIDI = "\u202a-\u202e\u2066-\u2069"
-"""Characters, as a regular expression's range, that show what follows in another order than it has."""
+ACTIVE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+"""Characters, as a regular expression's ranges, that are no text: controls but for tab and newline, what shows text in
+another order than it has, and halves of characters, which no encoding takes."""
 
-# A colour, which may stay; else a control character but for tab and newline, an override of the direction, or half a
-# character, which no terminal's encoding takes.
-_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f{BIDI}\ud800-\udfff]")
+_COLOUR_OR_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[{ACTIVE}]")
 
 
 def harmless(text: str) -> str:
@@ -91,5 +90,5 @@ def harmless(text: str) -> str:
 
     Colours stay, and end with the text.
     """
-    shown = _ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
+    shown = _COLOUR_OR_ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown

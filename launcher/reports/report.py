@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,7 +18,7 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.curves import Progress, downsample, smoothed, summary
-from launcher.formatting import BIDI, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import ACTIVE, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
@@ -32,7 +31,7 @@ from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
 
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
@@ -260,32 +259,28 @@ def html(report: RunReport) -> str:
         f"{count_text(report.parameters)} parameters" if report.parameters else "",
         f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
     ]
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            title=report.name,
-            outcome=outcome(report),
-            lead=", ".join(filter(None, known)) + ".",
-            tiles=first,
-            curves=_curves(report.rows),
-            final=final,
-            figures=further,
-            ledger=report.ledger if report.ledger and report.ledger.wall else None,
-            dataset=dataset_facts(dataset) if dataset else None,
-            lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-            usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
-            places=places(report),
-            software=software,
-            # As YAML: what a run can be started with again.
-            config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
-        )
+    return _template().render(
+        title=report.name,
+        outcome=outcome(report),
+        lead=", ".join(filter(None, known)) + ".",
+        tiles=first,
+        curves=_curves(report.rows),
+        final=final,
+        figures=further,
+        ledger=report.ledger if report.ledger and report.ledger.wall else None,
+        dataset=dataset_facts(dataset) if dataset else None,
+        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
+        usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
+        places=places(report),
+        software=software,
+        # As YAML: what a run can be started with again.
+        config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
     )
 
 
 @cache
-def _environment() -> Environment:
-    """The templates, which escape the markup in all values."""
+def _template() -> Template:
+    """The page, which escapes the markup in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -299,7 +294,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     environment.globals |= {"svg": svg, "duration_text": duration_text}
-    return environment
+    return environment.get_template("report.html")
 
 
 def printable(text: str) -> str:
@@ -308,10 +303,7 @@ def printable(text: str) -> str:
     Postgres refuses NUL.
     """
     kept = text.replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(
-        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign
-        for sign in re.sub(f"[{BIDI}]", "\ufffd", kept)
-    )
+    return re.sub(f"[{ACTIVE}]", "\ufffd", kept)
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
