@@ -8,13 +8,13 @@ import os
 import subprocess
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import IO, cast
 
 from prefect import task
 
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
-from launcher.reports import charts
 from launcher.runs.attempts import claim_at
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.index import Index
@@ -94,7 +94,7 @@ class Collector:
         try:
             (output, _), _ = await asyncio.gather(
                 asyncio.to_thread(process.communicate, b"finish\n"),
-                asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
+                asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
             )
         except BaseException:
             process.kill()  # the thread that reads its output sees its end

@@ -90,13 +90,6 @@ def svg(chart: Chart, *, width: int, height: int) -> str:
     return text.strip()
 
 
-def load_matplotlib() -> None:
-    """Import what charts are drawn with, which takes half a second."""
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import matplotlib.ticker  # noqa: F401
-
-
 def _draw(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

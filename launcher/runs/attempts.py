@@ -50,11 +50,8 @@ class Attempt:
 def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None = None) -> Platform:
     """Return the platform that a record's `platform` section means, as far as a record alone is believed.
 
-    Args:
-        given: the section of the config that the user gave, where one was given.
-
-    Raises:
-        ConfigProblem: this version does not know it, or it names a place where credentials are not sent unasked.
+    A ConfigProblem where this version does not know it, or it names a place where credentials are not sent unasked:
+    `given` is the section of the config that the user gave.
     """
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
@@ -183,11 +180,9 @@ def cancel_each(
 ) -> tuple[list[JobId], list[TrainLitgptError]]:
     """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
 
-    Args:
-        tell: called with what is still there of a job that takes longer than `told` seconds to go.
-        patience: seconds for which a platform that does not answer is asked again: it may have a minute's outage.
-
-    Returns what was cancelled, with the proof that nothing of it is left, and the problems of the others.
+    `tell` gets what is still there of a job that takes longer than `told` seconds to go. A platform that does not
+    answer is asked again for `patience` seconds. Returns what was cancelled, with the proof that nothing of it is left,
+    and the problems of the others.
     """
     cancelled, problems = list[JobId](), list[TrainLitgptError]()
     with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
@@ -251,13 +246,10 @@ class Claim:
         return blamed(verdicts, times=restarts.exclude_after)
 
     def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
-        """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
+        """Take up the attempt that lives, or claim the next one, which avoids the machines `exclude`.
 
-        A RunIsLive where it lives on another platform than the config's.
-
-        Args:
-            ended: the last attempt that is over, though its platform may know nothing of it any more.
-            exclude: the machines that a new attempt avoids.
+        The platform is asked for neither yet. `ended` is the last attempt that is over, though its platform may know
+        nothing of it any more. A RunIsLive where one lives on another platform than the config's.
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
@@ -324,8 +316,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
     """Return the claim on a run that is planned already: planning reads every file of a corpus, and all code.
 
-    Args:
-        steps: the steps of the training, where they are known: it makes no progress beyond them.
+    A training makes no progress beyond its `steps`, where they are known.
     """
     config = run.config
 
@@ -396,15 +387,9 @@ class CancelWatch:
 def settle_others(
     config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
 ) -> None:
-    """Refuse to double a live job that has the config's name and is another run, or do as `start.others` says.
+    """A RunIsLive for a live job that has the config's name and is not `run`, unless `start.others` says otherwise.
 
     Trials of one sweep are not in each other's way. A PlatformUnreachable where it cannot be known whether one lives.
-
-    Args:
-        run: the run that the config means, which is taken up if it lives; none for a sweep.
-
-    Raises:
-        RunIsLive: there is one.
     """
     others, sweep = config.start.others, config.start.sweep or sweep
     index, open = Index.of(config.root), open or opening_beside(config.platform)

@@ -89,8 +89,7 @@ class CodeArchive:
     def ship(self, root: Storage) -> bool:
         """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.
 
-        Raises:
-            DataError: what is there under its name is something else.
+        A DataError where something else is there under its name.
         """
         if not root.exists(self.path):
             if (folder := root.within(CODE).local_path()) is not None:
@@ -110,9 +109,8 @@ class CodeArchive:
 def pack_code(mount: str, *, root: str) -> CodeArchive:
     """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name.
 
-    Raises:
-        ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere; a
-            file cannot be read, becomes shorter meanwhile, or holds a private key.
+    A ConfigProblem where it is no folder, has no files, too many or too large ones, or links that lead elsewhere; or a
+    file cannot be read, becomes shorter meanwhile, or holds a private key.
     """
     content = io.BytesIO()
     try:

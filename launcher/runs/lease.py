@@ -89,11 +89,7 @@ class Lease:
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
-        """Look once; return whether the lease is this one's now.
-
-        Args:
-            unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
-        """
+        """Look once; return whether the lease is this one's now. It is left to who stopped for good after that attempt."""
         newest = self._newest()
         if self._term and newest == self._term:
             return True
