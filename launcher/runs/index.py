@@ -163,8 +163,6 @@ class Index:
                 with explaining(str(folder)):
                     make_private(folder)
 
-    # --- attempts ---
-
     def create(self, record: AttemptRecord) -> bool:
         """Write an attempt down unless that number is taken; return whether it is this one's."""
         return self._folder.create(f"{record.run}/{record.attempt}.json", _content(record))
@@ -228,8 +226,6 @@ class Index:
             return self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
         return ""
 
-    # --- cancellations ---
-
     def request_cancel(self, name: str) -> None:
         """Ask the orchestrator of this run or sweep to start nothing more of it."""
         self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
@@ -237,8 +233,6 @@ class Index:
     def cancellations(self, name: str) -> frozenset[str]:
         """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
-
-    # --- flow runs ---
 
     def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
         """Note that these flow runs of Prefect's orchestrate an attempt."""
@@ -257,8 +251,6 @@ class Index:
                 attempt = which["run"], int(which["attempt"])
                 found[attempt] = (*found.get(attempt, ()), which["flow_run"])
         return found
-
-    # --- files ---
 
     def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
         """Return run and number of each attempt that has such a file, by both."""

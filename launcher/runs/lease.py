@@ -89,7 +89,7 @@ class Lease:
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
-        """Look once; return whether the lease is this one's now. It is left to who stopped for good after that attempt."""
+        """Look once; return whether the lease is this one's now. Who stopped for good after that attempt keeps it."""
         newest = self._newest()
         if self._term and newest == self._term:
             return True
