@@ -79,13 +79,11 @@ class Ledger:
         """
         left = 0.0 if moment is None else max(0.0, moment - self.now)
         self.now += left
-        for other, seconds in (within or {}).items():
+        for each, seconds in (*(within or {}).items(), (part, left)):
             taken = min(left, max(0.0, seconds))
-            self.seconds[other] += taken
-            self.held[other] += taken * self.nodes
+            self.seconds[each] += taken
+            self.held[each] += taken * self.nodes
             left -= taken
-        self.seconds[part] += left
-        self.held[part] += left * self.nodes
 
     @property
     def wall(self) -> float:
