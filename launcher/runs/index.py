@@ -14,7 +14,6 @@ overwrite each other.
 
 from __future__ import annotations
 
-import getpass
 import json
 import re
 import secrets
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
+import psutil
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_validator
 
 from launcher.config import PlatformConfig, RunConfig, overridden
@@ -327,8 +327,5 @@ def this_machine() -> str:
 
 
 def whoami() -> tuple[str, str]:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = "unknown"
-    return user, socket.gethostname()
+    """Return the user's name, its number where it has none, and the host's."""
+    return psutil.Process().username(), socket.gethostname()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -101,12 +102,8 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
             raise _unknown(none, index, index.newest(), config.name)
         return Target(index=index, name=names[0], runs=names, open=beside)
     sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
-
-    def means(record: AttemptRecord) -> bool:
-        return record.sweep == sweep if sweep else _means(config, record)
-
-    newest, bad = _newest(index, means)
-    meant = [record for record in newest if means(record)]
+    newest, bad = _newest(index, partial(_means, config, sweep))
+    meant = [record for record in newest if _means(config, sweep, record)]
     if not meant:
         raise _unknown(none, index, newest, config.name)
     if len(meant) > 1 and isinstance(config, ScriptConfig):
@@ -125,7 +122,9 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
 
 
-def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
+def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) -> bool:
+    if sweep:
+        return record.sweep == sweep
     # The same program out of the same folder, whatever that held, or the same model as far as configs say.
     if isinstance(config, ScriptConfig):
         mine = config.model_dump(mode="json", include={"name", "script", "args", "env", "code"})
