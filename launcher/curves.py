@@ -1,7 +1,4 @@
-"""Progress and curves of a training, read from its metrics rows, with fewer points for the eye.
-
-Pure: rows in, values out. The rows are described in litgpt_demo.metrics.
-"""
+"""Progress and curves of a training, read from its rows (litgpt_demo.metrics), with fewer points for the eye."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Charts as fenced mermaid, which Prefect's pages draw: they show no embedded images.
-
-Pure: values in, text out.
-"""
+"""Charts as fenced mermaid, which Prefect's pages draw: they show no embedded images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left on their platforms.
-
-No key is computed to find a run, so that a corpus that has changed, moved or gone hides no job.
-"""
+"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left."""
 
 from __future__ import annotations
 

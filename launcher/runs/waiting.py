@@ -174,16 +174,15 @@ def _words(row: Row) -> str:
             return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
         case "step":
             used = f"  MFU {share_text(row['mfu'])}" if row.get("mfu") is not None else ""
-            waited = float(row["data_seconds"])
-            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * float(row["step_seconds"]) else ""
+            waited = row["data_seconds"]
+            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * row["step_seconds"] else ""
             return (
-                f"{step}loss {loss_text(float(row['loss']))}  gradient {float(row['grad_norm']):.3g}  "
-                f"learning rate {float(row['learning_rate']):.3g}  {rate_text(row['tokens_per_second'])}  "
+                f"{step}loss {loss_text(row['loss'])}  gradient {row['grad_norm']:.3g}  "
+                f"learning rate {row['learning_rate']:.3g}  {rate_text(row['tokens_per_second'])}  "
                 f"{bytes_text(row['memory'])}{used}{late}"
             )
         case "evaluation":
-            loss = loss_text(float(row["validation_loss"]))
-            return f"{step}validation loss {loss} ({duration_text(row['seconds'])})"
+            return f"{step}validation loss {loss_text(row['validation_loss'])} ({duration_text(row['seconds'])})"
         case "checkpoint":
             stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
             return (
