@@ -90,7 +90,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     UnknownRun where none was started, or several were, as when the corpus changed in between.
     """
     index, beside = Index.of(config.root), opening_beside(config.platform)
-    none = "nothing has been started with this config; if one of these is meant, name it"
+    none = "nothing has been started with this config"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
@@ -155,7 +155,7 @@ def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str
     """The error that tells the runs there are: those of a config's name if it has any."""
     there, address = [record for record in newest if record.name == name] or newest, index.root.address()
     return UnknownRun(
-        f"{what}; under {address} there are:\n{_listed(there)}"
+        f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}"
         if there
         else f"nothing has been started under {address}; name another root by --root, or give the config"
     )
