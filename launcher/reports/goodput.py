@@ -15,7 +15,7 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
-from launcher.formatting import NOTHING, duration_text, share_text
+from launcher.formatting import duration_text, share_text
 from launcher.job import JobState
 from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
@@ -94,10 +94,6 @@ class Ledger:
         """The parts that took time, in their order."""
         return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
 
-    def usd(self, part: Part) -> float | None:
-        """The part's cost at list price; None where no price is known."""
-        return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
-
     @property
     def note(self) -> str:
         known = "Wall time over all attempts; training is what counts, lost work what was trained again."
@@ -109,13 +105,12 @@ class Ledger:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """The table, the sum last; parts that took no time are left out."""
-        parts = [(part.value, seconds, self.usd(part)) for part, seconds in self.spent]
-        costs = [usd for _, _, usd in parts if usd is not None]
+        """The table, the sum last; parts that took no time are left out, and the cost where no price is known."""
+        parts = [(part.value, seconds, self.held.get(part, 0.0)) for part, seconds in self.spent]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
-            | ({"cost": NOTHING if usd is None else f"${usd:,.2f}"} if self.price else {})
-            for name, seconds, usd in [*parts, ("wall time", self.wall, sum(costs) if costs else None)]
+            | ({"cost": f"${held / 3600 * self.price.usd:,.2f}"} if self.price else {})
+            for name, seconds, held in [*parts, ("wall time", self.wall, sum(self.held.values()))]
         ]
 
 
