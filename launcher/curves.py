@@ -110,8 +110,7 @@ def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float
     edges = [len(inner) * number // buckets for number in range(buckets + 1)]
     kept = {steps[0], steps[-1]}
     for first, past in pairwise(edges):
-        kept.add(min(inner[first:past], key=points.__getitem__))
-        kept.add(max(inner[first:past], key=points.__getitem__))
+        kept |= {extreme(inner[first:past], key=points.__getitem__) for extreme in (min, max)}
     return {step: points[step] for step in sorted(kept)}
 
 

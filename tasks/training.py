@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdi
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, training_spec, write_bill, write_config
+from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
@@ -62,8 +62,7 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
-        await asyncio.to_thread(write_config, run, spec, asdict(identity))
-        await asyncio.to_thread(write_bill, run, identity)
+        await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
             claim_at(run, steps=spec.steps),

@@ -46,7 +46,6 @@ from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
-_RECORD, _ENDED, _VERDICT = ".json", ".ended.json", ".verdict.json"
 _FOLLOWED = re.compile(r"(?P<flow_run>[^/]+)/(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
@@ -169,7 +168,7 @@ class Index:
 
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
-        return self._read_all(self._record, self._attempts(_RECORD, run))
+        return self._read_all(self._record, self._attempts(".json", run))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
@@ -182,12 +181,12 @@ class Index:
                     bad[which[0]] = str(error)
                 return None
 
-        found = self._read_all(read, dict(self._attempts(_RECORD)).items())
+        found = self._read_all(read, dict(self._attempts(".json")).items())
         return sorted(filter(None, found), key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
-        return list(dict(self._attempts(_RECORD)))
+        return list(dict(self._attempts(".json")))
 
     def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
@@ -199,7 +198,7 @@ class Index:
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
-        return self._numbered(AttemptEnd, run, _ENDED, "the platform is then asked how the attempt ended")
+        return self._numbered(AttemptEnd, run, ".ended.json", "the platform is then asked how the attempt ended")
 
     def judge(self, run: str, judged: AttemptVerdict) -> None:
         """Write down why an attempt ended badly, unless another orchestrator has."""
@@ -211,7 +210,7 @@ class Index:
 
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        return list(self._numbered(AttemptVerdict, run, _VERDICT, "its attempt is then not counted").values())
+        return list(self._numbered(AttemptVerdict, run, ".verdict.json", "its attempt is then not counted").values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""

@@ -22,7 +22,7 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import JobCancelled
 from launcher.events import Event, StepDone
-from launcher.images.identity import SBOM
+from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
 from launcher.runs.index import Index
@@ -95,7 +95,7 @@ def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_i
     config = tiny({"data.corpus.paths": [str(own)]})
     run = plan_run(config)
     dataset = prepare(run.dataset, run.root)
-    write_config(run, training_spec(run, dataset), {"image": None, "packages": {}, "commit": "abc", "dirty": False})
+    write_config(run, training_spec(run, dataset), SoftwareIdentity(image=None, commit="abc", dirty=False))
     claim = replace(claim_at(run), flow_runs=["its-id"])
     job_id = begin(claim)
     own.unlink()
