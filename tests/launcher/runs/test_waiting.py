@@ -140,9 +140,7 @@ def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(fo
     assert followed.clock.now() >= 1000 + 600 + 550
 
 
-def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises(monkeypatch: Any) -> None:
     monkeypatch.setattr(waiting, "now", (clock := Hours()).now)
     monkeypatch.setattr(waiting, "sleep", clock.sleep)
     looks = iter([NetworkError("no answer"), *[None] * 6, JobCancelled("cancelled")])
