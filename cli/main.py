@@ -35,9 +35,8 @@ from launcher.runs.listing import Target, find, find_started_with
 from launcher.runs.run import trials
 from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
 from litgpt_demo.export import use_of
-from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import open_storage

@@ -27,9 +27,8 @@ from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
-from litgpt_demo.errors import TrainLitgptError, Unreachable
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
-from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics

@@ -34,8 +34,7 @@ from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
-from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
 PROBE = ".access-check"

@@ -17,7 +17,7 @@ from launcher.errors import ConfigProblem
 from launcher.job import Object
 from launcher.machines import Machine
 from litgpt_demo.config import Settings
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 GIB = 2**30

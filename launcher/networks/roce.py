@@ -8,7 +8,7 @@ from pydantic import Field
 
 from launcher.networks import profile as net
 from litgpt_demo.config import Settings
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol
 
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 
 class Capability(StrEnum):

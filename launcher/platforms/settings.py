@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import MACHINES, Machine
 from litgpt_demo.config import Count, Settings, number_fields
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from launcher.networks.profile import Network

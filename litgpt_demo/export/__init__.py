@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator
 
 from litgpt_demo.config import Settings
-from litgpt_demo.manifests import FileRecord, read_manifest
+from litgpt_demo.documents import FileRecord, read_manifest
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, RecordedPrice
 from litgpt_demo.storage import Storage, bucket_path
 from litgpt_demo.training import checkpoints

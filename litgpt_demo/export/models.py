@@ -26,7 +26,7 @@ from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import open_split
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.data.tokens import TOKENIZER_FILES
-from litgpt_demo.documents import Unreadable, parse_json
+from litgpt_demo.documents import FileRecord, Unreadable, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import Cost, FinalManifest, HuggingFaceProof, exported, summary_lines, whole_final
 from litgpt_demo.export.card import write_card
@@ -34,7 +34,6 @@ from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.manifests import FileRecord, bring, differences, write_manifest
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.runs import (
     ATTEMPTS,

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, TrainLitgptError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
 from litgpt_demo.node.rendezvous import Node

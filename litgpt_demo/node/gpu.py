@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import Fault, NodeError, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, NodeError, UserError
 from litgpt_demo.node.network import NodeNetwork, within
 
 LIBCUDA = "libcuda.so.1"

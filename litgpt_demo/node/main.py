@@ -21,8 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.errors import Fault, TrainLitgptError, UserError, decisive, fault_of_exception
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, TrainLitgptError, UserError, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import torchrun
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks

@@ -16,8 +16,7 @@ from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import first_problem
-from litgpt_demo.errors import Fault, RankFailure, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, RankFailure, UserError
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import NetworkError, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, NetworkError, UserError
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
 from litgpt_demo.node.torchrun import Rendezvous
 

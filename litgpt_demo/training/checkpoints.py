@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.documents import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage
 
 FORMAT = 2

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo.documents import FileRecord, bring
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.manifests import FileRecord, bring
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest

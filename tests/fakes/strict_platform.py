@@ -9,7 +9,7 @@ from typing import ClassVar
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.storage import open_storage
 
 

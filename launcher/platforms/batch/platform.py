@@ -23,8 +23,7 @@ from launcher.platforms.batch import states
 from launcher.platforms.batch.render import container_of, group_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
-from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.errors import Finding, Severity, words_of
 from litgpt_demo.storage import is_remote
 
 if TYPE_CHECKING:

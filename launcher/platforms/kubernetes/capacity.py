@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster

@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, Stream
 from launcher.platforms.kubernetes.logs import Follower
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""

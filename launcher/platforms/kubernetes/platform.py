@@ -34,8 +34,7 @@ from launcher.platforms.kubernetes.states import (
     uid_of,
     workload_of,
 )
-from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import open_storage
 
 DIGEST = "train-litgpt/submission"

@@ -25,7 +25,7 @@ from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
 from launcher.sources import CEA, GKE
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import is_remote
 

@@ -18,7 +18,7 @@ from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
 from launcher.platforms.kubernetes.render import job_name
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.errors import Finding, Severity
 
 CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in that namespace"
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus, Object
 from launcher.platforms.kubernetes.render import NODE
-from litgpt_demo.errors import EXIT_CODES, Fault, fault_of_exit_code, words_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding, fault_of_exit_code, words_of
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"

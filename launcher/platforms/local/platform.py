@@ -24,7 +24,7 @@ from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, S
 from launcher.platforms.log_files import page_of
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import Count, Kind
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform

@@ -22,8 +22,7 @@ from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.diagnosis import node_reports
-from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import Storage, is_remote, open_storage
 
 SUBMITTED = "submission.json"

@@ -25,9 +25,9 @@ from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import numbers_of, open_windows
 from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
-from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage

@@ -14,7 +14,7 @@ from launcher.networks import tcpx
 from launcher.platforms.kubernetes.capacity import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
