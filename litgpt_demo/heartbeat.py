@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Beat:
     local_rank: int
     pid: int
     started: float
-    """When that process began: the pid alone may be another's by now."""
+    """When that process began (`started`)."""
     step: int
     doing: str
     time: float
@@ -129,9 +129,9 @@ def read_beats(node: Path) -> list[Beat]:
 
 def status_of(beat: Beat) -> str:
     """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
         status = psutil.Process(beat.pid).status()
-        if is_there(beat.pid, beat.started):
+        if started(beat.pid) == beat.started:
             return str(status)
     return "gone"
 
@@ -165,9 +165,10 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
     """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
-        with suppress(ProcessLookupError):
-            # A stopped process answers when it goes on; it is about to be killed.
-            send_signals(beat.pid, beat.started, (signal.SIGUSR1, signal.SIGCONT))
+        for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it goes on
+            with suppress(ProcessLookupError):
+                if started(beat.pid) == beat.started:
+                    os.kill(beat.pid, number)
     deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -197,11 +198,8 @@ def waits(beat: Beat) -> bool:
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None
 
 
-# --- a process of this machine and no other: a pid alone may belong to another by the time that it is used -----------
-
-
 def started(pid: int) -> float:
-    """Return when a process began, by a clock that nobody sets; with its pid that tells it from every other.
+    """Return when a process began, by a clock that nobody sets: a pid alone may be another's by the time it is used.
 
     On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
     moves when the machine's clock is set.
@@ -213,33 +211,3 @@ def started(pid: int) -> float:
         return psutil.Process(pid).create_time()
     except (FileNotFoundError, psutil.NoSuchProcess) as error:
         raise ProcessLookupError(f"there is no process {pid}") from error
-
-
-def is_there(pid: int, began: float) -> bool:
-    """Return whether `pid` is still the process that began then."""
-    with suppress(ProcessLookupError):
-        return started(pid) == began
-    return False
-
-
-def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
-    """Send signals to the process of this pid that began then, and to no other."""
-    process = None
-    try:
-        if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does
-            process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        pass  # kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it
-    try:
-        for number in numbers:
-            if not is_there(pid, began):
-                raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
-            if process is None:  # what is left is the moment between the look and the signal
-                os.kill(pid, number)
-            else:
-                signal.pidfd_send_signal(process, number)
-    finally:
-        if process is not None:
-            os.close(process)
