@@ -25,25 +25,11 @@ from litgpt_demo.errors import Finding, NetworkError, UserError
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
 from litgpt_demo.node.torchrun import Rendezvous
 
-AUTO = "auto"
 PYTORCHJOB = "pytorchjob"
 """The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
 
-# The ports of node 0 where the platform names none: torchrun's own, and pytorchjob-port of the operator.
-_PORTS = {AUTO: "29500", PYTORCHJOB: "23456"}
-
-# Where platforms tell a node its number, the number of nodes, and where node 0 is. The first that is there counts.
-# JOB_COMPLETION_INDEX: Indexed Jobs and JobSets. PET_*: Kubeflow's trainers and Run:ai; torchrun reads them by itself.
-# RANK is the node's in older Run:ai, and a process's under torchrun.
-NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
-NODE_COUNTS = ("PET_NNODES", "WORLD_SIZE")
-MASTERS = ("PET_MASTER_ADDR", "MASTER_ADDR")
-
 _POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
-_SHOWN = (
-    "PET_NODE_RANK", "RANK", "PET_NNODES", "WORLD_SIZE", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS", "HOSTNAME",
-    "PET_MASTER_ADDR", "PET_MASTER_PORT", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+_SHOWN = re.compile(r"(PET_|MASTER_)\w+|RANK|WORLD_SIZE|RUNAI_NUM_OF_GPUS|HOSTNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +61,7 @@ class Node:
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     """The node that a command line asks for. A value `env:NAME` is read from the environment, so that one command line
-    serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`); `auto` takes what
-    the platform is known to tell.
+    serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`).
 
     Raises:
         UserError: a number that is none, an address without a port, a variable that is not there, no program.
@@ -84,9 +69,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     parser = argparse.ArgumentParser(
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
-        description="Run one node of a job. A value env:NAME is read from the environment; --nodes, --node-rank and "
-        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say; --node-rank "
-        "and --master may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
+        description="Run one node of a job. A value env:NAME is read from the environment; --node-rank and --master "
+        "may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
@@ -106,39 +90,36 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         fix = "end the command line with `-- script.py …` or `-- -m module …`"
         raise UserError("no program given", fix=fix)
 
-    def told(flag: str, given: str, names: Sequence[str] = ()) -> str:
-        """A flag's value: as it is given, of the variable that it names, or of the first of `names` that is set."""
+    def told(flag: str, given: str, *names: str) -> str:
+        """A flag's value: as it is given, of the variable that it names, or of the first of a PyTorchJob's `names`."""
         if given.startswith("env:"):
-            names = [given.removeprefix("env:")]
-        elif given not in _PORTS or not names:
+            names = (given.removeprefix("env:"),)
+        elif given != PYTORCHJOB or not names:
             return given
-        for name in names:
-            if environ.get(name):
-                return environ[name]
-        what = f"{flag}={given} is not to be had: {', '.join(names)} is not in the environment"
-        fix = "give the value itself"
-        if given in _PORTS:
-            what += ", so that this node does not know which node it is, or where node 0 is"
-            fix += f", or submit the job as a PyTorch training with a master. The platform tells\n{_table(environ)}"
-        raise UserError(what, fix=fix)
+        if value := next(filter(None, map(environ.get, names)), None):
+            return value
+        what = f"{flag}={given} is not to be had: {' or '.join(names)} is not in the environment"
+        fix = "give the value itself, or submit the job as a PyTorch training with a master"
+        raise UserError(what, fix=f"{fix}. The platform tells\n{_table(environ)}")
 
-    def number(flag: str, given: str, names: Sequence[str] = ()) -> int:
-        if not (value := told(flag, given, names)).isdecimal():
+    def number(flag: str, given: str, *names: str) -> int:
+        if not (value := told(flag, given, *names)).isdecimal():
             raise UserError(f"{flag}={value!r} is not a whole number", fix="give one such as 0 or 8")
         return int(value)
 
     # Node 0's address is never guessed: then each node would train alone.
-    master = told("--master", flags.master, MASTERS)
-    if flags.master in _PORTS:
-        ports = (environ.get(name) for name in ("PET_MASTER_PORT", "MASTER_PORT"))
-        master = f"{master}:{next(filter(None, ports), _PORTS[flags.master])}"
+    master = told("--master", flags.master, "PET_MASTER_ADDR", "MASTER_ADDR")
+    if flags.master == PYTORCHJOB:
+        ports = map(environ.get, ("PET_MASTER_PORT", "MASTER_PORT"))
+        master = f"{master}:{next(filter(None, ports), '23456')}"  # the operator's pytorchjob-port
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port", fix="give HOST:PORT, for example 10.0.0.5:29500")
     return Node(
         meet=Rendezvous(
-            nodes=number("--nodes", flags.nodes, NODE_COUNTS),
-            node_rank=number("--node-rank", flags.node_rank, NODE_RANKS),
+            nodes=number("--nodes", flags.nodes),
+            # RANK is the node's in older Run:ai, and a process's under torchrun.
+            node_rank=number("--node-rank", flags.node_rank, "PET_NODE_RANK", "RANK"),
             host=host,
             port=number("--master's port", port),
             run_id=told("--run-id", flags.run_id),
@@ -200,7 +181,7 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     nodes, rank = node.meet.nodes, node.meet.node_rank
     allowed = {"PET_NODE_RANK": {rank}, "JOB_COMPLETION_INDEX": {rank}, "PET_NNODES": {nodes}}
     allowed["WORLD_SIZE"] = {nodes, nodes * node.processes}
-    told, fix = dict(environ), ""
+    told = dict(environ)
     if node.by_pytorchjob:
         allowed["RANK"] = {rank}
         # A pod may have more GPUs than it has ranks.
@@ -210,25 +191,22 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
             name = f"the pod's name {pod[0]}: node"
             told[name] = "0" if pod["role"] == "master" else str(int(pod["index"]) + 1)
             allowed[name] = {rank}
-        fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
-        fix = f"{fix}\n{_table(environ)}"
     for name, values in allowed.items():
         if not (given := told.get(name)) or given in map(str, values):
             continue
-        flag = f"--nodes={nodes}" if name in NODE_COUNTS else f"--node-rank={rank}"
-        of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
         loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ and not node.by_pytorchjob
         yield Finding(
             "warning" if loose else "error",
             "node.contradiction",
-            what=f"{name}={given} does not agree with {flag}{of}",
-            fix=fix or f"submit as many nodes as the job is told of, or take {name} out of the environment",
+            what=f"{name}={given} does not agree with --nodes={nodes} --node-rank={rank} --processes={node.processes}",
+            fix="submit as many nodes as the job is told of (a PyTorchJob's are workers + 1), or take the variable out "
+            f"of the environment. The platform tells\n{_table(environ)}",
         )
 
 
 def _table(environ: Mapping[str, str]) -> str:
-    return "\n".join(f"  {name}={environ[name]}" for name in _SHOWN if name in environ) or "  nothing"
+    return "\n".join(f"  {name}={environ[name]}" for name in sorted(filter(_SHOWN.fullmatch, environ))) or "  nothing"
 
 
 def await_name(host: str) -> None:
