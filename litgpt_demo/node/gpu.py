@@ -54,25 +54,21 @@ class TorchSeen:
     """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> TorchSeen:
+def torch_seen(environ: Mapping[str, str]) -> TorchSeen:
     """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
-    patience = 300.0  # importing torch from an image that was just pulled reads gigabytes
-    hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
-    code, told, errors = _asked("torch", environ, patience=patience, hung=hung, python=python)
+    # Seconds: importing torch from an image that was just pulled reads gigabytes.
+    code, told, errors = _asked("torch", environ, patience=300.0)
     if code == 0:
         with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
             return TorchSeen(**json.loads(told.splitlines()[-1]))
     words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
-    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}", fix=fix)
+    raise UserError(f"torch cannot be asked here what it can use (exit code {code}): {words.strip()[:500]}", fix=fix)
 
 
-def _asked(
-    what: str, environ: Mapping[str, str], *, patience: float, hung: str, python: str | None = None
-) -> tuple[int, str, str]:
+def _asked(what: str, environ: Mapping[str, str], *, patience: float) -> tuple[int, str, str]:
     """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
-    command, pipe = [*((python,) if python else PYTHON), "-m", __name__, what], subprocess.PIPE
+    command, pipe = [*PYTHON, "-m", __name__, what], subprocess.PIPE
     process = subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace")
     try:
         told, errors = process.communicate(timeout=patience)
@@ -80,6 +76,7 @@ def _asked(
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
             process.communicate(timeout=1)
+        hung = f"{what} did not answer for {patience:.0f} s: a GPU of this machine hangs, or its disk does"
         raise NodeError(hung, fix=_REPAIR) from error
     return process.returncode, told, errors
 
@@ -89,11 +86,9 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     if not network.gpus:
         return
     folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
-    patience = 60.0  # seconds: with eight GPUs and no persistence daemon it takes 10
-    hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
     try:
-        asked = {**environ, "LD_LIBRARY_PATH": ":".join(folders)}
-        code, told, words = _asked("driver", asked, patience=patience, hung=hung)
+        # Seconds: with eight GPUs and no persistence daemon it takes 10.
+        code, told, words = _asked("driver", {**environ, "LD_LIBRARY_PATH": ":".join(folders)}, patience=60.0)
         if code != 0:
             raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
     except NodeError as error:
@@ -143,23 +138,20 @@ def check_used(
 
 
 def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
-    has = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here"
     if seen.cuda is None:
         what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
         return what, "install a CUDA build of torch in the image", Fault.USER
-    if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
-        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
+    what = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here ({seen.gpu_error})"
+    if "driver on your system is too old" in seen.gpu_error:
         major = seen.cuda.partition(".")[0]
-        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
-        fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
-        return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
+        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer: " if major in DRIVER_FLOORS else ""
+        return what, f"{needs}upgrade the node pool's, or use an image with an older CUDA", Fault.NODE
     if "no kernel image is available" in seen.gpu_error:
-        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
-        return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
+        fix = "use an image whose torch was built for this GPU: torch.cuda.get_arch_list() names what this one knows"
+        return what, fix, Fault.USER
     if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
-        fix = f"leave {VISIBLE} out, or name GPUs that are here"
-        return f"{has} with {VISIBLE}={environ[VISIBLE]!r} ({seen.gpu_error})", fix, Fault.USER
-    return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
+        return f"{what} with {VISIBLE}={environ[VISIBLE]!r}", f"leave {VISIBLE} out, or name GPUs here", Fault.USER
+    return what, "run elsewhere: exclude this node, and look at its driver", Fault.NODE
 
 
 def libcuda_is_cached() -> bool:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, UserError
+from litgpt_demo.node import gpu
 from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, check_nccl, check_plugin, cores_of
-from litgpt_demo.node.gpu import VISIBLE, TorchSeen, check_gpus, check_used, torch_seen
+from litgpt_demo.node.gpu import VISIBLE, TorchSeen, check_gpus, check_used
 from litgpt_demo.node.network import NetworkUse, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import Rendezvous
@@ -66,12 +67,13 @@ print(keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, keep_to("
     assert done.stdout.split() == ["None", "True", "warning"]
 
 
-def test_why_torch_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_why_torch_does_not_start_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ImportError: libcudnn.so.9: no such file' >&2; exit 1\n")
     python.chmod(0o755)
+    monkeypatch.setattr(gpu, "PYTHON", (str(python),))
     with pytest.raises(UserError, match=r"exit code 1\): ImportError: libcudnn\.so\.9"):
-        torch_seen(os.environ, python=str(python))
+        gpu.torch_seen(os.environ)
 
 
 def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
