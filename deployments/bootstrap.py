@@ -31,7 +31,7 @@ from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.heartbeat import is_there, started
+from litgpt_demo.heartbeat import started
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.storage.private import close_folder, write_private
 
@@ -191,11 +191,11 @@ def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> Non
 
 def _live(name: str) -> psutil.Process | None:
     """Return the server or the worker that was started here, if it lives."""
-    with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = _kept(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
         # A container may have nobody who reaps a zombie.
-        if is_there(process.pid, float(began)) and process.status() != psutil.STATUS_ZOMBIE:
+        if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 
