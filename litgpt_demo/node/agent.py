@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +18,7 @@ import psutil
 from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
-from litgpt_demo.node.network import NetworkUse, bytes_sent
+from litgpt_demo.node.network import NetworkUse
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import FAILURES, torchrun_command
 
@@ -71,14 +70,8 @@ def run_ranks(
     command = torchrun_command(meet, processes=processes, program=node.program, log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    ports: list[str] = []
-    # The cards that this node found for NCCL; other values of the user's name none.
-    if node.network.hca is not None and (cards := environ.get("NCCL_IB_HCA", "")).startswith("="):
-        ports = cards[1:].split(",")
-    # Of all interfaces: sockets would take any of them.
-    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
-    sent = partial(bytes_sent, Path("/sys"), ports, interfaces)
-    wrong = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, sent=sent))
+    use = NetworkUse(node.network, logs, nodes=meet.nodes, cards=environ.get("NCCL_IB_HCA", ""))
+    wrong = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
         return Ending(asked=leave.asked)
