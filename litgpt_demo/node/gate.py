@@ -189,15 +189,13 @@ def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
         return None
 
     def evidence(node: int) -> str:
-        """The figures that speak of one node."""
-        told = []
-        if mine := {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}:
-            others = sorted(speed for pair, speed in result.pairs.items() if node not in pair)
-            words = ", ".join(f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items())
-            told.append(words + (f", others have {others[len(others) // 2]:.2f}" if others else ""))
+        mine = {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}
+        told = [f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items()]
+        if others := [speed for pair, speed in result.pairs.items() if node not in pair]:
+            told.append(f"others have {median(others):.2f}")
         if node in result.alone:
             told.append(f"{result.alone[node]:.2f} GB/s within the node")
-        return "; ".join(told) or "nothing else was measured"
+        return ", ".join(told) or "nothing else was measured"
 
     best, slow, hosts = result.best, result.slow, result.hosts
     what = (
@@ -210,14 +208,10 @@ def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
         named = ", ".join(f"node {number} ({hosts[number]})" for number in slow)
         return NetworkError(f"{what}; {named} is slow: {evidence(slow[0])}")
     if result.nodes == 2:
-        both = " and ".join(hosts)
-        return NetworkError(
-            f"{what}; of two nodes it cannot be told which is slow: measure {both} with a third one each"
-        )
-    return NetworkError(
-        f"{what}; all nodes are alike ({evidence(0)}), so look at what they share: the fabric's settings "
-        "(render --explain), the plug-in's release, the placement"
-    )
+        fix = f"measure {' and '.join(hosts)} with a third one each"
+        return NetworkError(f"{what}, and of two nodes it cannot be told which is slow", fix=fix)
+    fix = "look at what they share: the fabric's settings (render --explain), the plug-in's release, the placement"
+    return NetworkError(f"{what}; all nodes are alike ({evidence(0)})", fix=fix)
 
 
 # --- the order of ranks -----------------------------------------------------------------------------------------------
@@ -236,16 +230,14 @@ def place_of(source: str | None, environ: Mapping[str, str]) -> str:
         return ""
     from urllib.request import Request, urlopen
 
-    # Google's own libraries find another server by this variable too.
-    host = environ.get("GCE_METADATA_HOST", "169.254.169.254")
+    host = environ.get("GCE_METADATA_HOST", "169.254.169.254")  # as Google's own libraries find another server
     url = f"http://{host}/computeMetadata/v1/instance/attributes/physical_host"
     request = Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()
     except OSError as error:  # machines without a placement policy have no such attribute
-        words = f"the place of this machine is not known: {error} -> ranks keep their order"
-        print(f"warning [node.place] {words}", flush=True)
+        print(f"warning [node.place] this machine's place is not known: {error} -> ranks keep their order", flush=True)
         return ""
 
 
@@ -257,10 +249,10 @@ def ranks_by_place(places: Sequence[str]) -> list[int]:
     """
     parts = [tuple(part for part in place.split("/") if part) for place in places]
 
-    def order(node: int) -> tuple[bool, bool, tuple[tuple[bool, str], ...], int]:
+    def order(node: int) -> tuple[object, ...]:
         mine, first = parts[node], parts[0]
-        shared = [mine[: depth + 1] != first[: depth + 1] for depth in range(len(mine))]
-        return node != 0 and not mine, node != 0 and not first, tuple(zip(shared, mine, strict=True)), node
+        near = tuple((mine[: depth + 1] != first[: depth + 1], part) for depth, part in enumerate(mine))
+        return node != 0, not mine, near, node
 
     ordered = sorted(range(len(places)), key=order)
     return [ordered.index(node) for node in range(len(places))]
