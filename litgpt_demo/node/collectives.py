@@ -51,16 +51,13 @@ class Ranks:
         self.node, self.nodes = self.rank // self.per_node, self.world // self.per_node
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+        self._synchronize: Callable[[], None] = partial(torch.cuda.synchronize, self.device) if cuda else lambda: None
         self.largest = largest or _LARGEST[self.device.type]
         self._small = torch.full((1,), self.rank + 1, dtype=torch.float64, device=self.device)
         dist.all_reduce(self._small)
-        right = self.world * (self.world + 1) / 2
-        if float(self._small) != right:
-            raise NetworkError(
-                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
-                "corrupts data",
-                fix="run NVIDIA's dcgmi diag on the nodes",
-            )
+        if (found := float(self._small)) != (right := self.world * (self.world + 1) / 2):
+            what = f"the sum over {self.world} ranks is {found:g}, not {right:g}: the network or a GPU corrupts data"
+            raise NetworkError(what, fix="run NVIDIA's dcgmi diag on the nodes")
         self._buffer = torch.zeros(self.largest // 4, dtype=torch.float32, device=self.device)
         self._begun = time.monotonic()
         self._end = self._begun + seconds
@@ -87,10 +84,6 @@ class Ranks:
             action()
         self._synchronize()
         return (time.perf_counter() - start) / repeats
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _all_reduce(
         self, members: Sequence[int], group: Any, *, budget: float, largest: int | None = None

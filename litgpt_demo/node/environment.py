@@ -122,9 +122,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
         fix = "give the interface one address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
     elif len(indices) > 1:
         what = f"the ports {', '.join(names)} have their address that is RoCE v2 over IPv4 at different indices"
-        fix = (
-            "set NCCL_IB_HCA in platform.overrides to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
-        )
+        fix = "set NCCL_IB_HCA in platform.overrides to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
     else:
         return names, indices.pop()
     raise NodeError("\n".join([f"{what} in the table", *(rows or ["  (empty)"])]), fix=fix)
