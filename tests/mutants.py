@@ -32,7 +32,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "is not NcclFit.FAILS", "launcher/checks/test_fitness.py"),
     ("forged-job-is-believed", "launcher/runs/attempts.py", "if not any(platform.gave(record.job_id,",
      "if False and any(platform.gave(record.job_id,", "launcher/runs/test_attempts.py"),
-    ("mounted-code-is-believed", "litgpt_demo/node/code.py", '!= named["sha256"]:', '== "":',
+    ("mounted-code-is-believed", "litgpt_demo/node/code.py", "!= named[1]:", '== "":',
      "litgpt_demo/node/test_node_code.py"),
     ("ignore-file-brings-secrets-back", "launcher/images/context.py", "PatternMatcher([*lines, *after, file.name])",
      "PatternMatcher([*after, *lines, file.name])", "launcher/runs/test_code.py"),
