@@ -211,14 +211,13 @@ def cores_of(text: str) -> set[int]:
     return found
 
 
-def keep_to(cpus: str | None) -> Finding | None:
+def keep_to(cpus: str | None) -> Iterator[Finding]:
     """Keep this process and all that it starts off the cores that the network's own threads are bound to."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
-        return None
+        return
     if mine := os.sched_getaffinity(0) & cores_of(cpus):
         os.sched_setaffinity(0, mine)
-        return None
-    what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
-    return Finding(
-        "warning", "node.cores", what, "use the machine type that the network profile is made for", Fault.NODE
-    )
+    else:
+        what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
+        fix = "use the machine type that the network profile is made for"
+        yield Finding("warning", "node.cores", what, fix, Fault.NODE)

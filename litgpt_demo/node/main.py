@@ -90,7 +90,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         found = [*check_call(node), *contradictions(node, os.environ)]
         ranks: dict[str, str] = {}
         if not any(finding.severity == "error" for finding in found):
-            bound = keep_to(node.network.cpus)
+            found += keep_to(node.network.cpus)
             ranks, unset = exports(node, os.environ, cores=usable_cores()), []
             try:
                 ranks = of_network(node.network, ranks)
@@ -98,7 +98,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
                 unset.append(Finding.of(error, "network.environment"))
             ranks = with_libcuda(ranks)
             # A script of the network may have failed because of what is wrong with the machine: that comes first.
-            found += [*([bound] if bound else []), *check_machine(node, ranks), *unset]
+            found += [*check_machine(node, ranks), *unset]
         for finding in found:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
@@ -107,8 +107,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         if node.code is not None:
             stack.enter_context(unpacked_code(node.code, code))
             if not (script := node.program[0]).startswith("-") and not (code / script).is_file():
-                fix = "give its path in there"
-                raise UserError(f"the program {script} is no file of the mounted code", fix=fix)
+                raise UserError(f"the program {script} is no file of the mounted code", fix="give its path in there")
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         with times.spent_on("gate"):
@@ -122,7 +121,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
             with times.spent_on("stage"):
                 first, *_ = [stage(address, node.own / "data") for address in node.stage]
             ranks["LITGPT_DATASET"] = str(first)
-        if node.code is not None:
+        if node.code is not None:  # the gate's ranks are ours
             ranks[CODE] = str(code)
         ranks[TIMES] = json.dumps(asdict(times))
         ending = run_ranks(node, ranks, leave, place=place)
@@ -146,14 +145,12 @@ def main(argv: Sequence[str]) -> int:
     node = parse(unpack(argv, os.environ), os.environ)
     attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
     times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0
-    number = node.meet.node_rank
-    path = node.directory / f"node-{number}.json"
+    number, path = node.meet.node_rank, node.own.with_suffix(".json")
     with contextlib.ExitStack() as stack:
         if node.log_uri is not None and open_storage(node.log_uri).address() != str(node.directory.resolve()):
-            told = os.environ.get("LITGPT_RESTART", "")
-            life = int(told) if told.isdecimal() else 0
-            kept = uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every)
-            stack.enter_context(kept)
+            restart = os.environ.get("LITGPT_RESTART", "")
+            life = int(restart) if restart.isdecimal() else 0
+            stack.enter_context(uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every))
             stack.enter_context(tee(path.with_suffix(".log")))
         outcome = run(node, times, path)
         outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
