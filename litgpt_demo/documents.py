@@ -167,8 +167,7 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
 def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
-    A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
-    those that are there already and right.
+    A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.
     """
     records = list(records)
     if (folder := storage.local_path()) is None:

@@ -311,9 +311,6 @@ class Finding:
 
 
 def fault_of_findings(findings: Iterable[Finding], *, severity: Severity = "error") -> Fault | None:
-    """Return the class of the failure that the findings of a severity foretell, None where there are none.
-
-    A mistake in the config comes first: the user can fix it.
-    """
+    """Return the class of the failure that the findings of a severity foretell: first the user's, who can mend it."""
     faults = {finding.fault for finding in findings if finding.severity == severity}
     return Fault.USER if Fault.USER in faults else min(faults, default=None)

@@ -93,9 +93,7 @@ def run_ranks(
 
 
 def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> RankFailure | None:
-    """Return when torchrun has ended; what is wrong, if it was killed because ranks fell silent, which then have told
-    their stacks, or because NCCL uses another network than the node's.
-    """
+    """Return when torchrun has ended; with what is wrong, if it was killed for silent ranks, or for another network."""
     watcher = Watcher()
     while True:
         paused = time.monotonic()
@@ -164,12 +162,10 @@ def tagged(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
-    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more.
-
-    It looks again until it finds none, because a process can start another between the look and the kill.
-    """
+    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more."""
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
+    # Until there are none, because a process can start another between the look and the kill.
     while (left := tagged(name, value)) and time.monotonic() < kill_at + 10:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -170,9 +170,7 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
 
 
 def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
-    """Check that the network's receive daemon answers. It has `patience` seconds to come up, where the platform has not
-    waited for it: TCPXO's takes 30.
-    """
+    """Check that the network's receive daemon answers, which has `patience` seconds to come up: TCPXO's takes 30."""
 
     def unanswered(place: str) -> str:
         try:

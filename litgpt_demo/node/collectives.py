@@ -28,11 +28,11 @@ _SMALLEST, _LARGEST = 2**20, {"cuda": 2**30, "cpu": 2**26}
 
 
 def rounds(nodes: int, *, most: int) -> list[list[NodePair]]:
-    """At most `most` rounds in each of which every node has one partner or none, all pairs different. With fewer than
-    all they are spread evenly, so that partners are near and far.
+    """At most `most` rounds in each of which every node has one partner or none, all pairs different.
 
-    The numbers of partners have one sum in a round, modulo the number of nodes.
+    With fewer than all they are spread evenly, so that partners are near and far.
     """
+    # The numbers of two partners have one sum in a round, modulo the number of nodes.
     every = [[(one, (turn - one) % nodes) for one in range(nodes)] for turn in range(nodes)]
     every = [pairs for turn in every if (pairs := [pair for pair in turn if pair[0] < pair[1]])]
     return every if len(every) <= most else [every[number * len(every) // most] for number in range(most)]
@@ -42,9 +42,7 @@ class Ranks:
     """The process group, seen from one rank. What all ranks have to decide alike follows from sums among them."""
 
     def __init__(self, *, seconds: float, largest: int | None, heart: Heartbeat) -> None:
-        """Meet all other ranks, and see that a sum comes out right: a link may be fast and wrong. The `seconds` are for
-        everything that is measured from now on.
-        """
+        """Meet all ranks, and see that a sum comes out right; `seconds` are for all that is measured from now on."""
         self._heart = heart
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.per_node = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -88,9 +86,7 @@ class Ranks:
     def _all_reduce(
         self, members: Sequence[int], group: Any, *, budget: float, largest: int | None = None
     ) -> list[Speed]:
-        """Speeds of growing sizes, as far as `budget` seconds reach, the smallest whatever it takes. Every rank of
-        `members` calls this, and no other.
-        """
+        """Speeds of growing sizes, as far as `budget` seconds reach. Every rank of `members` calls this, no other."""
         size, spent, predicted = min(_SMALLEST, self.largest), 0.0, 0.0
         found: list[Speed] = []
         while size <= (largest or self.largest) and (not found or spent + 3 * predicted < budget):

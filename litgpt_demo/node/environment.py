@@ -28,11 +28,7 @@ _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 
 
 
 def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
-    """`environ` as the network wants it.
-
-    What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
-    user's last of all.
-    """
+    """`environ` as the network wants it. Scripts overwrite what was set: the profile's and the user's come later."""
 
     def with_libraries(environ: Mapping[str, str]) -> dict[str, str]:
         there = filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
@@ -146,6 +142,7 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
+
     Its own choice is a folder that is taken whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
     """
     with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache

@@ -132,9 +132,8 @@ def _last_lines(folder: Path, size: int) -> list[str]:
 
 
 def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: int) -> list[Trace]:
-    """Return the traces of a node that ended badly: of its `ranks`, by rank within the whole job, whose output lies in
-    these folders and whose flight recorders' dumps in `recorders`; of the kernel `since` then, in seconds of the epoch;
-    and of the processes of this container that it `killed` for want of memory.
+    """Return the traces of a node that ended badly: of its `ranks` by number within the whole job, with the folder of
+    each one's output; of their dumps in `recorders`; of the kernel `since` then (by the epoch), and what it `killed`.
     """
     found = []
     if killed:

@@ -135,8 +135,7 @@ def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
 def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | None:
     """Measure, and go on if the network is good; the result is in the node's folder too, and None where none is needed.
 
-    It is a NodeError if this node is the slow one, a NetworkError if another node or the network as a whole is, or if
-    the measurement did not end.
+    It is a NodeError if this node is the slow one, else a NetworkError, also if the measurement did not end.
     """
     network = node.network
     if node.meet.nodes < 2 or network.gate_seconds == 0:
@@ -182,9 +181,7 @@ def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> li
 
 
 def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
-    """Return what this node has to say of the result; None if the network is good enough. The slow node ends with a
-    fault of its own, so that the next attempt can leave it out; the others only lost a peer.
-    """
+    """Return this node's error, None if the network is good enough; the slow node's lets an attempt leave it out."""
     if result.enough:
         return None
 

@@ -118,10 +118,7 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 def check_used(
     network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
 ) -> Iterator[Finding]:
-    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot.
-
-    What the job did not ask for is a warning: it may be meant.
-    """
+    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot."""
     if seen.gpus == 0:
         what, fix, fault = _why_unused(seen, environ)
         if network.gpus:

@@ -30,10 +30,7 @@ _turn = threading.RLock()
 
 
 class LossyLog(io.FileIO):
-    """A file that has a line whole or, where its disk has no room, not at all; room is kept for lines of trouble.
-
-    Streams and processes may share it.
-    """
+    """A file, which streams and processes may share, that has a line whole or, where its disk is full, not at all."""
 
     def __init__(self, file: Path | int, mode: str, *, closefd: bool = True) -> None:
         super().__init__(file, mode, closefd=closefd)
@@ -97,10 +94,7 @@ class LossyLog(io.FileIO):
 
 
 def drop_what_does_not_fit() -> None:
-    """Let `print` lose a line where the disk of the log is full.
-
-    Without this the line raises OSError and ends what runs, and Python ends with 120 when it cannot flush its output.
-    """
+    """Let `print` lose a line where the log's disk is full: else it raises OSError, and Python ends with 120."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()

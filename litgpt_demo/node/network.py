@@ -217,10 +217,7 @@ class NetworkUse:
         self._seen: set[str] = set()
 
     def _sent(self) -> tuple[int, int] | None:
-        """Bytes that cards and interfaces have sent; None where there are none, or a pod may not look.
-
-        RDMA bypasses the kernel's network stack: a card's counter moves, that of its interface stays still.
-        """
+        """Bytes that cards and interfaces have sent, None where a pod may not look. RDMA counts for cards alone."""
         try:
             cards, kernel = ([int(file.read_text()) for file in files] for files in (self._cards, self._interfaces))
         except (OSError, ValueError):
@@ -228,10 +225,7 @@ class NetworkUse:
         return (4 * sum(cards), sum(kernel)) if cards and kernel else None  # port_xmit_data counts words of four bytes
 
     def look(self, *, steps: int = 0) -> RankFailure | None:
-        """Read what is new; what is told if the network is not the one asked for.
-
-        After the first of the ranks' `steps` NCCL has begun, and has to have said so.
-        """
+        """Read what is new; what is wrong, if the network is another, or NCCL has said nothing after the first step."""
         if self._expected is None:
             return None
         for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):

@@ -81,9 +81,7 @@ def torchrun_command(meet: Rendezvous, *, processes: int, program: Sequence[str]
 
 
 def main(argv: Sequence[str]) -> int:
-    """torchrun with these arguments; 1 if a rank failed, as torchrun itself, or the code of a full disk where there is
-    no room to write down how.
-    """
+    """torchrun with these arguments: 1 if a rank failed, or the code of a full disk if how cannot be written down."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
