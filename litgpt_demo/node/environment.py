@@ -54,18 +54,16 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
-            command = ["bash", "-c", _SOURCE, "source", str(target), *scripts]
-            done = subprocess.run(command, env=dict(environ), check=False)
+            code = subprocess.call(["bash", "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ))
         except FileNotFoundError as error:
-            what = f"the network's scripts need bash, and the image has none ({error})"
-            raise UserError(what, fix="install it") from error
-        if done.returncode != 0 or not target.exists():
-            what = f"the network's scripts {', '.join(scripts)} ended with {done.returncode}"
+            raise UserError(
+                f"the network's scripts need bash, and the image has none ({error})", fix="install it"
+            ) from error
+        if code != 0 or not target.exists():
+            what = f"the network's scripts {', '.join(scripts)} ended with {code}"
             raise UserError(what, fix="what they printed is above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
-    pairs = (entry.partition("=") for entry in entries if "=" in entry)
-    own = {"_", "SHLVL", "PWD", "OLDPWD"} - environ.keys()  # bash's, which a rank has no use for
-    return {name: value for name, _, value in pairs if name not in own}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 # --- RDMA over Ethernet: which card, and which entry of its table of addresses (GIDs) ---------------------------------

@@ -13,8 +13,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,19 +152,19 @@ def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interva
             target.upload(aside, name, move=True)
             done[name] = (told.st_size, told.st_mtime)
 
-    def attempt(action: Callable[[], None]) -> None:
-        # A bucket that does not answer must not end a training; the next look copies what this one could not.
-        try:
-            action()
-        except (TrainLitgptError, OSError) as error:
-            message = f"logs could not be copied: {error} -> they are in {directory}"
-            print(f"warning [node.log-uri] {message}", flush=True)
-
     def run() -> None:
-        attempt(set_aside)
-        for look in itertools.count(1):
-            last = over.wait(interval)
-            attempt(partial(copy, look, last))
+        for look in itertools.count():
+            last = look > 0 and over.wait(interval)
+            try:
+                if look == 0:
+                    set_aside()
+                else:
+                    copy(look, last)
+            # A bucket that does not answer must not end a training; the next look copies what this one could not.
+            except (TrainLitgptError, OSError) as error:
+                print(
+                    f"warning [node.log-uri] logs could not be copied: {error} -> they are in {directory}", flush=True
+                )
             if last:
                 return
 

@@ -135,26 +135,26 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
 
     The `owner` is who has it, as `the image's torch 2.13.0`; `instead` what to do, where the caller knows better.
     """
-    fit, name = network.nccl_fit(version), network.name
+    fit, name, has = network.nccl_fit(version), network.name, f"{owner} has NCCL {version}"
     tested = " or ".join(network.nccl_versions)
     use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
     use = instead or (use if tested else "use an image with another NCCL")
     if fit is NcclFit.FAILS:
-        what = f"{owner} has NCCL {version}, which is known to fail with the {name} plug-in"
-        yield Finding("error", "nccl.version", what, use)
+        yield Finding("error", "nccl.version", f"{has}, which is known to fail with the {name} plug-in", use)
     elif fit is NcclFit.UNKNOWN:
-        what = f"{owner} has NCCL {version}, and which NCCL this release of the {name} plug-in works with is not known"
+        what = f"{has}, and which NCCL this release of the {name} plug-in works with is not known"
         other = " or ".join(network.nccl_elsewhere)
-        fix = f"another release is qualified for {other} (docs/network.md)"
-        yield Finding("warning", "nccl.version", what, f"{fix}: take that one, or let a short job prove this")
+        fix = f"take the release that is qualified for {other} (docs/network.md), or let a short job prove this"
+        yield Finding("warning", "nccl.version", what, fix)
     elif fit is NcclFit.UNQUALIFIED:
         loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
-        what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "
-        what += "loads it, which is no proof that it works" if loads else "is not known to load it"
-        allowed = network.allow_unqualified
-        fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
-        fix = "platform.allow_unqualified_nccl is set: the job goes on" if allowed else fix
-        yield Finding("warning" if allowed else "error", "nccl.version", what, fix)
+        known = "loads it, which is no proof that it works" if loads else "is not known to load it"
+        what = f"{has}, and the {name} plug-in is qualified for {tested}: this one {known}"
+        if network.allow_unqualified:
+            yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job go on")
+        else:
+            fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
+            yield Finding("error", "nccl.version", what, fix)
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:

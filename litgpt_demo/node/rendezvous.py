@@ -212,19 +212,17 @@ def _table(environ: Mapping[str, str]) -> str:
 def await_name(host: str) -> None:
     """Return when node 0's name resolves: a headless Service knows its pods only once they are there."""
     limit = 600.0  # seconds: as torchrun's own rendezvous waits (elastic/rendezvous/static_tcp_rendezvous.py)
-    deadline, pause = time.monotonic() + limit, 0.5
+    deadline = time.monotonic() + limit
     while True:
         try:
             socket.getaddrinfo(host.strip("[]"), None)
             return
         except OSError as error:
-            if time.monotonic() + pause > deadline:
-                raise NetworkError(
-                    f"node 0's name {host} did not resolve for {limit:.0f} s ({error}); look whether its pod is there "
-                    "(pending, or its image not pulled), and whether the job's headless Service is"
-                ) from error
-        time.sleep(pause)
-        pause = min(pause * 2, 5.0)
+            if time.monotonic() > deadline:
+                what = f"node 0's name {host} did not resolve for {limit:.0f} s ({error})"
+                fix = "see whether its pod is pending, or pulls its image, and the job's headless Service is there"
+                raise NetworkError(what, fix=fix) from error
+        time.sleep(1.0)
 
 
 def machine_name() -> str:
