@@ -56,9 +56,7 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
         try:
             code = subprocess.call(["bash", "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ))
         except FileNotFoundError as error:
-            raise UserError(
-                f"the network's scripts need bash, and the image has none ({error})", fix="install it"
-            ) from error
+            raise UserError("the network's scripts need bash, and the image has none", fix="install it") from error
         if code != 0 or not target.exists():
             what = f"the network's scripts {', '.join(scripts)} ended with {code}"
             raise UserError(what, fix="what they printed is above")

@@ -162,9 +162,7 @@ def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interva
                     copy(look, last)
             # A bucket that does not answer must not end a training; the next look copies what this one could not.
             except (TrainLitgptError, OSError) as error:
-                print(
-                    f"warning [node.log-uri] logs could not be copied: {error} -> they are in {directory}", flush=True
-                )
+                print(f"warning [node.log-uri] logs are not copied: {error} -> they are in {directory}", flush=True)
             if last:
                 return
 
