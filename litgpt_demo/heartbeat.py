@@ -36,7 +36,7 @@ from litgpt_demo.storage.local import explaining
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
 """The environment variable of every process below a node with the node's own folder."""
 
-_BEATS = "heartbeats"
+BEATS = "heartbeats"
 _LENGTH = 1024  # bytes: each sign of life is written over the last one, in one write and blanks to this length
 
 
@@ -73,7 +73,7 @@ class Heartbeat:
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
         rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
-        self._path = Path(node) / _BEATS / f"{local_rank}.json"
+        self._path = Path(node) / BEATS / f"{local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
         stacks = (Path(errors).parent if errors else self._path.parent) / f"stacks-of-rank-{rank}.txt"
         # What each sign of life has of the fields of Beat, whatever is done.
@@ -109,16 +109,10 @@ class Heartbeat:
         self._stacks = None
 
 
-def clear_beats(node: Path) -> None:
-    """Remove what ranks of an earlier life of this node have left."""
-    for path in (node / _BEATS).glob("*.json"):
-        path.unlink()
-
-
 def read_beats(node: Path) -> list[Beat]:
     """The last sign of life of every rank of the node that lives and gives any."""
     found = []
-    for path in sorted((node / _BEATS).glob("*.json")):
+    for path in sorted((node / BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
         with suppress(FileNotFoundError, DataError):
             beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")

@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
+from litgpt_demo.heartbeat import BEATS, NODE_DIRECTORY, Watcher, ask_for_stacks, is_held, read_beats, waits
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
 from litgpt_demo.node.network import NetworkUse
 from litgpt_demo.node.rendezvous import Node
@@ -62,10 +62,9 @@ def run_ranks(
     of all its processes is how strays are found.
     """
     logs = node.own / folder
-    (logs / FAILURES).unlink(missing_ok=True)
-    clear_beats(node.own)
-    for dump in node.own.glob(f"{RECORDER}*"):
-        dump.unlink()
+    # What an earlier life of this node has left.
+    for left in (logs / FAILURES, *node.own.glob(f"{BEATS}/*.json"), *node.own.glob(f"{RECORDER}*")):
+        left.unlink(missing_ok=True)
     meet, processes = node.meet if place is None else replace(node.meet, node_rank=place), node.processes
     command = torchrun_command(meet, processes=processes, program=node.program, log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()

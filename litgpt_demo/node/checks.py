@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
+import shutil
 import socket
 import stat
 import time
@@ -27,9 +29,8 @@ def check_call(node: Node) -> Iterator[Finding]:
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
-    script = node.program[0]
     # Code that is still to be fetched has the program in it.
-    if node.code is None and not script.startswith("-") and not Path(script).is_file():
+    if node.code is None and not (script := node.program[0]).startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
         yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
@@ -70,10 +71,8 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     if not any(finding.severity == "error" for finding in sick):
         yield from check_torch(node, environ, root)
     yield from check_interfaces(network, root)
-    folder, size = root / "dev/shm", 0
-    if folder.exists():
-        told = os.statvfs(folder)
-        size = told.f_blocks * told.f_frsize
+    folder = root / "dev/shm"
+    size = shutil.disk_usage(folder).total if folder.exists() else 0
     # NCCL fails with too little of it, by `No space left on device`, data loaders by a bus error (NVIDIA/nccl#290).
     if size < network.shm_bytes:
         what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
@@ -91,10 +90,9 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
         yield Finding("error", "network.pmtu", what, fix)
     # A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead.
-    found = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    name, _, number = found.partition(" ")
+    name, number = platform.libc_ver()
     if network.glibc is not None and not (name == "glibc" and within(number, (f">={network.glibc}",))):
-        what = f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}"
+        what = f"the image has {name or 'no glibc'} {number}, and {network.name}'s plug-in needs glibc {network.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
     if node.meet.nodes > 1:
         yield from check_daemon(network)
@@ -158,8 +156,9 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     if missing := [name for name in network.interfaces if name not in there]:
         what = f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}"
-        fix = "look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
-        fix += "networks that the node pool has"
+        fix = (
+            "see the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and the node pool's"
+        )
         yield Finding("error", "network.interfaces", what, fix, Fault.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"

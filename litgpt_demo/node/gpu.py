@@ -217,23 +217,16 @@ def _say_torch() -> None:
 
 
 def _nccl() -> tuple[str | None, str]:
-    """Return version and path of the NCCL whose functions torch calls: of several, the one that was preloaded."""
+    """Return the version of the NCCL that torch calls, of several the preloaded one's, and the paths of all."""
     maps = Path("/proc/self/maps").read_text()
     paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
-    if not paths:
+    library, code = ctypes.CDLL(None), ctypes.c_int()
+    if paths and not hasattr(library, "ncclGetVersion"):  # it came with torch alone
+        library = ctypes.CDLL(paths[0])
+    if not paths or library.ncclGetVersion(ctypes.byref(code)) != 0:
         return None, ""
-    library, code, path = ctypes.CDLL(None), ctypes.c_int(), paths[0]
-    if hasattr(library, "ncclGetVersion"):
-        address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p).value or 0
-        for start, end, mapped in re.findall(r"^(\w+)-(\w+) .* (/\S*libnccl\.so\S*)$", maps, re.MULTILINE):
-            if int(start, 16) <= address < int(end, 16):
-                path = mapped
-    else:  # it came with torch alone
-        library = ctypes.CDLL(path)
-    if library.ncclGetVersion(ctypes.byref(code)) != 0:
-        return None, path
     number = code.value  # since 2.9: major, two digits of minor, two of patch
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", path
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", " and ".join(paths)
 
 
 if __name__ == "__main__":
