@@ -15,12 +15,13 @@ from types import FrameType
 
 import psutil
 
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import BEATS, NODE_DIRECTORY, Watcher, ask_for_stacks, is_held, read_beats, waits
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
 from litgpt_demo.node.network import NetworkUse
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torchrun import FAILURES, torchrun_command
+from litgpt_demo.node.torchrun import FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,33 @@ class Leave:
     asked: float | None = None
 
 
+def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
+    """The argument list that starts this node's ranks: a script, or `-m` and a module, then its arguments. In `log_dir`
+    torchrun keeps one directory per rank with its output and error file.
+
+    The rendezvous is static: ranks follow from `node_rank` alone, and no host has to recognise its own name
+    (pytorch#73656). torchrun's own restarts stay off, because a gang cannot heal in part: a new attempt restarts all.
+    """
+    module = ("-m",) if node.program[0] == "-m" else ()
+    return [
+        *PYTHON, "-m", "litgpt_demo.node.torchrun",
+        f"--nnodes={node.nodes}",
+        f"--node-rank={node.node_rank}",
+        f"--nproc-per-node={node.processes}",
+        f"--master-addr={node.host}",
+        f"--master-port={node.port}",
+        f"--rdzv-id={node.run_id}",
+        "--max-restarts=0",
+        f"--log-dir={log_dir}",
+        "--tee=3",
+        "--role=rank",
+        *module,
+        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
+        "--",
+        *node.program[len(module):],
+    ]  # fmt: skip
+
+
 def run_ranks(
     node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
 ) -> Ending:
@@ -65,11 +93,11 @@ def run_ranks(
     # What an earlier life of this node has left.
     for left in (logs / FAILURES, *node.own.glob(f"{BEATS}/*.json"), *node.own.glob(f"{RECORDER}*")):
         left.unlink(missing_ok=True)
-    meet, processes = node.meet if place is None else replace(node.meet, node_rank=place), node.processes
-    command = torchrun_command(meet, processes=processes, program=node.program, log_dir=str(logs))
+    place = node.node_rank if place is None else place
+    command = torchrun_command(replace(node, node_rank=place), log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    use = NetworkUse(node.network, logs, nodes=meet.nodes, cards=environ.get("NCCL_IB_HCA", ""))
+    use = NetworkUse(node.network, logs, nodes=node.nodes, cards=environ.get("NCCL_IB_HCA", ""))
     wrong = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
@@ -79,7 +107,7 @@ def run_ranks(
     failures, agent = read_failures(logs)
     failures = [wrong] if wrong is not None else failures
     failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
-    of_ranks = {meet.node_rank * processes + local: folder for local, folder in folders.items()}
+    of_ranks = {place * node.processes + local: folder for local, folder in folders.items()}
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,

@@ -22,10 +22,9 @@ from litgpt_demo.storage.local import NO_ROOM
 
 def check_call(node: Node) -> Iterator[Finding]:
     """Yield what in the call would make this node fail, as far as a moment's look shows it."""
-    meet = node.meet
-    if meet.node_rank >= meet.nodes:
-        what = f"--node-rank={meet.node_rank} is not one of --nodes={meet.nodes}"
-        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {meet.nodes - 1}")
+    if node.node_rank >= node.nodes:
+        what = f"--node-rank={node.node_rank} is not one of --nodes={node.nodes}"
+        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {node.nodes - 1}")
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
@@ -41,8 +40,8 @@ def check_call(node: Node) -> Iterator[Finding]:
         full = error.errno in NO_ROOM
         fix = "make room on its disk" if full else "mount or create a folder that can"
         yield Finding("error", "node.directory", what, fix, Fault.DISK_FULL if full else Fault.NODE)
-    if meet.node_rank == 0 and not port_is_free(meet.port):
-        what = f"port {meet.port} of --master={meet.host}:{meet.port} is taken on this node"
+    if node.node_rank == 0 and not port_is_free(node.port):
+        what = f"port {node.port} of --master={node.host}:{node.port} is taken on this node"
         fix = "end what listens there, or choose another port"
         yield Finding("error", "node.port", what, fix, Fault.NODE)
 
@@ -94,7 +93,7 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     if network.glibc is not None and not (name == "glibc" and within(number, (f">={network.glibc}",))):
         what = f"the image has {name or 'no glibc'} {number}, and {network.name}'s plug-in needs glibc {network.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
-    if node.meet.nodes > 1:
+    if node.nodes > 1:
         yield from check_daemon(network)
         yield from check_plugin(network, environ)
 
@@ -106,7 +105,7 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
     visible = environ.get(gpu.VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
     about_gpus = network.gpus > 0 or visible
     named = network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)
-    about_nccl = node.meet.nodes > 1 and bool(network.nccl_fails or named)
+    about_nccl = node.nodes > 1 and bool(network.nccl_fails or named)
     if not (about_gpus or about_nccl):
         return
     try:

@@ -138,14 +138,14 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     It is a NodeError if this node is the slow one, else a NetworkError, also if the measurement did not end.
     """
     network = node.network
-    if node.meet.nodes < 2 or network.gate_seconds == 0:
+    if node.nodes < 2 or network.gate_seconds == 0:
         return None
     path = node.own / RESULT
     path.unlink(missing_ok=True)
-    floor = network.floor(node.meet.nodes)
+    floor = network.floor(node.nodes)
     flags = ["--seconds", str(network.gate_seconds), *(["--floor", str(floor)] if floor is not None else [])]
-    meet = replace(node.meet, port=node.meet.port + PORT, run_id=f"{node.meet.run_id}-gate")
-    gate = replace(node, meet=meet, program=("-m", "litgpt_demo", "collectives", *flags))
+    program = ("-m", "litgpt_demo", "collectives", *flags)
+    gate = replace(node, port=node.port + PORT, run_id=f"{node.run_id}-gate", program=program)
     ending = run_ranks(gate, environ, leave, folder="gate")
     leave.torchrun = None
     fault = fault_of(ending)
@@ -154,7 +154,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
         raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
-    if problem := verdict(result, node.meet.node_rank, name=network.name):
+    if problem := verdict(result, node.node_rank, name=network.name):
         if not network.allow_sockets:
             raise problem
         print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)

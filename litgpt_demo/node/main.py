@@ -62,14 +62,14 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first."""
     first, cause = place * node.processes, decisive(ending.failures)
     return {
-        "node": node.meet.node_rank,
+        "node": node.node_rank,
         "host": machine_name(),
         "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
         "asked": ending.asked,
         "ended": time.time(),
-        "nodes": node.meet.nodes,
+        "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
@@ -82,7 +82,7 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
 
 def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
     """Everything from the checks to the report, which will lie at `path`."""
-    leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.meet.node_rank
+    leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.node_rank
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
         reserve(path)
     pass_signals_on(leave, grace=node.grace)
@@ -103,7 +103,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), Ending(), place=place)
-        await_name(node.meet.host)
+        await_name(node.host)
         if node.code is not None:
             stack.enter_context(unpacked_code(node.code, code))
             if not (script := node.program[0]).startswith("-") and not (code / script).is_file():
@@ -131,7 +131,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         words = f"{type(error).__name__}: {error}"
-        return report(node, fault_of_exception(error), words, Ending(), place=node.meet.node_rank)
+        return report(node, fault_of_exception(error), words, Ending(), place=node.node_rank)
     finally:
         stack.close()
     return report(node, fault_of(ending), ending.cause, ending, place=place)
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     node = parse(unpack(argv, os.environ), os.environ)
     attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
     times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0
-    number, path = node.meet.node_rank, node.own.with_suffix(".json")
+    number, path = node.node_rank, node.own.with_suffix(".json")
     with contextlib.ExitStack() as stack:
         if node.log_uri is not None and open_storage(node.log_uri).address() != str(node.directory.resolve()):
             restart = os.environ.get("LITGPT_RESTART", "")

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from litgpt_demo.errors import Finding, NetworkError, UserError
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
-from litgpt_demo.node.torchrun import Rendezvous
 
 PYTORCHJOB = "pytorchjob"
 """The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
@@ -36,7 +35,14 @@ _SHOWN = re.compile(r"(PET_|MASTER_)\w+|RANK|WORLD_SIZE|RUNAI_NUM_OF_GPUS|HOSTNA
 class Node:
     """The task of one node."""
 
-    meet: Rendezvous
+    nodes: int
+    node_rank: int
+    host: str
+    """Address of node 0, as every node can reach it. Never defaulted: a node that falls back to localhost forms
+    a world of its own and trains alone."""
+    port: int
+    run_id: str
+    """One per attempt: a peer left over from the last one must not be able to join (pytorch#116974)."""
     processes: int
     """Ranks on this node."""
     directory: Path
@@ -56,7 +62,7 @@ class Node:
     @property
     def own(self) -> Path:
         """The part of the directory that no other node writes to."""
-        return self.directory / f"node-{self.meet.node_rank}"
+        return self.directory / f"node-{self.node_rank}"
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
@@ -116,14 +122,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     if not host:
         raise UserError(f"--master={master!r} has no port", fix="give HOST:PORT, for example 10.0.0.5:29500")
     return Node(
-        meet=Rendezvous(
-            nodes=number("--nodes", flags.nodes),
-            # RANK is the node's in older Run:ai, and a process's under torchrun.
-            node_rank=number("--node-rank", flags.node_rank, "PET_NODE_RANK", "RANK"),
-            host=host,
-            port=number("--master's port", port),
-            run_id=told("--run-id", flags.run_id),
-        ),
+        nodes=number("--nodes", flags.nodes),
+        # RANK is the node's in older Run:ai, and a process's under torchrun.
+        node_rank=number("--node-rank", flags.node_rank, "PET_NODE_RANK", "RANK"),
+        host=host,
+        port=number("--master's port", port),
+        run_id=told("--run-id", flags.run_id),
         processes=number("--processes", flags.processes),
         directory=Path(flags.directory).absolute(),
         program=program,
@@ -178,7 +182,7 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
     and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md).
     """
-    nodes, rank = node.meet.nodes, node.meet.node_rank
+    nodes, rank = node.nodes, node.node_rank
     allowed = {"PET_NODE_RANK": {rank}, "JOB_COMPLETION_INDEX": {rank}, "PET_NNODES": {nodes}}
     allowed["WORLD_SIZE"] = {nodes, nodes * node.processes}
     told = dict(environ)

@@ -16,7 +16,6 @@ from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machin
 from litgpt_demo.node.gpu import VISIBLE, TorchSeen, check_gpus, check_used
 from litgpt_demo.node.network import NetworkUse, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torchrun import Rendezvous
 
 
 def test_missing_interfaces_and_those_that_are_down_are_named(tmp_path: Path) -> None:
@@ -47,8 +46,8 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
         name="tcpx", nccl_net="GPUDirectTCPX_v7", interfaces=("eth9",), gpus=8, glibc="9.9", shm_bytes=2**60,
         library_paths=(str(tmp_path / "plugin"),),
     )  # fmt: skip
-    meet = Rendezvous(nodes=2, node_rank=0, host="h", port=1, run_id="r")
-    node = Node(meet=meet, processes=8, directory=tmp_path, program=("x",), network=network)
+    meet = {"nodes": 2, "node_rank": 0, "host": "h", "port": 1, "run_id": "r"}
+    node = Node(**meet, processes=8, directory=tmp_path, program=("x",), network=network)  # type: ignore[arg-type]
     found = [trouble.code for trouble in check_machine(node, {"PATH": "/none"}, root=tmp_path)]
     assert found == [
         "gpu.count", "gpu.libcuda", "network.interfaces", "node.shared-memory", "image.glibc", "nccl.plugin",

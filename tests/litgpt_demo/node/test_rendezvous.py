@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, UserError
-from litgpt_demo.node.rendezvous import SPEC, Node, contradictions, pack, parse, plain, unpack
-from litgpt_demo.node.torchrun import Rendezvous
+from litgpt_demo.node.rendezvous import SPEC, contradictions, pack, parse, plain, unpack
 
 CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
 TOLD = "--nodes 4 --node-rank pytorchjob --master pytorchjob --processes 8 --run-id r --directory /d -- x.py"
@@ -24,7 +24,7 @@ NEW_RUNAI = {"PET_NNODES": "4", "RANK": "2", "WORLD_SIZE": "32", "MASTER_ADDR": 
 
 def test_everything_behind_the_dashes_is_the_programs() -> None:
     asked = parse(f"{CALL} --stage gs://b/one --stage /two -- -m mine --nodes 9 --".split(), {})
-    assert asked.meet == Rendezvous(nodes=2, node_rank=1, host="10.0.0.5", port=29500, run_id="r-1")
+    assert astuple(asked)[:5] == (2, 1, "10.0.0.5", 29500, "r-1")
     assert asked.program == ("-m", "mine", "--nodes", "9", "--")
     assert asked.stage == ("gs://b/one", "/two")
     assert asked.own == Path("/d/node-1")
@@ -55,7 +55,7 @@ def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str)
     ],
 )
 def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str, str], host: str, port: int) -> None:
-    assert parse(TOLD.split(), environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
+    assert astuple(parse(TOLD.split(), environ))[:5] == (4, 2, host, port, "r")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str
     ],
 )
 def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str) -> None:
-    meet = Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r")
-    (found,) = contradictions(Node(meet=meet, processes=8, directory=Path("/d"), program=("x",)), environ)
+    argv = f"{CALL} -- x.py".replace("--nodes 2 --node-rank 1 --processes 4", "--nodes 4 --node-rank 2 --processes 8")
+    (found,) = contradictions(parse(argv.split(), {}), environ)
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
 
 
@@ -88,7 +88,7 @@ def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
     argv = TOLD.replace("nodes 4", f"nodes {nodes}").replace("processes 8", f"processes {gpus}")
     for environ in (runai(rank, nodes, None), runai(rank, nodes, gpus)):
         node = parse(argv.split(), environ)
-        assert node.meet == Rendezvous(nodes=nodes, node_rank=rank, host="10.0.0.7", port=23456, run_id="r")
+        assert astuple(node)[:5] == (nodes, rank, "10.0.0.7", 23456, "r")
         named = {"HOSTNAME": f"run-worker-{rank - 1}" if rank else "run-master-0"}
         assert list(contradictions(node, environ | named)) == []
         (other,) = contradictions(node, environ | {"HOSTNAME": f"run-worker-{rank}"})
