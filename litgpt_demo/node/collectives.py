@@ -8,6 +8,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -139,16 +140,6 @@ class Ranks:
         for members, group in groups:
             speeds += self._all_reduce(members, group, budget=budget) if self.rank in members else []
             self._most(0.0)  # the others wait here
-        best = max((speed for speed in speeds if speed.ranks == self.world), key=lambda speed: speed.algbw)
-        alone: dict[int, float] = {}
-        pairs: dict[NodePair, float] = {}
-        if self.nodes > 1 and (table or (floor is not None and best.busbw < floor)):
-            if self.per_node > 1:  # within each node, all nodes at the same time
-                each = [everyone[first : first + self.per_node] for first in everyone[:: self.per_node]]
-                within = [dist.new_group(ranks) for ranks in each]
-                found = self._all_reduce(each[self.node], within[self.node], budget=2.0, largest=2**24)
-                alone = self._of_nodes(max(speed.busbw for speed in found))
-            pairs = self._pairs(best.algbw)
         # Name and place of each node's machine, as numbers, because torch turns objects into tensors by way of numpy,
         # which an image need not have. A host name has 253 bytes at most, three names of GCE's in a place 63 each.
         mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:1024].ljust(1024)
@@ -156,17 +147,23 @@ class Ranks:
         told = [torch.empty_like(numbers) for _ in range(self.world)]
         dist.all_gather(told, numbers)
         lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
-        return Result(
+        result = Result(
             backend="nccl" if self.device.type == "cuda" else "gloo",
             nodes=self.nodes,
             hosts=tuple(line.partition("\n")[0] for line in lines),
             places=tuple(line.partition("\n")[2] for line in lines),
             speeds=tuple(speeds),
             floor=floor,
-            seconds=time.monotonic() - self._begun,
-            pairs=pairs,
-            alone=alone,
+            seconds=0.0,
         )
+        if self.nodes > 1 and (table or not result.enough):
+            if self.per_node > 1:  # within each node, all nodes at the same time
+                each = [everyone[first : first + self.per_node] for first in everyone[:: self.per_node]]
+                within = [dist.new_group(ranks) for ranks in each]
+                found = self._all_reduce(each[self.node], within[self.node], budget=2.0, largest=2**24)
+                result = replace(result, alone=self._of_nodes(max(speed.busbw for speed in found)))
+            result = replace(result, pairs=self._pairs(result.best.algbw))
+        return replace(result, seconds=time.monotonic() - self._begun)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -47,10 +47,8 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that shell scripts leave."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
-        raise NodeError(
-            f"the network's script {', '.join(missing)} is not on this node",
-            fix="see whether the installer's DaemonSet is ready here, and its folder mounted",
-        )
+        what = f"the network's script {', '.join(missing)} is not on this node"
+        raise NodeError(what, fix="see whether the installer's DaemonSet is ready here, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
@@ -152,11 +150,8 @@ def require_executable_cache(environ: Mapping[str, str]) -> None:
     folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        raise UserError(
-            f"train.compile makes programs and keeps them in {folder}, on a file system from which none may be run "
-            "(noexec)",
-            fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none",
-        )
+        what = f"train.compile keeps the programs that it makes in {folder}, from which none may be run (noexec)"
+        raise UserError(what, fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none")
 
 
 def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:

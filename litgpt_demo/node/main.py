@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -68,7 +67,6 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
         "fault": fault,
         "message": message,
         "asked": ending.asked,
-        "ended": time.time(),
         "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [

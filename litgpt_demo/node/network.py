@@ -164,10 +164,8 @@ def job_network(environ: Mapping[str, str]) -> NodeNetwork:
     try:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
-        raise UserError(
-            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})",
-            fix="the launcher that submits and the image that runs have to be of one version",
-        ) from error
+        what = f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})"
+        raise UserError(what, fix="let the launcher that submits and the image that runs be of one version") from error
 
 
 # --- whether ranks use it ---------------------------------------------------------------------------------------------

@@ -93,8 +93,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     split = list(argv).index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(list(argv[:split]))
     if not (program := tuple(argv[split + 1 :])):
-        fix = "end the command line with `-- script.py …` or `-- -m module …`"
-        raise UserError("no program given", fix=fix)
+        raise UserError("no program given", fix="end the command line with `-- script.py …` or `-- -m module …`")
 
     def told(flag: str, given: str, *names: str) -> str:
         """A flag's value: as it is given, of the variable that it names, or of the first of a PyTorchJob's `names`."""
@@ -166,10 +165,8 @@ def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
         document = json.loads(base64.urlsafe_b64decode(word))
         words, variables = [*map(str, document["argv"])], dict(document["env"])
     except (binascii.Error, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error}); copy the whole "
-            "command that `train-litgpt render` prints"
-        ) from error
+        what = f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error})"
+        raise UserError(what, fix="copy the whole command that `train-litgpt render` prints") from error
     environ.update(variables)
     return words
 
