@@ -1,15 +1,8 @@
 """Signs of life: a rank says after every step that it lives, and its node finds the one that has fallen silent.
 
-    from litgpt_demo.heartbeat import Heartbeat
-
-    with Heartbeat(allow=600) as heart:      # seconds of silence
-        for step in range(steps):
-            heart.beat(step, "training")
-            ...
-
-Any script under `python -m litgpt_demo node` may do so; a rank that never does is never found silent. A sign of life is
-a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all its threads, even
-if it hangs in native code, for the answer comes from a signal handler and not from Python.
+Any script under `python -m litgpt_demo node` may do so (docs/failures.md); a rank that never does is never found silent.
+A sign of life is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all
+its threads, even if it hangs in native code, for the answer comes from a signal handler and not from Python.
 """
 
 from __future__ import annotations

@@ -84,10 +84,9 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
 def run_ranks(
     node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
 ) -> Ending:
-    """Start torchrun in this process's group, wait, and read what its ranks left in `folder`.
+    """Start torchrun, wait, and read what its ranks left in `folder`. Strays are found by NODE_DIRECTORY.
 
-    `place` is the node's number among the ranks, where that is another than its own. NODE_DIRECTORY in the environment
-    of all its processes is how strays are found.
+    `place` is the node's number among the ranks, where that is another than its own.
     """
     logs = node.own / folder
     # What an earlier life of this node has left.

@@ -1,8 +1,5 @@
-"""What the ranks of a node left: how each that failed ended, by torchrun's findings and its error file; and the traces
-of a bad end outside of these: lines of the kernel's log and of the ranks' output, the container's count of processes
-killed for want of memory, and what torch's flight recorders dumped.
-
-They are picked here and judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
+"""What the ranks of a node left: how each that failed ended, and other traces of a bad end. They are picked here and
+judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The GPUs of a node: how many, which driver, with errors or without, and what a rank's torch can do with them.
 
-    python -m litgpt_demo.node.gpu torch      the GPUs and the NCCL that torch has, as JSON
-
 Processes are asked, because a driver may hang, and because nothing but a process like a rank knows: the image's
 NCCL_VERSION may be another's (pytorch/pytorch#122571), torch's own figure is what it was built with, and nvidia-smi
-shows GPUs that torch cannot use.
+shows GPUs that torch cannot use. `python -m litgpt_demo.node.gpu torch` prints as JSON what torch has.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment.
 
-    python -m litgpt_demo node --spec eyJhcmd2Ijpb…
-
-is such a command line as one word. Some launchers join the words of a command for a shell, some keep them, and what is
-right for the one breaks on the other (Run:ai's CLI of 2.13 and of 2.18): a word without blanks, quotes and `$` is the
-same under both.
+`python -m litgpt_demo node --spec eyJhcmd2Ijpb…` is such a command line as one word. Some launchers join the words of a
+command for a shell, some keep them, and what is right for the one breaks on the other (Run:ai's CLI of 2.13 and of
+2.18): a word without blanks, quotes and `$` is the same under both.
 """
 
 from __future__ import annotations
