@@ -1,6 +1,6 @@
 """Signs of life: a rank says after every step that it lives, and its node finds the one that has fallen silent.
 
-Any script under `python -m litgpt_demo node` may do so (docs/failures.md); a rank that never does is never found silent.
+Any script under `python -m litgpt_demo node` may do so (docs/failures.md); one that never does is never found silent.
 A sign of life is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all
 its threads, even if it hangs in native code, for the answer comes from a signal handler and not from Python.
 """
