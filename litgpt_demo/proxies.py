@@ -18,10 +18,8 @@ _SOCKS_MODULES = ("socksio", "socks")
 def settle_proxies(environ: MutableMapping[str, str]) -> None:
     """Exempt this machine from the proxies in `environ`, as a Prefect server or an emulator here is behind none.
 
-    Every process of ours calls this first; the processes that it starts inherit the exemption.
-
-    Raises:
-        UserError: there is a proxy that HTTP clients cannot be made with, not even to reach other hosts.
+    Every process of ours calls this first; those that it starts inherit the exemption. A proxy that HTTP clients
+    cannot be made with, not even to reach other hosts, is a UserError.
     """
     kinds = ("http_proxy", "https_proxy", "all_proxy")
     named = [name for kind in kinds for name in (kind, kind.upper()) if environ.get(name, "").strip()]

@@ -42,8 +42,7 @@ def check_call(node: Node) -> Iterator[Finding]:
         yield Finding("error", "node.directory", what, fix, Fault.DISK_FULL if full else Fault.NODE)
     if node.node_rank == 0 and not port_is_free(node.port):
         what = f"port {node.port} of --master={node.host}:{node.port} is taken on this node"
-        fix = "end what listens there, or choose another port"
-        yield Finding("error", "node.port", what, fix, Fault.NODE)
+        yield Finding("error", "node.port", what, "end what listens there, or choose another port", Fault.NODE)
 
 
 def port_is_free(port: int) -> bool:

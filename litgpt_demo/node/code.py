@@ -49,8 +49,7 @@ def unpacked_code(address: str, folder: Path) -> Iterator[None]:
         what = f"{address} has the sha256 {found}, so that somebody has changed it"
         raise DataError(what, fix="see who writes there, remove it, and run the same command again")
     if not hasattr(tarfile, "data_filter"):  # PEP 706
-        fix = "take an image with Python 3.11.4 or newer"
-        raise UserError("this Python cannot unpack an archive safely", fix=fix)
+        raise UserError("this Python cannot unpack an archive safely", fix="take an image with Python 3.11.4 or newer")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     size, times = 0, dict[str, float]()

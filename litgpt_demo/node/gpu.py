@@ -40,7 +40,6 @@ class TorchSeen:
     """The torch of this image, on this machine, as a rank will get it."""
 
     torch: str
-    """Its version."""
     cuda: str | None
     """The CUDA that it was built with; None of a build for CPUs, or for other makers' GPUs."""
     nccl: str | None

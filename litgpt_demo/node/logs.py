@@ -74,10 +74,9 @@ class LossyLog(io.FileIO):
 
     def _is_reserved(self) -> bool:
         missing = 0 if self._reserve is None else _RESERVE - self._reserve.seek(0, os.SEEK_END)
-        try:
+        with contextlib.suppress(OSError):
             return not missing or bool(self._reserve.write(b" " * missing) == missing)
-        except OSError:
-            return False
+        return False
 
     def _fits(self, line: bytes) -> bool:
         done = 0
@@ -98,15 +97,9 @@ def drop_what_does_not_fit() -> None:
         stream = getattr(sys, name)
         stream.flush()
         log = LossyLog(stream.fileno(), "w", closefd=False)
-        printed = io.TextIOWrapper(
-            # As Python does it: with PYTHONUNBUFFERED nothing is held back.
-            log if stream.write_through else io.BufferedWriter(log),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, printed)
+        raw = log if stream.write_through else io.BufferedWriter(log)  # with PYTHONUNBUFFERED nothing is held back
+        flags = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, **flags))
 
 
 # --- brought to where it outlives the machine -------------------------------------------------------------------------

@@ -66,9 +66,6 @@ class Node:
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     """The node that a command line asks for. A value `env:NAME` is read from the environment, so that one command line
     serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`).
-
-    Raises:
-        UserError: a number that is none, an address without a port, a variable that is not there, no program.
     """
     parser = argparse.ArgumentParser(
         prog="python -m litgpt_demo node",
