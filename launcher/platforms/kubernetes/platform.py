@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import spare_machines
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
@@ -63,7 +63,7 @@ class GkePlatform:
     """
 
     name: ClassVar[str] = PLATFORM
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
