@@ -12,9 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
-from launcher.errors import ImageProblem, LauncherError
-from launcher.images.oci import ImageReference, find_digest
-from launcher.job import UNBUILT
+from launcher.errors import LauncherError
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, machines, quotas, risk
@@ -26,7 +24,6 @@ from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding, Severity
-from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import is_remote
 
 LEAST_KUBERNETES = (1, 29)
@@ -34,8 +31,7 @@ LEAST_KUBERNETES = (1, 29)
 
 _JOBSET = "0.10"
 """The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
-INJECTOR = "nri-device-injector"
-_INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
+_INJECTOR = "nri-device-injector"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
@@ -79,15 +75,6 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     elif chosen is not None and chosen.daemon != (expected := known[chosen.plugin]):
         what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
         yield risk("network-pair", what, "leave platform.network_daemon out")
-    # Variables that name cards name cards that are there: `platform.overrides` may say others. Variables that are read
-    # from the pod's fields have no value here.
-    environment = {one["name"]: one.get("value", "") for one in node["env"]}
-    there = json.loads(environment.get(NETWORK, "{}")).get("interfaces", ())
-    for variable in fabric.named_interfaces:
-        named = [name for name in environment.get(variable, "").split(",") if name]
-        if there and (missing := [name for name in named if name not in there]):
-            what = f"{variable} names {', '.join(missing)}, which the pod has not got"
-            yield bad("interface-unknown", what, f"it has {', '.join(sorted(there))}")
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
     claim = settings.claim_path.rstrip("/") if settings.claim else None
     for word, address in pairwise(node["command"]):
@@ -109,10 +96,9 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     if settings.uid == 0 and not fabric.root:  # what a network needs is no choice
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
         yield risk("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
-    for name in environment:
-        if name.startswith("PET_"):
-            what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
-            yield risk("torchrun-variable", what, "leave it out")
+    for name in (one["name"] for one in node["env"] if one["name"].startswith("PET_")):
+        what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
+        yield risk("torchrun-variable", what, "leave it out")
 
 
 # --- permissions ------------------------------------------------------------------------------------------------------
@@ -215,20 +201,19 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
     if installer is None and not injected:
         return
     tags: dict[str, str] = {}
-    used: dict[str, list[ApiObject]] = {"installer": [], "device-injector": []}
+    used: dict[str, tuple[str, ApiObject]] = {}
     for one in survey.cluster.list(api.DAEMON_SETS, None)[0]:
-        pod = one["spec"]["template"]["spec"]
+        name, pod = one["metadata"]["name"], one["spec"]["template"]["spec"]
         for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-            name, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
-            if installer is not None and name in installer.images:
-                tags[one["metadata"]["name"]] = tag
-                used["installer"].append(one)
-            if injected and INJECTOR in container.get("image", ""):
-                used["device-injector"].append(one)
+            image, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
+            if installer is not None and image in installer.images:
+                tags[name], used[name] = tag, ("installer", one.get("status", {}))
+            if injected and _INJECTOR in container.get("image", ""):
+                used[name] = ("device-injector", one.get("status", {}))
     if installer is not None:
         wanted = pair.plugin if pair is not None else None
         if not tags:
-            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            fix = f"{_apply(installer.manifest)}, or set platform.network_install=pod"
             yield bad("installer", f"no DaemonSet installs the plug-in of {network} on the nodes", fix)
         elif wanted not in tags.values():
             name, tag = next(iter(tags.items()))
@@ -236,19 +221,18 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
             yield bad("installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
         else:
             yield good("installer", f"the nodes have {network} {wanted}")
-    if injected and not used["device-injector"]:
+    if injected and not any(code == "device-injector" for code, _ in used.values()):
         what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
-        yield bad("device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
-    for code, sets in used.items():
-        for name, status in {one["metadata"]["name"]: one.get("status", {}) for one in sets}.items():
-            ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
-            if ready < wished:
-                what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
-                yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
+        yield bad("device-injector", what, _apply(f"{CEA}/nri_device_injector/{_INJECTOR}.yaml"))
+    for name, (code, status) in used.items():
+        ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+        if ready < wished:
+            what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
+            yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
 
 
-def _raw(address: str) -> str:
-    return address.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
+def _apply(address: str) -> str:
+    return f"kubectl apply -f {address.replace('github.com', 'raw.githubusercontent.com').replace('/blob/', '/')}"
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -257,11 +241,9 @@ def _raw(address: str) -> str:
 
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
-    if survey.get(api.NAMESPACES, name) is None:
-        fix = f"kubectl create namespace {name}, or fix platform.namespace"
-        yield bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
-    else:
-        yield good("namespace", f"namespace {name}")
+    fix = f"kubectl create namespace {name}, or fix platform.namespace"
+    lacking = bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
+    yield lacking if survey.get(api.NAMESPACES, name) is None else good("namespace", f"namespace {name}")
 
 
 def _queue(survey: Survey) -> Iterator[Finding]:
@@ -316,51 +298,28 @@ def _claim(survey: Survey) -> Iterator[Finding]:
         yield bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
-def _image(survey: Survey) -> Iterator[Finding]:
-    """Only the nodes know whether they may pull it."""
-    name = survey.node["image"]
-    if name == UNBUILT:
-        return
-    try:
-        if find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0) is None:
-            yield bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
-    except (ImageProblem, ValueError) as error:
-        what = f"image {name} was not looked at: {error}"
-        yield risk("image", what, "it may be there all the same")
-
-
-# https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
-_LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
-
-
 def _secrets(survey: Survey) -> Iterator[Finding]:
     """Only a node finds out whether they have the right entries. Without a login a pod is created too, and waits."""
-    space = survey.namespace
-    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
-        if survey.cluster.secret_type(space, name) is None:
-            what = f"there is no Secret {name} in namespace {space}, and platform.secrets names it"
-            yield bad(
-                "secret", what, f"kubectl create secret generic {name} --namespace {space} --from-literal=KEY=VALUE"
-            )
-    for name in survey.settings.image_pull_secrets:
-        kind = survey.cluster.secret_type(space, name)
-        fix = (
-            f"kubectl create secret docker-registry {name} --namespace {space} --docker-server=HOST "
-            "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
-        )
-        if kind is None:
-            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {space}"
-            yield bad("pull-secret", what, fix)
-        elif kind not in _LOGINS:
-            what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
-            yield bad("pull-secret", what, f"delete it, then {fix}")
+    settings, space = survey.settings, survey.namespace
+    create, login = "kubectl create secret", "--docker-server=HOST --docker-username=NAME --docker-password=…"
+    wanted = [("secret", entry.split("/")[0], "secrets") for entry in settings.secrets.values()]
+    wanted += [("pull-secret", name, "image_pull_secrets") for name in settings.image_pull_secrets]
+    for code, name, setting in dict.fromkeys(wanted):
+        if not survey.cluster.has_secret(space, name):
+            kind, given = ("generic", "--from-literal=KEY=VALUE") if code == "secret" else ("docker-registry", login)
+            fix = f"{create} {kind} {name} --namespace {space} {given}, or fix platform.{setting}"
+            yield bad(code, f"there is no Secret {name} of platform.{setting} in namespace {space}", fix)
 
 
 # --- what the cluster would take --------------------------------------------------------------------------------------
 
 
-def _accepted(survey: Survey) -> Iterator[Finding]:
-    for item in survey.items:
+def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Iterator[Finding]:
+    """Try out the objects, or what controllers make of them (`parts`).
+
+    A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods.
+    """
+    for item in items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
             survey.try_out(item)
@@ -369,32 +328,18 @@ def _accepted(survey: Survey) -> Iterator[Finding]:
         except api.NotThere:
             continue  # `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
+            found = [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
             if "onJobFailureMessagePatterns" in error.message:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
                 yield bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
-            else:
+            elif not parts:
                 # A role that is missing has been found by `permissions`, which names all of them.
-                yield from (one for one in _refused(item, error) if one.code != "gke.permission")
-
-
-def _parts_accepted(survey: Survey) -> Iterator[Finding]:
-    """A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods."""
-    for item in survey.parts:
-        try:
-            survey.try_out(item)
-        except (api.AlreadyThere, api.NotThere):
-            continue
-        except api.ApiRefused as error:
-            found = _refused(item, error)
-            if any(one.code == "gke.permission" for one in found):
+                yield from (one for one in found if one.code != "gke.permission")
+            elif any(one.code == "gke.permission" for one in found):
                 raise
-            yield from found
-            return  # an invalid Job has the same invalid pods
-
-
-def _refused(item: ApiObject, error: api.ApiRefused) -> list[Finding]:
-    name = f"{item['kind']} {item['metadata']['name']}"
-    return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
+            else:
+                yield from found
+                return  # an invalid Job has the same invalid pods
 
 
 Check = Callable[[Survey], Iterable[Finding]]
@@ -406,7 +351,6 @@ CHECKS: dict[str, Check] = {
     "networks": networks,
     "the network's DaemonSets": daemon_sets,
     "machines": machines,
-    "image": _image,
 }
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
@@ -416,7 +360,7 @@ WITHIN: dict[str, Check] = {
     "claim": _claim,
     "quotas": quotas,
     "limits": limits,
-    "what the cluster would take": _accepted,
-    "what its controllers would make": _parts_accepted,
+    "what the cluster would take": lambda survey: _accepted(survey, survey.items, parts=False),
+    "what its controllers would make": lambda survey: _accepted(survey, survey.parts, parts=True),
 }
 """The checks of the job's namespace: without it none of them can succeed."""

@@ -275,8 +275,7 @@ def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Ite
         what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
         yield Finding("error", f"{_AREA}.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
-    owned = ((one, one["metadata"].get("ownerReferences", ())) for one in listed)
-    mine = [one for one, owners in owned if any(owner["uid"] == states.uid_of(workload) for owner in owners)]
+    mine = [one for one in listed if states.uid_of(workload) in states.owners_of(one)]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")

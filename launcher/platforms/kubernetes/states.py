@@ -94,6 +94,10 @@ def uid_of(thing: Object) -> str:
     return str(thing["metadata"]["uid"])
 
 
+def owners_of(thing: Object) -> set[str]:
+    return {one["uid"] for one in thing["metadata"].get("ownerReferences", ())}
+
+
 def condition(thing: Object, kind: str, status: str = "True") -> Object | None:
     """Return the condition of that type, if it holds, or if that is its status."""
     conditions = thing.get("status", {}).get("conditions") or ()
