@@ -68,13 +68,11 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
     # A plug-in works with the daemon that it was released with; other pairs are somebody's own risk.
-    known = {pair.plugin: pair.daemon for pair in fabric.known}
-    if (chosen := fabric.pair) is not None and chosen.plugin not in known:
-        what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"
-        yield risk("network-release", what, f"the newest that we know is {next(iter(known))}")
-    elif chosen is not None and chosen.daemon != (expected := known[chosen.plugin]):
-        what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
-        yield risk("network-pair", what, "leave platform.network_daemon out")
+    known = {one.plugin: one.daemon for one in fabric.known}
+    if (pair := fabric.pair) is not None and (pair.plugin, pair.daemon) not in known.items():
+        given = f"plug-in {pair.plugin}" + f" with the daemon {pair.daemon}" * bool(pair.daemon)
+        what = f"{given} is no release of {settings.network} that we know, so that nothing says what it needs"
+        yield risk("network-release", what, f"take one of {', '.join(known)}; leave platform.network_daemon out")
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
     claim = settings.claim_path.rstrip("/") if settings.claim else None
     for word, address in pairwise(node["command"]):
@@ -104,39 +102,31 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
 # --- permissions ------------------------------------------------------------------------------------------------------
 
 
-def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource, str]]:
-    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, what
-    they are for, and the verb of ours that fails without. What only the checks look at is not among it.
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
+    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, and
+    what they are for. What only the checks look at is not among it.
     """
-    made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
-    kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
-    table: dict[Resource, dict[str, str]] = {
-        kind: {"list": "status", **made},
-        # One of the other kind is only looked for, and removed with the rest.
-        other: {"get": "submit", "list": "status", "deletecollection": "cancel"},
-        api.SERVICES: {"create": "submit", "get": "submit", "list": "cancel", "delete": "cancel"},
-        api.PODS: {"list": "status", "watch": "status", "deletecollection": "cancel"},
-        api.LOGS: {"get": "logs"},
-        api.EVENTS: {"list": "status"},
-    }
-    for resource in made_of(settings):
-        table.setdefault(resource, {"list": "cancel", **made})
+    verbs = dict.fromkeys(made_of(settings), "create get list delete deletecollection")
+    # One of the other kind is only looked for, and removed with the rest.
+    verbs[api.JOBS if workload == "jobset" else api.JOBSETS] = "get list deletecollection"
+    verbs |= {api.SERVICES: "create get list delete", api.PODS: "list watch deletecollection"}
+    verbs |= {api.LOGS: "get", api.EVENTS: "list"}
     if settings.queue is not None:
-        table[api.WORKLOADS] = {"list": "status"}
-    return [(verb, resource, why) for resource, verbs in table.items() for verb, why in verbs.items()]
+        verbs[api.WORKLOADS] = "list"
+    return [(verb, resource) for resource, several in verbs.items() for verb in several.split()]
 
 
 def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> Finding:
     """Return whether the cluster lets us do all that a run does; of what it does not, all is named."""
     asked = needed(settings, workload)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        allowed = pool.map(lambda one: cluster.allows(one[0], one[1], settings.namespace), asked)
+        allowed = pool.map(lambda one: cluster.allows(*one, settings.namespace), asked)
         lacking = [one for one, may in zip(asked, allowed, strict=True) if not may]
     if not lacking:
         return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")
-    listed = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
+    listed = ", ".join(f"{verb} {resource}" for verb, resource in lacking)
     fix = CLUSTER_ROLES
-    if any(resource is api.NETWORK_POLICIES for _, resource, _ in lacking):
+    if any(resource is api.NETWORK_POLICIES for _, resource in lacking):
         fix += "; or do without a NetworkPolicy: platform.network_policy: false"
     return bad("permission", f"{cluster.where} does not let you {listed}", fix)
 
@@ -251,10 +241,8 @@ def _queue(survey: Survey) -> Iterator[Finding]:
     if name is None:
         return
     if (found := survey.get(api.LOCAL_QUEUES, name)) is None:
-        known = survey.cluster.serves(api.LOCAL_QUEUES)
-        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
-        what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
-        yield bad("queue", what, f"{fix}, or leave platform.queue out")
+        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue; or install Kueue, if it is missing"
+        yield bad("queue", f"there is no LocalQueue {name} in namespace {space}", fix)
         return
     behind = found["spec"]["clusterQueue"]
     if (cluster_queue := survey.get(api.CLUSTER_QUEUES, behind)) is None:
