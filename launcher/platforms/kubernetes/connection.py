@@ -1,9 +1,7 @@
 """Ways to a cluster: by its name on GKE, by a kubeconfig, or from a pod in it. Credentials stay in memory.
 
-On GKE neither gcloud nor its plug-in nor a kubeconfig is needed: address and certificate come from the GKE API, and
-tokens from google-auth, which gets a new one whenever the last is about to end.
-
-Errors of clients are not chained: a traceback may show the headers that were sent, and the token is one of them.
+On GKE address and certificate come from the GKE API, and tokens from google-auth, which renews them. Errors of clients
+are not chained: a traceback may show the headers that were sent, and the token is one of them.
 """
 
 from __future__ import annotations
@@ -59,16 +57,13 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
         where = "the cluster that this runs in"
 
     def load(into: Configuration) -> None:
+        chosen: Any = {"context": context, "client_configuration": into, "persist_config": False}
         if settings.in_cluster:
             config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
         elif path is None or _is_own(path):
-            config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=path, context=context, client_configuration=into, persist_config=False
-            )
+            config.load_kube_config(path, **chosen)  # type: ignore[no-untyped-call]
         else:
-            config.load_kube_config_from_dict(  # type: ignore[no-untyped-call]
-                _without_programs(path, context), context=context, client_configuration=into, persist_config=False
-            )
+            config.load_kube_config_from_dict(_without_programs(path, context), **chosen)  # type: ignore[no-untyped-call]
 
     configuration = _configuration()
 

@@ -237,12 +237,8 @@ class GkePlatform:
             watch.follower = Follower(self.cluster, job, position)
         told = watch.follower.page(watch.pods(), last=over)
         if over and not told.more:
-            self._forget(job_id)
+            _stop(self._jobs, job_id)
         return told
-
-    def _forget(self, job_id: JobId) -> None:
-        if (watch := self._jobs.pop(job_id, None)) is not None:
-            watch.stop()
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +248,7 @@ class GkePlatform:
         Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named, with
         what holds it.
         """
-        self._forget(job_id)
+        _stop(self._jobs, job_id)
         job, limit = states.JobName.parse(job_id), self._settings.grace + self._gone
         ends, pause = time.monotonic() + limit, 0.1
         cluster = self.cluster.within(limit)
@@ -304,10 +300,11 @@ class GkePlatform:
         return tuple(_told({resource: things}) for resource, things in left.items())
 
 
-def _stop(jobs: dict[JobId, JobWatch]) -> None:
-    for watch in jobs.values():
-        watch.stop()
-    jobs.clear()
+def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
+    """End the watches of these jobs, or of all."""
+    for job_id in ids or tuple(jobs):
+        if (watch := jobs.pop(job_id, None)) is not None:
+            watch.stop()
 
 
 def digest_of(items: Any) -> str:

@@ -311,10 +311,8 @@ def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Ite
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
             survey.try_out(item)
-        except api.AlreadyThere:
-            yield good("there", f"{name} is there already, and will be taken up if it is the same")
-        except api.NotThere:
-            continue  # `_namespace` and `_jobset` have said it
+        except (api.AlreadyThere, api.NotThere):
+            continue  # `submit` takes it up, or refuses; `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
             found = [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
             if "onJobFailureMessagePatterns" in error.message:

@@ -1,9 +1,7 @@
 """Why a cluster refuses a job, or does not run it yet: the words of others as findings, each with what to do about it.
 
-One table of refusals serves the dry runs before a submission, the submission itself, and the pods that are refused
-after it. A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do.
-Of a job that waits, scheduler, kubelets, controllers and Kueue say why. All its pods are alike, so one that waits
-speaks for the others, and the number of calls does not grow with the nodes.
+A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do. The pods of a job are
+alike, so one that waits speaks for the others, and the number of calls does not grow with the nodes.
 """
 
 from __future__ import annotations
@@ -34,13 +32,9 @@ class Phrase(NamedTuple):
 
     def read(self, text: str, area: str) -> list[Finding]:
         """Return a finding for every different place of the text that the phrase matches."""
-        found = []
-        for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
-            words = [word.strip() for word in match]
-            found.append(
-                Finding(self.severity, f"{area}.{self.code}", self.what.format(*words), self.fix.format(*words))
-            )
-        return found
+        places, code = dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)), f"{area}.{self.code}"
+        told = ([word.strip() for word in place] for place in places)
+        return [Finding(self.severity, code, self.what.format(*one), self.fix.format(*one)) for one in told]
 
 
 def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
@@ -98,18 +92,6 @@ def advice(message: str) -> str:
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
-REFUSALS = frozenset(
-    f"{_AREA}.{code}"
-    for code in (
-        # The API server does not take the pods, or the Job or Service that they need.
-        "quota", "limits", "pod-security", "service-account", "priority", "policy", "webhook", "namespace",
-        "permission", "refused", "job", "service",
-        # A machine was found, and its kubelet cannot start them.
-        "image", "configuration", "container", "crash",
-    )
-)  # fmt: skip
-"""Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
-
 
 def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
@@ -165,7 +147,6 @@ _SCHEDULER = (
            "no machine can give what the pod claims (DRA): {0}",
            "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
 )  # fmt: skip
-_UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
 
 
 def unschedulable(message: str) -> Iterator[Finding]:
@@ -175,8 +156,9 @@ def unschedulable(message: str) -> Iterator[Finding]:
     preemption: 0/3 nodes …`: what is behind the first sentence says why no other pod could make room.
     """
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
+    fix = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
     for reason in re.split(r", (?=\d+ )", head):
-        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)
+        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", fix)
         yield from _first(_SCHEDULER, reason) or [unknown]
 
 
@@ -235,6 +217,13 @@ _EVENTS = (
 # Of JobSet, with the API server's message behind it.
 _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
 
+REFUSALS = frozenset(
+    f"{_AREA}.{code}"
+    for code in (*(phrase.code for phrase in (*_ADMISSION, *_WAITING)), *_REFUSED_PARTS.values(), "refused")
+)
+"""The API server does not take the pods, or the Job or Service that they need, or a kubelet cannot start them: waiting
+alone does not change that. Controllers try again at least every minute, kubelets every five."""
+
 
 def _of_events(
     cluster: Cluster, job: states.JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
@@ -246,11 +235,7 @@ def _of_events(
     uids |= {pod["metadata"]["name"]: states.uid_of(pod) for pod in waiting}
     for name, uid in uids.items():
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
-        about = [
-            event
-            for event in events
-            if isinstance(what := event.get("involvedObject"), dict) and uid in ("", what.get("uid"))
-        ]
+        about = [one for one in events if uid in ("", (one.get("involvedObject") or {}).get("uid"))]
         about.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
         # Both are optional (core/v1 Event).
         newest = {str(event.get("reason") or ""): str(event.get("message") or "") for event in about}

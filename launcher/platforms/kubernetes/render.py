@@ -1,9 +1,8 @@
 """Rendering of a job as Kubernetes objects: a JobSet, or an Indexed Job with its headless Service, and what they need.
 
-A JobSet is one Indexed Job of all nodes that is restarted as a whole, by the cluster, for as long as that helps. A
-plain Job, for clusters without JobSet, cannot restart as a whole; the launcher's next attempt does that. Each of their
-pods has one container that runs `python -m litgpt_demo node`, and what its network adds.
-Pure: no cluster, no clock, no disk.
+A JobSet is one Indexed Job of all nodes that the cluster restarts as a whole. A plain Job, for clusters without JobSet,
+is restarted by the launcher's next attempt. Each pod has one container that runs `python -m litgpt_demo node`, and what
+its network adds. Pure: no cluster, no clock, no disk.
 """
 
 from __future__ import annotations
@@ -352,13 +351,11 @@ def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool)
     """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
-    rights: dict[str, Any]
+    rights: dict[str, Any] = {"capabilities": {"drop": ["ALL"]}}
     if network.root:
         rights = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": list(network.capabilities)}}
     elif settings.uid == 0:  # an image that needs root needs the capabilities of root too (chown, reading any file)
         rights = {"runAsUser": 0}
-    else:
-        rights = {"capabilities": {"drop": ["ALL"]}}
     return {
         "allowPrivilegeEscalation": False,
         **rights,
@@ -429,15 +426,11 @@ def _volumes(
     if settings.claim is not None:
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}})
         mounts.append(mount("claim", settings.claim_path))
-    buckets: dict[str, None] = {}
-    for address in job.stage if settings.stage == "fuse" else ():
-        if (place := bucket_path(address)) is None:
-            raise ConfigProblem(
-                f"platform.stage=fuse mounts buckets, and {address} is in none; take platform.stage=copy, "
-                "or a root of gs://bucket/prefix"
-            )
-        buckets[place.split("/")[0]] = None
-    for number, bucket in enumerate(buckets):
+    places = [bucket_path(address) for address in (job.stage if settings.stage == "fuse" else ())]
+    if None in places:
+        fix = "take platform.stage=copy, or a root of gs://bucket/prefix"
+        raise ConfigProblem(f"platform.stage=fuse mounts buckets, and {', '.join(job.stage)} is in none", fix=fix)
+    for number, bucket in enumerate(dict.fromkeys(str(place).split("/")[0] for place in places)):
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication
         attributes = {
             "bucketName": bucket,
