@@ -22,7 +22,8 @@ from tasks.steps import RETRIED, emit
 @task(name=Step.IMAGE.task, task_run_name=Step.IMAGE.task, **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
-    image = NoImage(kind="none") if config.platform.on_this_machine else chosen_image(config)
+    containers = not config.platform.on_this_machine
+    image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
 

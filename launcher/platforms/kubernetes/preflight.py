@@ -120,7 +120,7 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
     """Return whether the cluster lets us do all that a run does; of what it does not, all is named."""
     asked = needed(settings, workload)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        allowed = pool.map(lambda one: cluster.allows(*one, settings.namespace), asked)
+        allowed = pool.map(lambda one: cluster.allows(one[0], one[1], settings.namespace), asked)
         lacking = [one for one, may in zip(asked, allowed, strict=True) if not may]
     if not lacking:
         return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")

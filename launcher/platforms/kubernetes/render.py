@@ -131,6 +131,8 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
     Two pods of one index must never live at the same time (kubernetes#115844): a replacement waits until the old one is
     gone, and there is none, because nothing is tried again (jobset#574).
     """
+    # A disrupted pod's exit code means nothing, so this comes first.
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = {"containerName": NODE, "operator": "In", "values": list(HOPELESS)}
     return {
         "completionMode": "Indexed",
@@ -138,13 +140,7 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
         "completions": job.nodes,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                # A disrupted pod's exit code means nothing, so this comes first.
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": codes},
-            ]
-        },
+        "podFailurePolicy": {"rules": [disrupted, {"action": "FailJob", "onExitCodes": codes}]},
         "template": dict(template),
     }
 
@@ -206,12 +202,8 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     cards = network.rdma_cards
     amount = {"allocationMode": "All"} if cards is None else {"allocationMode": "ExactCount", "count": cards}
     request = {"name": "rdma", "exactly": {"deviceClassName": "mrdma.google.com", **amount}}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {**metadata, "name": name},
-        "spec": {"spec": {"devices": {"requests": [request]}}},
-    }
+    named, spec = {**metadata, "name": name}, {"spec": {"devices": {"requests": [request]}}}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": named, "spec": spec}
 
 
 # --- the pod ----------------------------------------------------------------------------------------------------------
@@ -382,7 +374,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         "gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
         "gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
     }
-    selector |= {f"cloud.google.com/{label}": value for label, value in bought.items() if value is not None}
+    selector |= {f"cloud.google.com/{label}": value for label, value in _given(**bought).items()}
     tainted = {
         "kubernetes.io/arch": "arm64" if machine is not None and machine.arch == "arm64" else None,
         "cloud.google.com/gke-spot": "true" if settings.spot else None,
@@ -391,13 +383,10 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     }
     # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
-    tolerations: list[dict[str, Any]] = [
-        {"key": "nvidia.com/gpu", "operator": "Exists"},
-        {"key": "cloud.google.com/impending-node-termination", "operator": "Exists"},
-    ]
-    for key, value in {"user-workload": "true", **tainted}.items():
-        if value is not None:
-            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
+    always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
+    tolerations = [{"key": key, "operator": "Exists"} for key in always]
+    for key, value in _given(**{"user-workload": "true", **tainted}).items():
+        tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
     affinity: dict[str, Any] = {}
     if exclude := [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]:
         rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
