@@ -41,9 +41,8 @@ def connect(settings: GkePlatformConfig) -> Cluster:
     try:
         return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
     except ImportError as error:
-        raise NotInstalled(
-            f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
-        ) from error
+        what = f"platform.kind=gke needs packages that are not here ({error})"
+        raise NotInstalled(what, fix='pip install "train-litgpt[gke]"') from error
 
 
 def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
@@ -82,15 +81,11 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     except (ConfigException, OSError) as error:
         # Where the config names it, its absence is the config's mistake rather than this machine's lack.
         kind = LoginProblem if path or context else NoCredentials
-        raise kind(
-            f"{where} cannot be had: {words_of(error)}; name a GKE cluster in platform.cluster and platform.location, "
-            "or a kubeconfig in platform.kubeconfig or $KUBECONFIG"
-        ) from None
+        fix = "name a GKE cluster (platform.cluster and location), or a kubeconfig (platform.kubeconfig or $KUBECONFIG)"
+        raise kind(f"{where} cannot be had: {words_of(error)}", fix=fix) from None
     if configuration.api_key and not is_protected(configuration.host):
-        raise LoginProblem(
-            f"{where} is at {origin_of(configuration.host)}, which is not encrypted, and your token would be sent "
-            "there; write https:// in the kubeconfig"
-        )
+        at, fix = origin_of(configuration.host), "write https:// in the kubeconfig"
+        raise LoginProblem(f"{where} is at {at}, which is not encrypted, and your token would be sent there", fix=fix)
     return Cluster(ApiClient(configuration), where=where, renew=renew)
 
 
@@ -116,10 +111,9 @@ def _without_programs(path: str, context: str | None) -> Any:
     known = document["users"].get_with_name(user, safe=True) if user else None
     for key, does in {"exec": "runs a program", "auth-provider": "runs a program", "tokenFile": "sends a file"}.items():
         if known and key in known["user"]:
-            raise LoginProblem(
-                f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide; "
-                f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
-            )
+            what = f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide"
+            fix = f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
+            raise LoginProblem(what, fix=fix)
     return document
 
 
@@ -173,10 +167,8 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
         # https://docs.cloud.google.com/kubernetes-engine/docs/concepts/network-isolation
         found = described.control_plane_endpoints_config.dns_endpoint_config
         if not (found.endpoint and found.allow_external_traffic):
-            raise ConfigProblem(
-                f"platform.dns_endpoint=true, and cluster {name} has none that is open; turn it on with "
-                f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
-            )
+            fix = f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
+            raise ConfigProblem(f"platform.dns_endpoint=true, and cluster {name} has none that is open", fix=fix)
         configuration.host = f"https://{found.endpoint}"
     elif not described.endpoint:
         raise PlatformUnreachable(f"cluster {name} has no address yet: it is {described.status.name}")

@@ -125,10 +125,7 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
     if not lacking:
         return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")
     listed = ", ".join(f"{verb} {resource}" for verb, resource in lacking)
-    fix = CLUSTER_ROLES
-    if any(resource is api.NETWORK_POLICIES for _, resource in lacking):
-        fix += "; or do without a NetworkPolicy: platform.network_policy: false"
-    return bad("permission", f"{cluster.where} does not let you {listed}", fix)
+    return bad("permission", f"{cluster.where} does not let you {listed}", CLUSTER_ROLES)
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------
@@ -244,16 +241,14 @@ def _queue(survey: Survey) -> Iterator[Finding]:
         fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue; or install Kueue, if it is missing"
         yield bad("queue", f"there is no LocalQueue {name} in namespace {space}", fix)
         return
-    behind = found["spec"]["clusterQueue"]
-    if (cluster_queue := survey.get(api.CLUSTER_QUEUES, behind)) is None:
-        yield bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
-        return
+    behind = found["spec"]["clusterQueue"]  # without it, the LocalQueue is not active
+    cluster_queue = survey.get(api.CLUSTER_QUEUES, behind) or {"spec": {}}
     for thing, what in ((found, f"LocalQueue {name}"), (cluster_queue, f"ClusterQueue {behind}")):
         if (told := condition(thing, "Active", "False")) is not None:
             yield bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
-        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered))}, and not nvidia.com/gpu"
+        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered)) or 'nothing'}, and not nvidia.com/gpu"
         yield bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
     yield good("queue", f"queue {name} of {behind}")
 

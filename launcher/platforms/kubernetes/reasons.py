@@ -102,9 +102,6 @@ def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: It
     found: list[Finding] = []
     if _QUEUE in workload["metadata"].get("labels", {}):
         told.append(_of_kueue(cluster, job, workload))
-    elif workload["spec"].get("suspend"):
-        what, fix = f"{job.name} is suspended, and no queue will start it", "set spec.suspend to false, or cancel it"
-        found.append(Finding("warning", f"{_AREA}.suspended", what, fix))
     for reasons in told:
         # Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
         with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):

@@ -71,10 +71,8 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
     longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
     if longest > LONGEST_LABEL:
-        raise ConfigProblem(
-            f"the pods of {name} on {job.nodes} nodes would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
-        )
+        what = f"pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST_LABEL}"
+        raise ConfigProblem(what, fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter")
     if not RFC_1035.fullmatch(name):
         raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
