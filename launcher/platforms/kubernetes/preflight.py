@@ -128,9 +128,6 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
     return bad("permission", f"{cluster.where} does not let you {listed}", CLUSTER_ROLES)
 
 
-# --- the cluster ------------------------------------------------------------------------------------------------------
-
-
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
     if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
@@ -292,9 +289,6 @@ def _secrets(survey: Survey) -> Iterator[Finding]:
             kind, given = ("generic", "--from-literal=KEY=VALUE") if code == "secret" else ("docker-registry", login)
             fix = f"{create} {kind} {name} --namespace {space} {given}, or fix platform.{setting}"
             yield bad(code, f"there is no Secret {name} of platform.{setting} in namespace {space}", fix)
-
-
-# --- what the cluster would take --------------------------------------------------------------------------------------
 
 
 def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Iterator[Finding]:

@@ -55,8 +55,7 @@ _ADMISSION = (
            r"|\.\s+No (?:request|limit) is specified)|\S+ max limit to request ratio per \w+ is [^,\]]+"
            r"|must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
            "a LimitRange of the namespace does not allow it: {0}",
-           "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
-           "error"),
+           "change platform.cpus or memory, or have the LimitRange changed (`kubectl get limitranges`)", "error"),
     Phrase(r'violates PodSecurity "([^"]+)": (.+)', "pod-security",
            "the namespace enforces the Pod Security level {0}, which forbids the pods: {1}",
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
@@ -120,13 +119,11 @@ _SCHEDULER = (
            "take the taint off, or take another platform.node_pool", "error"),
     Phrase(r"^(\d+) node\(s\) had untolerated taint(?:\(s\))?$", "taint",
            "{0} machines have a taint that the pods do not tolerate",
-           "`kubectl get nodes -o custom-columns=NAME:.metadata.name,TAINTS:.spec.taints` shows which; take it off, or "
-           "take another platform.node_pool", "error"),
+           "`kubectl describe nodes` shows which; take it off, or take another platform.node_pool", "error"),
     Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
            "no machine has the labels that are asked for",
-           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes, and at machines "
-           "that the run avoids because its attempts blamed them (restarts.exclude_after); compare "
-           "`kubectl get nodes --show-labels`"),
+           "compare platform.machine, node_pool, node_selector, reservation, spot, exclude_nodes and machines that the "
+           "run avoids (restarts.exclude_after) with `kubectl get nodes --show-labels`"),
     Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
            "machines are taken by another job with a receive daemon, of which there can be one",
            "wait for it to end, or add machines"),
@@ -201,8 +198,7 @@ _EVENTS = (
     Phrase(r"(?s)^FailedMount: (.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),
     Phrase(r"(?s)^FailedAttachVolume: (.+)", "volume", "{0}", "is the disk in use on another machine?"),
     Phrase(r"(?s)^FailedCreatePodSandBox: (.+)", "network", "{0}",
-           "do the machines have the additional networks that the pod is attached to (platform.network, "
-           "GKENetworkParamSet)?"),
+           "do the machines have the networks that the pod is attached to (platform.network, GKENetworkParamSet)?"),
     # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
     Phrase(r"(?s)^NotTriggerScaleUp: (.+)", "scale-up", "no machine will be added: {0}",
            "raise the node pool's limit, or take another platform.node_pool"),
