@@ -127,11 +127,9 @@ class GkePlatform:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
 
         The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
-        Refused too is what was rendered for another platform or without an image; an older job of that name that is
-        still being removed is PlatformUnreachable.
+        Refused too is one without an image; an older job of that name that is still being removed is
+        PlatformUnreachable.
         """
-        if submission.platform != self.name:
-            raise PlatformRefused(f"this was rendered for {submission.platform}", fix=f"render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
         job, items = states.JobName.parse(submission.job_id), submission.body["items"]
