@@ -47,7 +47,7 @@ def connect(settings: GkePlatformConfig) -> Cluster:
 
 def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     from kubernetes import config
-    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.client import ApiClient
     from kubernetes.config import ConfigException
 
     path, context = settings.kubeconfig, settings.context
@@ -55,34 +55,32 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     if settings.in_cluster:
         where = "the cluster that this runs in"
 
-    def load(into: Configuration) -> None:
+    def load() -> Configuration:
+        into = _configuration()
         chosen: Any = {"context": context, "client_configuration": into, "persist_config": False}
-        if settings.in_cluster:
-            config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
-        elif path is None or _is_own(path):
-            config.load_kube_config(path, **chosen)  # type: ignore[no-untyped-call]
-        else:
-            config.load_kube_config_from_dict(_without_programs(path, context), **chosen)  # type: ignore[no-untyped-call]
+        try:
+            if settings.in_cluster:
+                config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
+            elif path is None or _is_own(path):
+                config.load_kube_config(path, **chosen)  # type: ignore[no-untyped-call]
+            else:
+                document = _without_programs(path, context)
+                config.load_kube_config_from_dict(document, **chosen)  # type: ignore[no-untyped-call]
+        except (ConfigException, OSError) as error:
+            # Where the config names it, its absence is the config's mistake rather than this machine's lack.
+            kind = LoginProblem if path or context else NoCredentials
+            fix = "name a GKE cluster in platform.cluster and location, or a kubeconfig in platform.kubeconfig"
+            raise kind(f"{where} cannot be had: {words_of(error)}", fix=f"{fix} or $KUBECONFIG") from None
+        return into
 
-    configuration = _configuration()
+    configuration = load()
 
     def renew() -> None:
         """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
-        fresh = Configuration()
-        try:
-            load(fresh)
-        except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}", fix="log in again") from None
+        fresh = load()
         # The hook sets the token that it was made with, at every request.
         configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
-    try:
-        load(configuration)
-    except (ConfigException, OSError) as error:
-        # Where the config names it, its absence is the config's mistake rather than this machine's lack.
-        kind = LoginProblem if path or context else NoCredentials
-        fix = "name a GKE cluster (platform.cluster and location), or a kubeconfig (platform.kubeconfig or $KUBECONFIG)"
-        raise kind(f"{where} cannot be had: {words_of(error)}", fix=fix) from None
     if configuration.api_key and not is_protected(configuration.host):
         at, fix = origin_of(configuration.host), "write https:// in the kubeconfig"
         raise LoginProblem(f"{where} is at {at}, which is not encrypted, and your token would be sent there", fix=fix)
