@@ -149,7 +149,6 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
             *net.reported(source=_PROFILE),
         ),
         scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
-        named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=SHM,  # GR's chart (_CHART)
         **release.network,
     )
