@@ -7,7 +7,7 @@ network, with the plug-in from the node or from the pod, and from one plug-in ve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
+GR = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e"
 GIB = 2**30
 OTHERS_FILES = "DAC_OVERRIDE"
 """The capability by which root reads and writes what user 1000 owns: the image's home, and what earlier attempts left
@@ -33,6 +34,10 @@ https://github.com/distribution/reference (splitDockerDomain)."""
 COMPONENT = r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
 RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
 """A release: the tag of a publisher's image, or an image of one's own, whose tag says which release it is."""
+ENTRY = "/scripts/container_entry.sh"
+INSTALL = f"{ENTRY} install --install-nccl"
+"""The command of the images that installs both plug-in and NCCL."""
+STOPS = "without the plug-in NCCL stops, instead of using sockets"
 REGISTRY = "us-docker.pkg.dev"
 """The registry of Google's plug-ins and daemons, which a mirror stands in for."""
 
@@ -132,10 +137,10 @@ class Network:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
     """Extended resources that each pod asks for, besides its GPUs."""
-    init_containers: tuple[Object, ...] = ()
+    init_containers: Sequence[Object] = ()
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
-    volumes: tuple[Object, ...] = ()
-    mounts: tuple[Object, ...] = ()
+    volumes: Sequence[Object] = ()
+    mounts: Sequence[Object] = ()
     capabilities: tuple[str, ...] = ()
     """All capabilities that the training's container has, as root; without them it is not root."""
     privileged: bool = False
@@ -174,6 +179,10 @@ class Network:
 
 INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+LIBRARIES = "/usr/local/nvidia/lib64"
+"""The folder where containers find what the nodes have in /home/kubernetes/bin/nvidia/lib64."""
 
 
 def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
@@ -188,8 +197,9 @@ def device_annotation(container: str, paths: Iterable[str]) -> dict[str, str]:
     return {f"{DEVICES}{container}": "".join(f"- path: {path}\n" for path in paths)}
 
 
-def host_path(name: str, path: str) -> Object:
-    return {"name": name, "hostPath": {"path": path}}
+def volume(name: str, path: str | None = None) -> Object:
+    """A folder of the host, or an empty one of the pod."""
+    return {"name": name, **({"hostPath": {"path": path}} if path else {"emptyDir": {}})}
 
 
 def mount(name: str, path: str, *, read_only: bool = False) -> Object:
@@ -203,8 +213,27 @@ def installer(name: str, image: str, commands: Iterable[str], target: Object, *,
     return {"name": name, "image": image, "command": command, **resources, "volumeMounts": [target]}
 
 
-MULTUS = "k8s.v1.cni.cncf.io/networks"
-"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+def daemon(
+    name: str, image: str, command: list[str], *mounts: Object, rights: list[str], privileged: bool,
+    variables: Mapping[str, str] | None = None, probe: Object | None = None,
+) -> Object:  # fmt: skip
+    """A receive daemon as a native sidecar: it is up before the training and ends after it.
+
+    It has the host's volumes `libraries`, `sys` and `proc-sys`, besides `mounts`; `rights` are capabilities.
+    """
+    environment = {"LD_LIBRARY_PATH": LIBRARIES, **(variables or {})}
+    return {
+        "name": name,
+        "image": image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [{"name": variable, "value": value} for variable, value in environment.items()],
+        "securityContext": {"privileged": True} if privileged else {"capabilities": {"add": rights}},
+        **({"startupProbe": probe} if probe else {}),
+        "volumeMounts": [
+            mount("libraries", LIBRARIES), *mounts, mount("sys", "/hostsysfs"), mount("proc-sys", "/hostprocsysfs"),
+        ],
+    }  # fmt: skip
 
 
 class Released(NamedTuple):
@@ -226,18 +255,13 @@ def released(
     network: str,
     plugin: str,
     daemon: str = "",
-    installed: tuple[str, ...] = (),
     manifest: str,
 ) -> Released:
     """Return the plug-in and daemon that options mean; the default comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
-    says which release it is, and only a known one what it is qualified for.
-
-    Args:
-        plugin: the publisher's image, without tag; and so is `daemon`.
-        installed: images by which the installer on the nodes is known, where `plugin` is not the only one.
-        manifest: address of the installer's.
+    says which release it is, and only a known one what it is qualified for. `plugin` and `daemon` are the publisher's
+    images, without tag; `manifest` is the address of the installer's.
 
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
@@ -264,29 +288,24 @@ def released(
     elif daemon_tag not in {None, chosen.daemon}:
         chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
-    registry = options.network_registry
-
-    def mirrored(image: str) -> str:
-        return image if registry is None else image.replace(REGISTRY, registry, 1)
+    registry = options.network_registry or REGISTRY
 
     def pulled(setting: str, image: str, tag: str | None) -> str:
         whole = given.get(setting) or ""
-        return whole if "/" in whole else f"{mirrored(image)}:{tag}"
+        return whole if "/" in whole else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
 
     problems: tuple[Finding, ...] = ()
-    if registry is not None and all("/" in (one or "") for one in given.values()):
-        named = " and ".join(f"platform.{name}" for name in given)
-        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given in {named}"
+    if registry != REGISTRY and all("/" in (one or "") for one in given.values()):
+        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
         problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
     # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
-    images = installed or (plugin,)
-    own = options.network_plugin.partition("@")[0].rpartition(":")[0] if options.network_plugin else ""
-    names = tuple(dict.fromkeys(filter(None, (*images, *map(mirrored, images), own))))
+    image = pulled("network_plugin", plugin, chosen.plugin)
+    names = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
     # Where nothing is known of this release, what fails or loads with another may do so with it.
     other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
     return Released(
         pair=chosen,
-        plugin=pulled("network_plugin", plugin, chosen.plugin),
+        plugin=image,
         daemon=pulled("network_daemon", daemon, chosen.daemon),
         node={
             "nccl_versions": chosen.nccl,
