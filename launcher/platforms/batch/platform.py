@@ -6,12 +6,11 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.google import Service, google_errors
@@ -23,7 +22,6 @@ from launcher.platforms.batch import states
 from launcher.platforms.batch.render import container_of, group_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
-from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding, Severity
 from litgpt_demo.storage import is_remote
 
@@ -38,7 +36,6 @@ BATCH = Service(
     roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
     "roles/iam.serviceAccountUser on the VMs' service account",
 )  # fmt: skip
-LOGGING = replace(BATCH, emulator="LOGGING_EMULATOR_HOST")
 
 _LIMIT = 30.0
 """Seconds that one call may take."""
@@ -46,8 +43,6 @@ _OVERLAP = timedelta(seconds=60)
 """Entries of logs come late and not in order; each look goes back so far and leaves out what it has seen."""
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
-
-Answer = TypeVar("Answer")
 
 
 class BatchPlatform:
@@ -71,17 +66,14 @@ class BatchPlatform:
 
     @cached_property
     def _batch(self) -> batch_v1.BatchServiceClient:
-        with google_errors(BATCH, "signing in"):
-            from google.cloud.batch_v1 import BatchServiceClient
-
-            return BatchServiceClient(transport=BATCH.transport(BatchServiceClient))
+        client: batch_v1.BatchServiceClient = BATCH.client("google.cloud.batch_v1:BatchServiceClient")
+        return client
 
     @cached_property
     def _logging(self) -> LoggingServiceV2Client:
-        with google_errors(BATCH, "signing in"):
-            from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
-
-            return LoggingServiceV2Client(transport=LOGGING.transport(LoggingServiceV2Client))
+        logs = "google.cloud.logging_v2.services.logging_service_v2:LoggingServiceV2Client"
+        client: LoggingServiceV2Client = replace(BATCH, emulator="LOGGING_EMULATOR_HOST").client(logs)
+        return client
 
     def render(self, job: Job) -> Submission:
         return render(job, self._settings)
@@ -111,31 +103,16 @@ class BatchPlatform:
 
         image = settings.boot_image or f"batch-{settings.os}"
         cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
-        if cos and settings.os == "debian" and settings.node_gpus:
-            what = (
-                f"the boot image {image} is Container-Optimized OS, which has no nvidia-ctk, and whose root cannot be "
-                "written: the way of Debian's images does not go there"
-            )
-            yield found("cos", what, "set platform.os=cos, which mounts the driver instead")
-        if not cos and settings.os == "cos":
-            yield found("cos", f"platform.os=cos, and the boot image is {image}", "set platform.os=debian")
-        if settings.gvnic and not cos and not settings.boot_image:
-            what = "platform.gvnic with Batch's Debian image, which may not support it"
-            yield found("gvnic", what, "leave it out, or name a platform.boot_image that does", "warning")
+        if cos != (settings.os == "cos"):  # which has no nvidia-ctk and a firewall of its own
+            what = f"platform.os={settings.os}, and the boot image is {image}"
+            yield found("cos", what, f"set platform.os={'cos' if cos else 'debian'}")
 
         commands = container_of(submission.body)["commands"]
         folder, inside = commands[commands.index("--log-uri") + 1], f"{settings.nfs_path.rstrip('/')}/"
-        if not is_remote(folder) and settings.nfs is None:
-            what = f"the run's folder {folder} is on this machine, where VMs do not see it"
-            fix = "set root to gs://bucket/prefix, or mount a file server that has it: platform.nfs"
-            yield found("root", what, fix)
-        elif not is_remote(folder) and not folder.startswith(inside):
-            yield found("root", f"the run's folder {folder} is not in platform.nfs_path={inside}", "set root below it")
+        if not is_remote(folder) and (settings.nfs is None or not folder.startswith(inside)):
+            what = f"VMs do not see the run's folder {folder}: platform.nfs={settings.nfs}, platform.nfs_path={inside}"
+            yield found("root", what, "set root to gs://bucket/prefix, or to a folder of a file server: platform.nfs")
 
-        if settings.nodes > 1 and (settings.vpc or settings.subnetwork):
-            what = f"the VMs of {settings.subnetwork or settings.vpc} have to reach each other on all TCP ports"
-            fix = "as default-allow-internal does in the default network: gcloud compute firewall-rules create …"
-            yield found("firewall", what, fix, "info")
         where = settings.location
         if settings.subnetwork and f"/regions/{where}/" not in f"/{settings.subnetwork}":
             what = f"platform.subnetwork={settings.subnetwork} is not in platform.location={where}"
@@ -162,14 +139,10 @@ class BatchPlatform:
 
     def check_access(self) -> str:
         where = self._settings.parent
-        with google_errors(BATCH, f"asking for the jobs of {where}"):
-            from google.api_core import exceptions
-
-            try:
-                self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
-            except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}", fix=BATCH.roles) from None
-        return f"Batch answers for {where}"
+        with google_errors(BATCH, f"asking for the jobs of {where}", "PermissionDenied"):
+            self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
+            return f"Batch answers for {where}"
+        raise LoginProblem(f"you may not list the jobs of {where} (batch.jobs.list)", fix=BATCH.roles)
 
     def submit(self, submission: Submission) -> JobId:
         """Create the job; one that is there, in whatever state, is left as it is."""
@@ -177,7 +150,8 @@ class BatchPlatform:
             raise PlatformRefused(f"{submission.job_id} has no image", fix="build one (image: {kind: docker, …}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
-        with google_errors(BATCH, f"submitting {submission.job_id}"):
+        # AlreadyExists: somebody was quicker, and that job is adopted.
+        with google_errors(BATCH, f"submitting {submission.job_id}", "AlreadyExists"):
             from google.api_core import exceptions, retry
             from google.cloud import batch_v1
 
@@ -190,8 +164,7 @@ class BatchPlatform:
             )
             unanswered = retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
             again = retry.Retry(predicate=unanswered, timeout=_LIMIT)
-            with suppress(exceptions.AlreadyExists):  # somebody was quicker: adopted
-                self._batch.create_job(request, retry=again, timeout=_LIMIT)
+            self._batch.create_job(request, retry=again, timeout=_LIMIT)
         return submission.job_id
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
@@ -260,12 +233,8 @@ class BatchPlatform:
             if not (asked or ended or native == "CANCELLATION_IN_PROGRESS"):
                 asked = True
                 # It has ended, or is gone, in the meantime: the next look tells.
-                self._ask(
-                    f"cancelling {job_id}",
-                    lambda: self._batch.cancel_job(request, timeout=_LIMIT),
-                    "NotFound",
-                    "FailedPrecondition",
-                )
+                with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
+                    self._batch.cancel_job(request, timeout=_LIMIT)
             if time.monotonic() > give_up:
                 there = "".join(f", task {node}" for node in left)
                 raise PlatformUnreachable(
@@ -281,27 +250,16 @@ class BatchPlatform:
         ended = states.STATES.get(state, JobState.UNKNOWN).final
         return tasks if ended else (f"job {job_id} ({state})", *tasks)
 
-    def _ask(self, doing: str, call: Callable[[], Answer], *unless: str) -> Answer | None:
-        """What a call gives; None where it ends with one of these errors of Google's."""
-        with google_errors(BATCH, doing):
-            from google.api_core import exceptions
-
-            try:
-                return call()
-            except tuple(getattr(exceptions, name) for name in unless):
-                return None
-
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
-        return self._ask(f"asking for {job_id}", lambda: self._batch.get_job(name=job_id, timeout=_LIMIT), "NotFound")
+        with google_errors(BATCH, f"asking for {job_id}", "NotFound"):
+            return self._batch.get_job(name=job_id, timeout=_LIMIT)
+        return None
 
     def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        parent = f"{job_id}/taskGroups/group0"
-        found = self._ask(
-            f"asking for the tasks of {job_id}",
-            lambda: list(self._batch.list_tasks(parent=parent, timeout=_LIMIT)),
-            "NotFound",  # deleted since we asked for the job
-        )
-        return found or []
+        # NotFound: deleted since we asked for the job.
+        with google_errors(BATCH, f"asking for the tasks of {job_id}", "NotFound"):
+            return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
+        return []
 
     def _running(self, job: batch_v1.Job) -> list[int]:
         """Nodes whose tasks have not ended."""
