@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
 from launcher.networks.profile import Variable
+from litgpt_demo.node.network import NETWORK
 
 Origin = Literal["profile", "platform", "user", "job", "script"]
 """`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
@@ -43,6 +44,14 @@ class Entry:
 def literal(text: str) -> str:
     """`text` as it has to be written in a command or value: Kubernetes takes `$$` for `$`, and expands `$(NAME)`."""
     return text.replace("$", "$$")
+
+
+def node_entries(network: str) -> list[Entry]:
+    """The variables of every node in a container; `network` is its NodeNetwork as JSON."""
+    return [
+        Entry(name=NETWORK, value=network, origin="platform", why="what the node has to know of its network"),
+        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+    ]
 
 
 def combined(

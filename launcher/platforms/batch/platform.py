@@ -187,9 +187,9 @@ class BatchPlatform:
         # Where reading stopped: the timestamp of the newest entry that was read, and the ids of those that the next
         # look finds again. A position in another job's log is none.
         there = json.loads(position or "{}")
-        if there.get("uid") != job.uid:
-            there = {"uid": job.uid, "newest": "", "seen": []}
-        since = (datetime.fromisoformat(there["newest"]) if there["newest"] else job.create_time) - _OVERLAP
+        if there.get("uid") != job.uid or not there["newest"]:
+            there = {"uid": job.uid, "newest": job.create_time.isoformat(), "seen": []}
+        since = datetime.fromisoformat(there["newest"]) - _OVERLAP
         project = job_id.split("/")[1]
         request = {
             "resource_names": [f"projects/{project}"],
@@ -199,16 +199,14 @@ class BatchPlatform:
             "order_by": "timestamp asc",
             "page_size": 1000,  # entries that an answer of Cloud Logging holds
         }
-        known, size, more = set(there["seen"]), 0, False
-        lines: list[LogLine] = []
-        times: list[tuple[datetime, str]] = []
+        size, more, times, lines = 0, False, dict[str, datetime](), list[LogLine]()
         with google_errors(BATCH, f"reading the log of {job_id}"):
             for entry in self._logging.list_log_entries(request=request):
                 if more := size > PAGE:
                     break
-                times.append((entry.timestamp, entry.insert_id))
+                times[entry.insert_id] = entry.timestamp
                 task = _TASK.search(entry.labels.get("task_id", ""))
-                if entry.insert_id in known or task is None:
+                if entry.insert_id in there["seen"] or task is None:
                     continue
                 text, payload = str(entry.text_payload), entry.json_payload
                 if not text and payload:  # a line that is JSON arrives as its fields
@@ -216,8 +214,8 @@ class BatchPlatform:
                 size += len(text)
                 lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
         if times:
-            newest = max(moment for moment, _ in times)
-            seen = [name for moment, name in times if moment >= newest - _OVERLAP]
+            newest = max(times.values())
+            seen = [name for name, moment in times.items() if moment >= newest - _OVERLAP]
             there = {"uid": job.uid, "newest": newest.isoformat(), "seen": seen}
         return LogPage(tuple(lines), json.dumps(there), more)
 
@@ -265,7 +263,7 @@ class BatchPlatform:
         """Nodes whose tasks have not ended."""
         tasks = self._tasks(JobId(job.name))
         over = {one.node for one in states.ended(job, tasks)}
-        return [node for task in tasks if (node := states.node_of(task.name)) not in over]
+        return [node for task in tasks if (node := int(task.name.rpartition("/")[2])) not in over]
 
 
 def _plain(value: Any) -> Any:

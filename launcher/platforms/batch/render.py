@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.environment import Entry, as_rows, combined
+from pydantic import ByteSize, TypeAdapter
+
+from launcher.environment import Entry, as_rows, combined, node_entries
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
-from launcher.networks.profile import Choice
+from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.node.network import NETWORK
 
 PORT = 29500
 DIRECTORY = "/run/litgpt"
@@ -31,8 +32,6 @@ NVIDIA = "/var/lib/nvidia"
 """The folder in which Batch puts the driver on COS."""
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
 """The file in which Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
-
-_UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
 
 # Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
@@ -229,33 +228,25 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
 def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, list[Entry]]:
     """The size of /dev/shm in bytes, and the variables of every container."""
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
-    shm = network.shm_bytes
-    if settings.shm is not None:
-        number = settings.shm.rstrip("MGTi")
-        shm = int(number) * _UNITS[settings.shm.removeprefix(number)]
+    shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
     cos_gpus = settings.node_gpus and settings.os == "cos"
     node = network.node.model_copy(
         update={
             "gpus": settings.node_gpus,
             "shm_bytes": min(network.node.shm_bytes, shm),
-            "library_paths": ("/usr/local/nvidia/lib64",) if cos_gpus else (),
+            "library_paths": (LIBRARIES,) if cos_gpus else (),
             "overrides": dict(settings.overrides),
             "gate_seconds": 0,  # plain TCP has no figure that it could be held to
         }
     )
-    own = [
-        (NETWORK, node.model_dump_json(exclude_defaults=True), "what the node has to know of its network"),
-        ("PYTHONUNBUFFERED", "1", "log lines appear when they are printed"),
-    ]
+    own = node_entries(node.model_dump_json(exclude_defaults=True))
     if cos_gpus:
         # The linker's cache does not know the mounted driver (https://github.com/triton-lang/triton/issues/2507), nor
         # does gcc (https://github.com/vllm-project/vllm/pull/39161).
         why = "where the driver is mounted; the linker's cache does not know it"
-        own += [(name, "/usr/local/nvidia/lib64", why) for name in ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")]
-    return shm, combined(
-        [Entry(name=name, value=value, origin="platform", why=why) for name, value, why in own],
-        profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env,
-    )  # fmt: skip
+        for name in ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH"):
+            own.append(Entry(name=name, value=LIBRARIES, origin="platform", why=why))
+    return shm, combined(own, profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env)
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------

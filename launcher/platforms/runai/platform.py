@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeAlias
 
+from launcher import errors
 from launcher.environment import as_rows
-from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
+from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT
 from launcher.platforms.base import Avoidable, Capability
@@ -55,7 +56,7 @@ def state_of(phase: str | None) -> JobState:
 
 Api: TypeAlias = Cli | Rest
 """A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
-that nobody knows. Its `trouble` are the code, the beginning and the fix of the finding that such an error is."""
+that nobody knows. Its `trouble` is the code of the finding that such an error is."""
 
 
 class RunaiPlatform:
@@ -122,15 +123,10 @@ class RunaiPlatform:
             yield Finding("warning", "runai.interactive", what, fix)
         try:
             self._api.check_access(submission.body["sent"])
-        except NotInstalled as error:
-            yield finding_of(error, "runai.no-cli")
-        except LoginProblem as error:
-            yield finding_of(error, "runai.login")
-        except ConfigProblem as error:
-            yield finding_of(error, "runai.project")
-        except (PlatformRefused, PlatformUnreachable) as error:
-            code, about, fix = self._api.trouble
-            yield Finding(finding_of(error, code).severity, code, f"{about}{error}", fix)
+        except errors.LauncherError as error:
+            codes = {errors.NotInstalled: "no-cli", errors.LoginProblem: "login", errors.ConfigProblem: "project"}
+            code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.trouble)
+            yield finding_of(error, f"runai.{code}")
 
     def avoidable(self, job: Job) -> Avoidable:
         if self._api.excludes:

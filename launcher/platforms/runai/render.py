@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
-from launcher.environment import Entry, combined
+from launcher.environment import Entry, combined, node_entries
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
 from launcher.networks.profile import Network
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
-from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 
 SCRATCH = "/tmp/litgpt"
@@ -92,11 +91,9 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     )
     told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
     text = json.dumps(told, separators=(",", ":"))
-    own = [
-        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
-        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
-    ]
-    entries = combined(own, profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env)
+    entries = combined(
+        node_entries(text), profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env
+    )
     variables = {entry.name: entry.value for entry in entries}
     shown = {name: value for name, value in variables.items() if plain(value)}
     hidden = {name: value for name, value in variables.items() if name not in shown}

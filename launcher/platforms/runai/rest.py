@@ -63,13 +63,9 @@ class Rest:
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = _GRANTS
-        fix = "see that platform.url is the control plane's, and that this machine reaches it"
-        self.trouble = "runai.api", "", fix
-        self.name, self.excludes = "rest", True
+        self.name, self.trouble, self.excludes = "rest", "api", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
-        self.unknown: tuple[str, ...] = (
-            f"{ids}: the control plane says which they are when the training is submitted",
-        )
+        self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
     @cached_property
     def _client(self) -> httpx.Client:
@@ -231,7 +227,7 @@ class Rest:
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
             problem = f"{answer.status_code}: {self._words(answer)}"
-        raise PlatformUnreachable(f"{what}: {problem}")
+        raise PlatformUnreachable(f"{what}: {problem}", fix="see that this machine reaches platform.url")
 
     def _words(self, answer: httpx.Response) -> str:
         """Return what the server says, but nothing of what it says to a request for a token, which held the secret."""
