@@ -19,6 +19,7 @@ from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.settings import asked
 from litgpt_demo.errors import EXIT_CODES, Fault
 
 PORT = 29500
@@ -70,26 +71,26 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     tasks = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, shm)),
-            **_given(computeResource=resources),
+            **asked(computeResource=resources),
             "maxRetryCount": restarts,
-            **_given(
+            **asked(
                 lifecyclePolicies=lifecycle,
                 maxRunDuration=settings.max_seconds and f"{settings.max_seconds}s",
                 volumes=settings.nfs and [nfs],
             ),
             "environment": {
                 "variables": {one.name: one.value for one in environment},
-                **_given(secretVariables=dict(settings.secrets)),
+                **asked(secretVariables=dict(settings.secrets)),
             },
         },
         "taskCount": job.nodes,
         "parallelism": job.nodes,
         "taskCountPerNode": 1,
         "schedulingPolicy": "AS_SOON_AS_POSSIBLE",
-        **_given(requireHostsFile=job.nodes > 1),
+        **asked(requireHostsFile=job.nodes > 1),
     }
     sent = {
-        **_given(priority=settings.priority),
+        **asked(priority=settings.priority),
         "taskGroups": [tasks],
         "allocationPolicy": _allocation(job, settings),
         "labels": labels_of(job),
@@ -121,17 +122,12 @@ def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
 
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
-    given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
+    labels = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
 
     def fit(text: str) -> str:
         return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
 
-    return {fit(key): fit(value) for key, value in given.items()}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is Batch's own default."""
-    return {name: value for name, value in fields.items() if value}
+    return {fit(key): fit(value) for key, value in labels.items()}
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:
@@ -170,7 +166,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         "volumes": volumes,
         # Names of secrets, which Batch reads as the job's service account
         # (https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container).
-        **_given(username=settings.registry_username, password=settings.registry_password),
+        **asked(username=settings.registry_username, password=settings.registry_password),
     }
 
     def script(name: str, text: str) -> dict[str, Any]:
@@ -197,9 +193,9 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     accelerators = None
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
     if machine is not None and (machine.name.startswith("n1-") or settings.gpu_driver):
-        driver = _given(driverVersion=settings.gpu_driver)
+        driver = asked(driverVersion=settings.gpu_driver)
         accelerators = [{"type": machine.gpu, "count": machine.gpus, **driver}]
-    policy = _given(
+    policy = asked(
         # Google's name: an N1 with GPUs is called after both in our table (`n1-standard-8-t4`).
         machineType=re.sub(r"^(n1-\w+-\d+)-\w+$", r"\1", settings.machine),
         provisioningModel="SPOT" if settings.spot else "FLEX_START" if settings.flex_start else "STANDARD",
@@ -207,17 +203,17 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
         accelerators=accelerators,
         reservation=settings.reservation,
     )
-    network = _given(
+    network = asked(
         network=settings.vpc,
         subnetwork=settings.subnetwork,
         noExternalIpAddress=not settings.external_ip,
         nicType=settings.gvnic and "GVNIC",
     )
     places = [f"zones/{zone}" for zone in settings.zones] or [f"regions/{settings.location}"]
-    return _given(
+    return asked(
         location={"allowedLocations": places},
-        instances=[_given(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
-        serviceAccount=_given(email=settings.service_account),
+        instances=[asked(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
+        serviceAccount=asked(email=settings.service_account),
         network=network and {"networkInterfaces": [network]},
         placement=settings.compact and {"collocation": "COLLOCATED"},
         tags=list(settings.tags),

@@ -102,9 +102,7 @@ class Cli:
         for generation, command in commands:
             told = self._run(*command, "--help", check=False)
             # Each flag is the first thing on its line, or follows its short form.
-            lines = [line.replace(",", " ").split()[:2] for line in (told.stdout + told.stderr).splitlines()]
-            words = [word for line in lines if line and line[0].startswith("-") for word in line]
-            flags = frozenset(word.partition("=")[0] for word in words if word.startswith("--"))
+            flags = frozenset(re.findall(r"^\s*(?:-\w[,\s]\s*)?(--[\w-]+)", told.stdout + told.stderr, re.MULTILINE))
             if told.returncode == 0 and "--workers" in flags:
                 return Dialect(generation, command, flags)
         tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)

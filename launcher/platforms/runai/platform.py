@@ -34,24 +34,22 @@ CANCELLED = "cancelled.json"
 # REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
 # pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
 _WORDS = {
-    JobState.PENDING: (
-        "Creating", "Initializing", "Resuming", "Pending", "ContainerCreating", "ImagePullBackOff", "ErrImagePull",
-    ),
+    JobState.PENDING: "Creating Initializing Resuming Pending ContainerCreating ImagePullBackOff ErrImagePull",
     # Degraded: some pods fail, and the operator has not ended the others yet.
-    JobState.RUNNING: ("Running", "Updating", "Degraded", "Stopping", "Deleting", "Terminating"),
-    JobState.SUCCEEDED: ("Completed", "Succeeded"),
-    JobState.FAILED: ("Failed",),
+    JobState.RUNNING: "Running Updating Degraded Stopping Deleting Terminating",
+    JobState.SUCCEEDED: "Completed Succeeded",
+    JobState.FAILED: "Failed",
     # By a user: it could be resumed there; here the next run of the same command is a new attempt.
-    JobState.CANCELLED: ("Stopped",),
-    JobState.ABSENT: ("Deleted",),
-}  # fmt: skip
+    JobState.CANCELLED: "Stopped",
+    JobState.ABSENT: "Deleted",
+}
 
 
 def state_of(phase: str | None) -> JobState:
     """Return where a workload is in our words. One without a documented word is UNKNOWN, which stops nothing."""
     if phase is None:
         return JobState.ABSENT
-    return next((state for state, words in _WORDS.items() if phase in words), JobState.UNKNOWN)
+    return next((state for state, words in _WORDS.items() if phase in words.split()), JobState.UNKNOWN)
 
 
 Api: TypeAlias = Cli | Rest
@@ -215,8 +213,7 @@ class RunaiPlatform:
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
-        phase = self._api.phase(reference.name)
-        ended = not state_of(phase).live
+        ended = not state_of(self._api.phase(reference.name)).live
         return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:

@@ -5,7 +5,6 @@ https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api and https://github
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, Platform
 from launcher.job import UNBUILT
 from launcher.platforms.runai.render import Workload, preemptibility
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
+from launcher.platforms.settings import asked
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
@@ -52,15 +52,12 @@ _GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (
 class Rest:
     """The API of one control plane."""
 
-    def __init__(
-        self, settings: RunaiPlatformConfig, environ: Mapping[str, str] | None = None, *, pause: float = 1.0
-    ) -> None:
-        """Take the credentials from `environ`, by default this process's own; `pause` is how many seconds later a
-        request that nobody answered is sent again, each time twice as long."""
+    def __init__(self, settings: RunaiPlatformConfig, environ: Mapping[str, str], *, pause: float = 1.0) -> None:
+        """Take the credentials from `environ`; `pause` is how many seconds later a request that nobody answered is sent
+        again, each time twice as long."""
         self._settings, self._pause = settings, pause
-        known_to = os.environ if environ is None else environ
         # A function, because a traceback may show the attributes of an object.
-        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
+        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, environ)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = _GRANTS
         self.name, self.trouble, self.excludes = "rest", "api", True
@@ -110,33 +107,27 @@ class Rest:
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        wanted, where, cluster = self._settings.project, self._settings.cluster, None
-        if where is not None:
-            found = self._ask("GET", CLUSTERS)
-            clusters = found if isinstance(found, list) else found.get("clusters") or []
-            ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
-            match = [one for one, name in ids.items() if where in {one, name}]
-            if len(match) != 1:
-                there = ", ".join(sorted(ids.values())) or "none"
-                raise ConfigProblem(
-                    f"platform.cluster={where} is no cluster of {self._settings.url}; there are: {there}"
-                )
-            cluster = match[0]
+        wanted, where = self._settings.project, self._settings.cluster
         found = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
-        projects = [one for one in found.get("projects") or [] if one.get("name") == wanted]
-        here = [one for one in projects if cluster is None or one.get("clusterId") == cluster]
-        if len(here) == 1:
-            return str(here[0]["id"]), str(here[0]["clusterId"])
+        mine = [one for one in found.get("projects") or [] if one.get("name") == wanted]
+        projects = {str(one.get("clusterId")): str(one["id"]) for one in mine}
         if not projects:
             raise ConfigProblem(
                 f"platform.project={wanted} is no project that this application may see",
                 fix="give its name as Run:ai shows it, or have an administrator give the application a role in it",
             )
-        on = ", ".join(sorted(str(one.get("clusterId")) for one in projects))
-        raise ConfigProblem(
-            f"platform.project={wanted} is on the clusters {on}"
-            + (f", not on platform.cluster={where}" if where else "; say which one in platform.cluster")
-        )
+        names = {cluster: cluster for cluster in projects}
+        if where is not None:
+            found = self._ask("GET", CLUSTERS)
+            clusters = found if isinstance(found, list) else found.get("clusters") or []
+            names |= {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
+        here = [cluster for cluster in projects if where in {None, cluster, names[cluster]}]
+        if len(here) != 1:
+            there = ", ".join(sorted(names[cluster] for cluster in projects))
+            raise ConfigProblem(
+                f"platform.cluster={where} is not the one cluster of platform.project={wanted}; there are: {there}"
+            )
+        return projects[here[0]], here[0]
 
     # --- requests: secrets are in no variable here, since a traceback may show those ---
 
@@ -273,7 +264,7 @@ def body(work: Workload) -> dict[str, Any]:
     # refuses images whose user has a name for it.
     user: dict[str, Any] = {}
     if settings.uid is not None:
-        ids = _given(runAsUid=settings.uid, runAsGid=settings.gid)
+        ids = asked(runAsUid=settings.uid, runAsGid=settings.gid)
         user = {"uidGidSource": "custom", **ids, "runAsNonRoot": True}
     elif settings.run_as_user:
         user = {"uidGidSource": "fromIdpToken"}
@@ -294,11 +285,11 @@ def body(work: Workload) -> dict[str, Any]:
         "compute": {
             "largeShmRequest": settings.large_shm,
             **gpus,
-            **_given(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
+            **asked(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **_given(storage=claims and {"pvc": claims}),
+        **asked(storage=claims and {"pvc": claims}),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
-        **_given(
+        **asked(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
             nodePools=list(settings.node_pools),
             nodeType=settings.node_type,
@@ -319,8 +310,3 @@ def body(work: Workload) -> dict[str, Any]:
         "masterSpecSameAsWorker": True,
         "spec": spec,
     }
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is Run:ai's own default."""
-    return {name: value for name, value in fields.items() if value}
