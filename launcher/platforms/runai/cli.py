@@ -54,7 +54,7 @@ class Dialect(NamedTuple):
     """Long flags of that command; None where there is no program to ask, so that the documented ones count."""
 
     def has(self, flag: str) -> bool:
-        return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in self.flags
+        return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in {"-e", *self.flags}
 
 
 _PATIENCE = 120.0  # seconds for one command; v2's submit waits up to a minute for the workload to be created
@@ -168,13 +168,13 @@ class Cli:
             # Which machine a pod is on, for verdicts.
             ("LITGPT_HOST", dialect.has(_HOST) and "LITGPT_HOST=spec.nodeName", None, _HOST),
         ]
-        words: list[str] = []
-        missing: list[str] = []
+        name, missing = ["--name", job.attempt_name] if v1 else [job.attempt_name], list[str]()
+        words = [settings.cli, *dialect.submit, *name, "--project", settings.project]
         for setting, value, *flags in rows:
             flag = flags[0 if v1 else 1]
             if flag is None or not value:
                 continue
-            if flag == _REST or (flag != "-e" and not dialect.has(flag)):
+            if flag == _REST or not dialect.has(flag):
                 missing.append(f"{setting} needs {flag}")
             elif value is True:
                 words.append(flag)
@@ -185,15 +185,7 @@ class Cli:
                 f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
                 "setting out, install a newer runai, or submit by REST (platform.url)"
             )
-        head = [
-            settings.cli,
-            *dialect.submit,
-            *(["--name"] if v1 else []),
-            job.attempt_name,
-            "--project",
-            settings.project,
-        ]
-        return {"argv": [*head, *words, "--command", "--", *work.words]}
+        return {"argv": [*words, "--command", "--", *work.words]}
 
     def check_access(self, sent: Mapping[str, Any] | None = None) -> None:
         """Prove that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
@@ -234,13 +226,8 @@ class Cli:
     def _run(
         self, *words: str, unless: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """One command of the program; `unless` are words of a failure that is none.
-
-        Raises:
-            NotInstalled, LoginProblem: there is no such program, or it is not logged in.
-            PlatformRefused: the answer is no.
-            PlatformUnreachable: it did not end, or its end is no clear refusal.
-        """
+        """One command of the program; `unless` are words of a failure that is none. An end that is no clear refusal is
+        PlatformUnreachable."""
         argv = [self._settings.cli, *words]
         what = f"`{' '.join(argv[:4])}`"
         try:
@@ -250,9 +237,8 @@ class Cli:
         except FileNotFoundError as error:
             raise self._no_program() from error
         except subprocess.TimeoutExpired as error:
-            raise PlatformUnreachable(
-                f"{what} has not ended for {_PATIENCE:.0f} s", fix="submitting and asking again is safe"
-            ) from error
+            told = f"{what} has not ended for {_PATIENCE:.0f} s"
+            raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
         if done.returncode == 0:
             return done
         # Its error, which a traceback may show with all that it says.
@@ -265,30 +251,26 @@ class Cli:
         told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
         if _LOGIN.search(last):
             raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")
-        # The fix is for who has not submitted yet.
         if answered and _REFUSED.search(printed):
             raise PlatformRefused(told, fix=f"see that the project {self._settings.project} exists and is yours")
         raise PlatformUnreachable(told)
 
     def _no_program(self) -> NotInstalled:
-        return NotInstalled(
-            f"there is no program {self._settings.cli} on PATH",
-            fix="install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url and "
-            "export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET",
+        fix = (
+            "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url and export "
+            "RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
         )
+        return NotInstalled(f"there is no program {self._settings.cli} on PATH", fix=fix)
 
 
 def phases_in(text: str) -> dict[str, str]:
     """Name to phase, of every workload that v2's JSON holds, however it is nested."""
-    if not text.strip():
-        return {}
     try:
-        document = json.loads(text)
+        document = json.loads(text.strip() or "{}")
     except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
         raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
-    found: dict[str, str] = {}
-    todo: list[Any] = [document]
+    found, todo = dict[str, str](), [document]
     while todo:
         one = todo.pop()
         if isinstance(one, Mapping):

@@ -133,13 +133,7 @@ class Rest:
 
     def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
         """The document of the answer to one request with a valid token; `unless` is the status of a refusal that is
-        none, after which there is no document. A token that the server has ended before its time is renewed once.
-
-        Raises:
-            LoginProblem: the application is not let in.
-            PlatformRefused: with the server's words.
-            PlatformUnreachable: nobody answers, or somebody else does.
-        """
+        none, after which there is no document. A token that the server has ended before its time is renewed once."""
         for _ in range(2):
             if time.monotonic() > self._until - _EARLY:
                 self._log_in()
@@ -151,19 +145,16 @@ class Rest:
                 break
             self._until = 0.0
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            raise LoginProblem(
-                f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})",
-                fix="have an administrator give the application of "
-                f"platform.credentials={self._settings.credentials} a role in the project that may create trainings "
-                "(ML engineer, L1 researcher)",
+            fix = (
+                f"have an administrator give the application of platform.credentials={self._settings.credentials} a "
+                "role in the project that may create trainings (ML engineer, L1 researcher)"
             )
-        if answer.status_code == unless:
+            raise LoginProblem(f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})", fix=fix)
+        if answer.status_code == unless or (answer.is_success and method == "DELETE"):
             return None
         if not answer.is_success:
             what = f"{method} {path} is refused ({answer.status_code}): {self._words(answer)}"
             raise PlatformRefused(what, fix="fix what it names in the platform section")
-        if method == "DELETE":
-            return None
         try:
             return answer.json()
         except ValueError:
@@ -171,10 +162,8 @@ class Rest:
             raise PlatformUnreachable(what, fix="see that platform.url is the control plane's") from None
 
     def _log_in(self) -> None:
-        """A token for the application, by whichever of the grants this version knows."""
         name = self._settings.credentials
-        known = self._credentials()
-        if known is None:
+        if (known := self._credentials()) is None:
             raise NoCredentials(
                 f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
                 "of an application made under Run:ai's Access settings, or take platform.api=cli"
@@ -199,7 +188,7 @@ class Rest:
         )
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        """One request, again where nobody answers: what looks or deletes is safe to repeat."""
+        # Again where nobody answers: what looks or deletes is safe to repeat.
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:
@@ -252,22 +241,16 @@ def body(work: Workload) -> dict[str, Any]:
         secret, _, key = entry.partition("/")
         variables.append({"name": name, "secret": {"name": secret, "key": key}})
 
-    gpus: dict[str, Any] = {"gpuDevicesRequest": int(settings.gpus)} if settings.gpus else {}
+    gpus = asked(gpuDevicesRequest=settings.node_gpus)
     if 0 < settings.gpus < 1:
-        gpus = {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
+        gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
-    claims = [
-        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
-        for claim in settings.claims
-    ]
+    pvc = [{"path": one.path, "existingPvc": True, "claimName": one.name, "readOnly": False} for one in settings.claims]
     # Without a uid pods are the image's user, which is 1000 in ours. Whether that is root is not demanded: Kubernetes
     # refuses images whose user has a name for it.
-    user: dict[str, Any] = {}
+    user = asked(uidGidSource=settings.run_as_user and "fromIdpToken")
     if settings.uid is not None:
-        ids = asked(runAsUid=settings.uid, runAsGid=settings.gid)
-        user = {"uidGidSource": "custom", **ids, "runAsNonRoot": True}
-    elif settings.run_as_user:
-        user = {"uidGidSource": "fromIdpToken"}
+        user = {"uidGidSource": "custom", **asked(runAsUid=settings.uid, runAsGid=settings.gid), "runAsNonRoot": True}
     # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it of a
     # workspace; that a training of several pods takes it for all of them is INFERRED.
     rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(job.exclude_nodes)}
@@ -287,7 +270,7 @@ def body(work: Workload) -> dict[str, Any]:
             **gpus,
             **asked(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **asked(storage=claims and {"pvc": claims}),
+        **asked(storage=asked(pvc=pvc)),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
         **asked(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
