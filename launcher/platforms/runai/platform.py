@@ -15,7 +15,6 @@ from launcher import errors
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.networks import DEFAULT
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
@@ -104,16 +103,9 @@ class RunaiPlatform:
         directory = WorkloadReference.of(submission.job_id).directory
         volumes = [one.path for one in self._settings.claims]
         if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
-            what = (
-                f"the root's folder {directory} is on no volume that pods mount (platform.claims: "
-                f"{', '.join(volumes) or 'none'})"
-            )
+            what = f"the root's folder {directory} is on no volume that pods mount (platform.claims: {volumes})"
             fix = "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here"
             yield Finding("error", "runai.root", what, fix)
-        network = self._settings.network
-        if network != DEFAULT and self._settings.gpus == 0:
-            what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
-            yield Finding("warning", f"runai.{network}", what, f"raise platform.gpus, or take network: {DEFAULT}")
         yield from self._settings.fabric.problems
         if self._settings.interactive:
             what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
@@ -129,11 +121,8 @@ class RunaiPlatform:
     def avoidable(self, job: Job) -> Avoidable:
         if self._api.excludes:
             return Avoidable(None, "ask the cluster's administrator to have the machine mended or cordoned off")
-        return Avoidable(
-            0,
-            f"`{self._settings.cli}` has no --exclude-node: install a newer one, submit by REST (platform.url), or "
-            "take other platform.node_pools",
-        )
+        instead = "install a newer one, submit by REST (platform.url), or take other platform.node_pools"
+        return Avoidable(0, f"`{self._settings.cli}` has no --exclude-node: {instead}")
 
     def check_access(self) -> str:
         self._api.check_access()
@@ -191,9 +180,9 @@ class RunaiPlatform:
         """
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
-        state = state_of(phase)
+        state, native = state_of(phase), str(phase)
         if state.live:
-            return JobStatus(state=state, native=str(phase))
+            return JobStatus(state=state, native=native)
         attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
         codes = exit_codes(attempt)
         if state is not JobState.ABSENT:
@@ -201,14 +190,15 @@ class RunaiPlatform:
                 time.sleep(0.2)
                 codes = exit_codes(attempt)
             self._settled.add(job_id)
-            return JobStatus(state=state, native=str(phase), exit_codes=codes)
         # It was deleted: by us, or after its end. One that never was left nothing.
-        if attempt.exists(CANCELLED):
-            return JobStatus(state=JobState.CANCELLED, native="deleted", exit_codes=codes)
-        if len(codes) < reference.nodes:
-            return JobStatus(state=JobState.ABSENT, native="absent", exit_codes=codes)
-        state = JobState.FAILED if any(codes.values()) else JobState.SUCCEEDED
-        return JobStatus(state=state, native="deleted after its end", exit_codes=codes)
+        elif attempt.exists(CANCELLED):
+            state, native = JobState.CANCELLED, "deleted"
+        elif len(codes) < reference.nodes:
+            native = "absent"
+        else:
+            state = JobState.FAILED if any(codes.values()) else JobState.SUCCEEDED
+            native = "deleted after its end"
+        return JobStatus(state=state, native=native, exit_codes=codes)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         reference = WorkloadReference.of(job_id)
@@ -218,18 +208,14 @@ class RunaiPlatform:
 
     def cancel(self, job_id: JobId) -> None:
         reference = WorkloadReference.of(job_id)
-        phase = self._api.phase(reference.name)
-        if phase is None:
-            return
-        if state_of(phase).live:
+        if state_of(self._api.phase(reference.name)).live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline, pause = time.monotonic() + self._leave, 0.2
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
-                raise PlatformUnreachable(
-                    f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted", fix="cancel it again"
-                )
+                what = f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted"
+                raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(pause)
             pause = min(pause * 1.5, 5.0)
 

@@ -18,9 +18,6 @@ from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
 
-LOG_EVERY = 10
-"""Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
-
 
 class Workload(NamedTuple):
     """One PyTorch training as Run:ai has it.
@@ -59,24 +56,17 @@ class WorkloadReference(NamedTuple):
         query = parse_qs(url.query)
         if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
             raise ConfigProblem(f"{job_id!r} is no job of Run:ai; ids look like runai://project/name?nodes=2&kept=…")
-        return cls(
-            project=url.netloc, name=url.path.strip("/"), nodes=int(query["nodes"][0]), directory=query["kept"][0]
-        )
+        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
-    if longest > LONGEST_LABEL:
+    if longest > LONGEST_LABEL or not RFC_1035.fullmatch(job.attempt_name):
         raise ConfigProblem(
-            f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}",
-            fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter",
-        )
-    if not RFC_1035.fullmatch(job.attempt_name):
-        raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be a workload's name",
-            fix="use lower-case letters, digits and dashes, and begin with a letter",
+            f"{job.attempt_name!r} cannot be a workload's name: Kubernetes takes {LONGEST_LABEL} characters for "
+            f"those of its pods, which have up to {longest}, all lower-case letters, digits and dashes, the first a letter",
+            fix="choose another `name` for the run",
         )
     network = settings.fabric
     node = network.node.model_copy(
@@ -102,7 +92,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         node_rank=PYTORCHJOB,
         master=PYTORCHJOB,
         directory=f"{SCRATCH}/{job.attempt_name}",
-        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
+        log_flags=("--log-uri", job.directory, "--log-every", "10"),  # seconds; that copy is what is read
         grace=settings.grace,
     )
     packed_command = ("python", *arguments[:3], SPEC, pack(arguments[3:], hidden))
