@@ -127,15 +127,9 @@ class BatchPlatform:
                 yield found("environment", f"{name} has more than one line", "put the text into a file")
 
     def avoidable(self, job: Job) -> Avoidable:
-        """No machine: an AllocationPolicy has no field for it, and each attempt gets VMs of new names anyway.
-
-        https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy
-        """
-        return Avoidable(
-            0,
-            "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone "
-            "(platform.zones) or reservation, and report the VM to Google",
-        )
+        # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.
+        why = "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone"
+        return Avoidable(0, f"{why} (platform.zones) or reservation, and report the VM to Google")
 
     def check_access(self) -> str:
         where = self._settings.parent
@@ -176,8 +170,7 @@ class BatchPlatform:
         job = self._job(job_id)
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
-        pending = states.STATES.get(job.status.state.name) is JobState.PENDING
-        tasks = [] if pending else self._tasks(job_id)
+        tasks = [] if states.state_of(job) is JobState.PENDING else self._tasks(job_id)
         return states.status_of(job, tasks, now=time.time(), grace=self._grace, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
@@ -199,14 +192,14 @@ class BatchPlatform:
             "order_by": "timestamp asc",
             "page_size": 1000,  # entries that an answer of Cloud Logging holds
         }
-        size, more, times, lines = 0, False, dict[str, datetime](), list[LogLine]()
+        known, size, more, times, lines = set(there["seen"]), 0, False, dict[str, datetime](), list[LogLine]()
         with google_errors(BATCH, f"reading the log of {job_id}"):
             for entry in self._logging.list_log_entries(request=request):
                 if more := size > PAGE:
                     break
                 times[entry.insert_id] = entry.timestamp
                 task = _TASK.search(entry.labels.get("task_id", ""))
-                if entry.insert_id in there["seen"] or task is None:
+                if entry.insert_id in known or task is None:
                     continue
                 text, payload = str(entry.text_payload), entry.json_payload
                 if not text and payload:  # a line that is JSON arrives as its fields
@@ -220,33 +213,24 @@ class BatchPlatform:
         return LogPage(tuple(lines), json.dumps(there), more)
 
     def cancel(self, job_id: JobId) -> None:
-        give_up = time.monotonic() + self._patience
-        asked, request = False, {"name": job_id, "request_id": str(uuid.uuid4())}
-        while (job := self._job(job_id)) is not None:
-            native = job.status.state.name
-            ended = states.STATES.get(native, JobState.UNKNOWN).final
-            left = self._running(job) if ended else []
-            if ended and not left:
-                return
-            if not (asked or ended or native == "CANCELLATION_IN_PROGRESS"):
-                asked = True
-                # It has ended, or is gone, in the meantime: the next look tells.
-                with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
-                    self._batch.cancel_job(request, timeout=_LIMIT)
+        give_up, job = time.monotonic() + self._patience, self._job(job_id)
+        if job is not None and not states.state_of(job).final:
+            # It may have ended, or be gone, in the meantime: the next look tells.
+            with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
+                self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
+        while left := self.left(job_id):
             if time.monotonic() > give_up:
-                there = "".join(f", task {node}" for node in left)
-                raise PlatformUnreachable(
-                    f"{job_id} is {native}{there} {self._patience:.0f} s after it was cancelled", fix="cancel it again"
-                )
+                what = f"{', '.join(left)}: still there {self._patience:.0f} s after {job_id} was cancelled"
+                raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
         if (job := self._job(job_id)) is None:
             return ()
-        state, tasks = job.status.state.name, tuple(f"task {node}" for node in self._running(job))
-        ended = states.STATES.get(state, JobState.UNKNOWN).final
-        return tasks if ended else (f"job {job_id} ({state})", *tasks)
+        running = (task for task in self._tasks(job_id) if task.status.state.name not in states.OVER)
+        tasks = tuple(f"task {task.name.rpartition('/')[2]}" for task in running)
+        return tasks if states.state_of(job).final else (f"job {job_id} ({job.status.state.name})", *tasks)
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
         with google_errors(BATCH, f"asking for {job_id}", "NotFound"):
@@ -258,12 +242,6 @@ class BatchPlatform:
         with google_errors(BATCH, f"asking for the tasks of {job_id}", "NotFound"):
             return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
         return []
-
-    def _running(self, job: batch_v1.Job) -> list[int]:
-        """Nodes whose tasks have not ended."""
-        tasks = self._tasks(JobId(job.name))
-        over = {one.node for one in states.ended(job, tasks)}
-        return [node for task in tasks if (node := int(task.name.rpartition("/")[2])) not in over]
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
@@ -28,7 +29,7 @@ DIRECTORY = "/run/litgpt"
 HOME = "/var/lib/litgpt"
 """The node's own folder on the VM: not /run, which is memory; on COS only /var, /tmp and /home can be written."""
 VARIABLES = f"{HOME}/node.env"
-"""The script that writes what only the VM knows, for `docker run --env-file`."""
+"""The file with what only the VM knows, for `docker run --env-file`."""
 NVIDIA = "/var/lib/nvidia"
 """The folder in which Batch puts the driver on COS."""
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
@@ -37,24 +38,19 @@ HOSTS = "/etc/cloudbatch-taskgroup-hosts"
 # Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
 # LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
-STOPS = (
-    EXIT_CODES[Fault.UNKNOWN], 2,
-    EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY], EXIT_CODES[Fault.DISK_FULL],
-    50005,
-)  # fmt: skip
+_FAULTS = (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL)
+STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
     # The form of a job id in google.cloud.batch_v1.
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", job.attempt_name):
-        raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be the name of a Batch job: at most 63 lower-case letters, digits and "
-            "dashes, which begin with a letter and do not end with a dash",
-            fix="choose another `name`",
-        )
+        form = "at most 63 lower-case letters, digits and dashes, the first a letter and the last no dash"
+        what = f"{job.attempt_name!r} cannot be the name of a Batch job: {form}"
+        raise ConfigProblem(what, fix="choose another `name`")
     shm, environment = _shm_and_environment(job, settings)
-    machine, resources, lifecycle = settings.machine_type, None, None
+    machine, resources = settings.machine_type, None
     # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only
     # decides how many tasks it would put on one VM, and that is said elsewhere.
     if machine is not None:
@@ -63,8 +59,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         resources = {"cpuMilli": machine.cpus * 1000, "memoryMib": memory}
     # Batch restarts single tasks, and one node of several cannot join its peers again: those are a new attempt.
     restarts = settings.restarts if job.nodes == 1 else 0
-    if restarts:
-        lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(STOPS)}}]
+    lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": STOPS}}]
     server, _, path = (settings.nfs or "").partition(":")
     nfs = {"nfs": {"server": server, "remotePath": path}, "mountPath": settings.nfs_path}
     # One task per VM, all at once: with less parallelism the first would wait at the barrier forever.
@@ -74,7 +69,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
             **asked(computeResource=resources),
             "maxRetryCount": restarts,
             **asked(
-                lifecyclePolicies=lifecycle,
+                lifecyclePolicies=restarts and lifecycle,
                 maxRunDuration=settings.max_seconds and f"{settings.max_seconds}s",
                 volumes=settings.nfs and [nfs],
             ),
@@ -104,16 +99,13 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     )
 
 
-def group_of(body: Object) -> Object:
-    group: Object = body["job"]["taskGroups"][0]
-    return group
+def group_of(body: Object) -> Any:
+    return body["job"]["taskGroups"][0]
 
 
-def container_of(body: Object) -> Object:
+def container_of(body: Object) -> Any:
     """The container that trains."""
-    runnables = group_of(body)["taskSpec"]["runnables"]
-    container: Object = next(one["container"] for one in runnables if "container" in one)
-    return container
+    return next(one["container"] for one in group_of(body)["taskSpec"]["runnables"] if "container" in one)
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
@@ -123,11 +115,8 @@ def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
     labels = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
-
-    def fit(text: str) -> str:
-        return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
-
-    return {fit(key): fit(value) for key, value in labels.items()}
+    fit = partial(re.sub, r"[^a-z0-9_-]", "-")
+    return {fit(key.lower())[:63]: fit(value.lower())[:63] for key, value in labels.items()}
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:

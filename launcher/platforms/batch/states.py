@@ -28,8 +28,13 @@ STATES: Mapping[str, JobState] = {
     "DELETION_IN_PROGRESS": JobState.RUNNING,  # ABSENT when it is done
 }
 
-_TOO_LONG = 50005
-"""The exit code of a task, or one of its runnables, that has run longer than it may."""
+OVER = {"SUCCEEDED", "FAILED", "UNEXECUTED"}
+"""The states of a task that has ended."""
+_TOO_LONG = 50005  # of a task, or one of its runnables, that has run longer than it may
+
+
+def state_of(job: Job) -> JobState:
+    return STATES.get(job.status.state.name, JobState.UNKNOWN)
 
 
 class Ended(NamedTuple):
@@ -59,7 +64,7 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
     found = []
     for task in tasks:
         state, events = task.status.state.name, task.status.status_events
-        if state not in {"SUCCEEDED", "FAILED", "UNEXECUTED"}:
+        if state not in OVER:
             continue
         code: int | None = 0 if state == "SUCCEEDED" else None
         if state == "FAILED":
@@ -88,7 +93,7 @@ def _waited_in_vain(job: Job, events: Sequence[StatusEvent]) -> bool:
 def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, settle: float) -> JobStatus:
     """The job's state at `now`, in seconds since the epoch; BatchPlatform says what `grace` and `settle` are."""
     native, done, events = job.status.state.name, ended(job, tasks), job.status.status_events
-    state, words = STATES.get(native, JobState.UNKNOWN), [native]
+    state, words = state_of(job), [native]
     if state is JobState.PENDING and events and events[-1].type_ != "STATUS_CHANGED":
         words.append(events[-1].description)  # why it waits: no quota, or no such machine just now
     failed = [one for one in done if one.failed]

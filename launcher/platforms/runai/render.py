@@ -64,8 +64,8 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     longest = len(job.attempt_name) + len("-worker-999")
     if longest > LONGEST_LABEL or not RFC_1035.fullmatch(job.attempt_name):
         raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be a workload's name: Kubernetes takes {LONGEST_LABEL} characters for "
-            f"those of its pods, which have up to {longest}, all lower-case letters, digits and dashes, the first a letter",
+            f"{job.attempt_name!r} cannot be a workload's name: Kubernetes takes {LONGEST_LABEL} lower-case letters, "
+            f"digits and dashes for those of its pods, the first a letter, and they have up to {longest} characters",
             fix="choose another `name` for the run",
         )
     network = settings.fabric
