@@ -90,7 +90,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
     attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
     named = () if by_claim or choice.host_network else ("eth0", *attached)
-    claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
     tuned = {}
     if machine in TUNERS:
@@ -122,7 +121,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=choice.host_network,
-        claims=claims,
+        claims=(*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ())),
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
         environment=(

@@ -266,47 +266,41 @@ def released(
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    given = {"network_plugin": options.network_plugin}
-    if isinstance(options, DaemonOptions):
-        given["network_daemon"] = options.network_daemon
+    given = {"plugin": options.network_plugin, "daemon": getattr(options, "network_daemon", None) if daemon else None}
     tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
     releases = ", ".join(one.plugin for one in pairs)
-    if loose := [setting for setting, tag in tags.items() if tag == "latest"]:
-        raise ConfigProblem(
-            f"platform.{loose[0]}=latest is another build each time, and the plug-in and its daemon have to match",
-            fix=f"name a release: {releases}",
-        )
-    tag, daemon_tag = tags["network_plugin"], tags.get("network_daemon")
+    if loose := [name for name, tag in tags.items() if tag == "latest"]:
+        what = f"platform.network_{loose[0]}=latest is another build each time, and plug-in and daemon have to match"
+        raise ConfigProblem(what, fix=f"name a release: {releases}")
+    tag, daemon_tag = tags["plugin"], tags["daemon"]
     chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
     if chosen is None:
         if daemon_tag is None and pairs[0].daemon is not None:
-            raise ConfigProblem(
-                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs",
-                fix=f"give platform.network_daemon too, or take one of {releases}",
-            )
+            what = f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs"
+            raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
         chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
     elif daemon_tag not in {None, chosen.daemon}:
         chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
     registry = options.network_registry or REGISTRY
 
-    def pulled(setting: str, image: str, tag: str | None) -> str:
-        whole = given.get(setting) or ""
+    def pulled(name: str, image: str, tag: str | None) -> str:
+        whole = given[name] or ""
         return whole if "/" in whole else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
 
     problems: tuple[Finding, ...] = ()
-    if registry != REGISTRY and all("/" in (one or "") for one in given.values()):
+    if registry != REGISTRY and all("/" in (given[name] or "") for name in ("plugin", "daemon")[: 2 if daemon else 1]):
         what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
         problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
     # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
-    image = pulled("network_plugin", plugin, chosen.plugin)
+    image = pulled("plugin", plugin, chosen.plugin)
     names = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
     # Where nothing is known of this release, what fails or loads with another may do so with it.
     other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
     return Released(
         pair=chosen,
         plugin=image,
-        daemon=pulled("network_daemon", daemon, chosen.daemon),
+        daemon=pulled("daemon", daemon, chosen.daemon),
         node={
             "nccl_versions": chosen.nccl,
             "nccl_elsewhere": () if chosen.nccl else other.nccl,
