@@ -133,7 +133,5 @@ def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:
         raise ValueError(f"platform.gpus={gpus}, but a {name} has {machine.gpus}; leave platform.gpus out")
     there = machine.gpus if machine else gpus
     if there and processes > there:
-        raise ValueError(
-            f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one; "
-            "leave platform.processes out"
-        )
+        what = f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one"
+        raise ValueError(f"{what}; leave platform.processes out")

@@ -82,13 +82,11 @@ def require_fit(section: Any) -> Any:
     """Refuse a `platform` section with options of another network, or with a network of another machine."""
     chosen, machine = section.network, section.machine_type
     if machine is None and not NETWORKS[chosen].unlisted:
-        raise ValueError(
-            f"platform.network={chosen} belongs to particular machines; name one in platform.machine, or take {DEFAULT}"
-        )
+        fix = f"name one in platform.machine, or take {DEFAULT}"
+        raise ValueError(f"platform.network={chosen} belongs to particular machines; {fix}")
     if machine is not None and machine.name not in NETWORKS[chosen].machines:
-        raise ValueError(
-            f"platform.network={chosen}, which a {machine.name} has not got; take {' or '.join(networks_of(machine))}"
-        )
+        fix = f"take {' or '.join(networks_of(machine))}"
+        raise ValueError(f"platform.network={chosen}, which a {machine.name} has not got; {fix}")
     own = NETWORKS[chosen].options.model_fields
     for profile in NETWORKS.values():
         for name, field in profile.options.model_fields.items():

@@ -181,6 +181,7 @@ INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
 MULTUS = "k8s.v1.cni.cncf.io/networks"
 """Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+GPUS = [*(f"/dev/nvidia{number}" for number in range(8)), "/dev/nvidiactl", "/dev/nvidia-uvm"]
 LIBRARIES = "/usr/local/nvidia/lib64"
 """The folder where containers find what the nodes have in /home/kubernetes/bin/nvidia/lib64."""
 

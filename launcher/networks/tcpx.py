@@ -47,7 +47,6 @@ PAIRS = (
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
-GPUS = [*(f"/dev/nvidia{number}" for number in range(8)), "/dev/nvidiactl", "/dev/nvidia-uvm"]
 
 SOCKETS = "/run/tcpx"
 
@@ -155,7 +154,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             disable_pmtu=options.disable_pmtu,
             **release.node,
         ),
-        annotations={} if on_host else net.interface_annotations(NETWORKS) | net.device_annotation(DAEMON, GPUS),
+        annotations={} if on_host else net.interface_annotations(NETWORKS) | net.device_annotation(DAEMON, net.GPUS),
         init_containers=containers,
         volumes=[
             net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),

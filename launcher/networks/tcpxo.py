@@ -45,12 +45,7 @@ PAIRS = (
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 9)}
-DEVICES = [
-    *(f"/dev/nvidia{number}" for number in range(8)),
-    "/dev/nvidiactl",
-    "/dev/nvidia-uvm",
-    "/dev/dmabuf_import_helper",
-]
+DEVICES = [*net.GPUS, "/dev/dmabuf_import_helper"]
 APERTURES = "/dev/aperture_devices"
 OWN = "/usr/local/nccl-plugin"
 

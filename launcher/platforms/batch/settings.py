@@ -135,15 +135,10 @@ class BatchPlatformConfig(ClusterSettings):
     def _fits_together(self) -> Self:
         # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
         if other := [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]:
-            raise ValueError(
-                f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}; name zones of "
-                f"{self.location}, or leave platform.zones out"
-            )
+            what = f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}"
+            raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
-            raise ValueError(
-                f"platform.registry_username={self.registry_username} and "
-                f"platform.registry_password={self.registry_password}: a login takes both; give the other one too"
-            )
+            raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
         if len(chosen := [name for name, wanted in ways.items() if wanted]) > 1:

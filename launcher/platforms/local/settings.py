@@ -43,9 +43,6 @@ class LocalPlatformConfig(PlatformSettings):
         """Yield a finding for each that is not in the environment, which ranks inherit."""
         for name in names:
             if not os.environ.get(name):
-                yield Finding(
-                    "error",
-                    "platform.secrets",
-                    f"the training needs the secret {name}, and this environment has no such variable",
-                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
-                )
+                what = f"the training needs the secret {name}, and this environment has no such variable"
+                fix = f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder"
+                yield Finding("error", "platform.secrets", what, fix)

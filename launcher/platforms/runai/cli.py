@@ -106,10 +106,8 @@ class Cli:
             if told.returncode == 0 and "--workers" in flags:
                 return Dialect(generation, command, flags)
         tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)
-        raise ConfigProblem(
-            f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training",
-            fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)",
-        )
+        what = f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training"
+        raise ConfigProblem(what, fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)")
 
     @property
     def excludes(self) -> bool:
@@ -181,10 +179,9 @@ class Cli:
             else:
                 words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
         if missing:
-            raise ConfigProblem(
-                f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
-                "setting out, install a newer runai, or submit by REST (platform.url)"
-            )
+            what = f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {', '.join(missing)}"
+            fix = "leave the setting out, install a newer runai, or submit by REST (platform.url)"
+            raise ConfigProblem(what, fix=fix)
         return {"argv": [*words, "--command", "--", *work.words]}
 
     def check_access(self, sent: Mapping[str, Any] | None = None) -> None:

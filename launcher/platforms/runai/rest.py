@@ -112,10 +112,8 @@ class Rest:
         mine = [one for one in found.get("projects") or [] if one.get("name") == wanted]
         projects = {str(one.get("clusterId")): str(one["id"]) for one in mine}
         if not projects:
-            raise ConfigProblem(
-                f"platform.project={wanted} is no project that this application may see",
-                fix="give its name as Run:ai shows it, or have an administrator give the application a role in it",
-            )
+            what = f"platform.project={wanted} is no project that this application may see"
+            raise ConfigProblem(what, fix="give its name as Run:ai shows it, or get the application a role in it")
         names = {cluster: cluster for cluster in projects}
         if where is not None:
             found = self._ask("GET", CLUSTERS)
@@ -123,10 +121,8 @@ class Rest:
             names |= {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
         here = [cluster for cluster in projects if where in {None, cluster, names[cluster]}]
         if len(here) != 1:
-            there = ", ".join(sorted(names[cluster] for cluster in projects))
-            raise ConfigProblem(
-                f"platform.cluster={where} is not the one cluster of platform.project={wanted}; there are: {there}"
-            )
+            what = f"platform.cluster={where} is not the one cluster of platform.project={wanted}"
+            raise ConfigProblem(f"{what}; there are: {', '.join(sorted(names[cluster] for cluster in projects))}")
         return projects[here[0]], here[0]
 
     # --- requests: secrets are in no variable here, since a traceback may show those ---
@@ -145,10 +141,7 @@ class Rest:
                 break
             self._until = 0.0
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            fix = (
-                f"have an administrator give the application of platform.credentials={self._settings.credentials} a "
-                "role in the project that may create trainings (ML engineer, L1 researcher)"
-            )
+            fix = "get the application of platform.credentials a role that may create trainings, as ML engineer"
             raise LoginProblem(f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})", fix=fix)
         if answer.status_code == unless or (answer.is_success and method == "DELETE"):
             return None
@@ -164,10 +157,8 @@ class Rest:
     def _log_in(self) -> None:
         name = self._settings.credentials
         if (known := self._credentials()) is None:
-            raise NoCredentials(
-                f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
-                "of an application made under Run:ai's Access settings, or take platform.api=cli"
-            )
+            fix = f"export {name}_CLIENT_ID and {name}_CLIENT_SECRET of an application, or take platform.api=cli"
+            raise NoCredentials(f"there are no credentials for {self._settings.url}", fix=fix)
         for grant in self._grants:
             answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
             status = answer.status_code
@@ -182,10 +173,8 @@ class Rest:
             if status not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
-        raise LoginProblem(
-            f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})",
-            fix="make new ones for the application, and export them",
-        )
+        what = f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})"
+        raise LoginProblem(what, fix="make new ones for the application, and export them")
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
         # Again where nobody answers: what looks or deletes is safe to repeat.
@@ -200,10 +189,8 @@ class Rest:
                 continue
             if answer.has_redirect_location:
                 there = origin_of(answer.headers["location"]) or "another path"
-                raise PlatformRefused(
-                    f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked",
-                    fix="write the control plane's own address in platform.url",
-                )
+                what = f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked"
+                raise PlatformRefused(what, fix="write the control plane's own address in platform.url")
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
             problem = f"{answer.status_code}: {self._words(answer)}"

@@ -147,12 +147,9 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
         same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == here
         known = origin_of(os.environ.get(variable, ""))
         if self.uses_rest(os.environ) and not same and not (known and known == there):
-            raise ConfigProblem(
-                f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
-                f"{known or 'not set to a URL'}: everybody who may write to the root can write "
-                "records, so that credentials are not sent where only a record says",
-                fix=f"if {there} is yours, export {variable}={there}, or give the verb the config instead of the name",
-            )
+            what = f"only the job's record, which others may write, says that the credentials {name} are for {there}"
+            fix = f"if it is yours, export {variable}={there}, or give the verb the config instead of the name"
+            raise ConfigProblem(f"{what}; {variable} is {known or 'not set to a URL'}", fix=fix)
         return self.open()
 
     @property
@@ -164,28 +161,21 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
     def _fits_together(self) -> Self:
         # Plan and render run this program, and a config may be somebody else's.
         if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", self.cli):
-            raise ValueError(
-                f"platform.cli={self.cli!r} is no name of a runai program on PATH; add its folder to PATH, and give "
-                "its name, which has `runai` in it"
-            )
+            fix = "add its folder to PATH, and give its name, which has `runai` in it"
+            raise ValueError(f"platform.cli={self.cli!r} is no name of a runai program on PATH; {fix}")
         if self.gpus % 1 and (self.gpus > 1 or self.nodes > 1 or self.network != DEFAULT):
-            raise ValueError(
-                f"platform.gpus={self.gpus} on platform.nodes={self.nodes}, platform.network={self.network}: NCCL "
-                "wants a GPU of its own for each rank; give whole GPUs, or one node a part below 1, and no network"
-            )
+            what = f"platform.gpus={self.gpus}, nodes={self.nodes}, network={self.network}"
+            fix = f"give whole GPUs, or one node of network={DEFAULT} a part below 1"
+            raise ValueError(f"{what}: NCCL wants a GPU of its own for each rank; {fix}")
         require_gpus(None, gpus=self.node_gpus, processes=self.processes)
         if self.url is not None and not is_protected(self.url):
-            raise ValueError(
-                f"platform.url={self.url} is not encrypted, and the application's secret would be sent there; write "
-                "https:// in front of its name"
-            )
+            fix = "write https:// in front of its name"
+            raise ValueError(f"platform.url={self.url} is not encrypted, and would be sent a secret; {fix}")
         if self.api == "rest" and self.url is None:
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")
         if (self.run_as_user and self.uid is not None) or (self.uid is None and self.gid is not None):
-            raise ValueError(
-                f"platform.uid={self.uid} with gid={self.gid}, run_as_user={self.run_as_user}; give uid and gid, or "
-                "run_as_user alone"
-            )
+            what = f"platform.uid={self.uid} with gid={self.gid}, run_as_user={self.run_as_user}"
+            raise ValueError(f"{what}; give uid and gid, or run_as_user alone")
         for name, entry in self.secrets.items():
             if not re.fullmatch(r"[^/]+/[^/]+", entry):
                 fix = "name a Kubernetes secret of the project and its entry"
