@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
-from launcher.networks.profile import Variable
+from launcher.job import Job
+from launcher.networks.profile import Network, Variable
 from litgpt_demo.node.network import NETWORK
 
 Origin = Literal["profile", "platform", "user", "job", "script"]
@@ -46,12 +48,25 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def node_entries(network: str) -> list[Entry]:
-    """The variables of every node in a container; `network` is its NodeNetwork as JSON."""
-    return [
-        Entry(name=NETWORK, value=network, origin="platform", why="what the node has to know of its network"),
+def node_environment(
+    job: Job, settings: Any, network: Network, more: Iterable[Entry] = (), *, named: bool = True, **own: Any
+) -> list[Entry]:
+    """The variables of a node in a container: what it has to know of its network, and `more` of the platform.
+
+    `own` are fields of its NodeNetwork that not all platforms set alike; the name of a network may go without saying.
+    """
+    # Plain TCP has no figure that it could be held to.
+    gate = settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0
+    alike = {"gpus": settings.node_gpus, "overrides": dict(settings.overrides), "gate_seconds": gate}
+    node = network.node.model_copy(update={**alike, **own}).model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps({"name": network.name, **node} if named else node, separators=(",", ":"))
+    rows = [
+        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
         Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+        *more,
     ]
+    profile, scripted = network.environment, network.scripted
+    return combined(rows, profile=profile, scripted=scripted, overrides=settings.overrides, job=job.env)
 
 
 def combined(

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from launcher.environment import Entry, as_rows, combined, node_entries
+from launcher.environment import Entry, as_rows, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
@@ -214,24 +214,15 @@ def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, 
     """The size of /dev/shm in bytes, and the variables of every container."""
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
-    cos_gpus = settings.node_gpus and settings.os == "cos"
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "shm_bytes": min(network.node.shm_bytes, shm),
-            "library_paths": (LIBRARIES,) if cos_gpus else (),
-            "overrides": dict(settings.overrides),
-            "gate_seconds": 0,  # plain TCP has no figure that it could be held to
-        }
-    )
-    own = node_entries(node.model_dump_json(exclude_defaults=True))
-    if cos_gpus:
+    own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
+    if settings.node_gpus and settings.os == "cos":
+        own["library_paths"] = (LIBRARIES,)
         # The linker's cache does not know the mounted driver (https://github.com/triton-lang/triton/issues/2507), nor
         # does gcc (https://github.com/vllm-project/vllm/pull/39161).
         why = "where the driver is mounted; the linker's cache does not know it"
-        for name in ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH"):
-            own.append(Entry(name=name, value=LIBRARIES, origin="platform", why=why))
-    return shm, combined(own, profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env)
+        names = ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")
+        more = [Entry(name=name, value=LIBRARIES, origin="platform", why=why) for name in names]
+    return shm, node_environment(job, settings, network, more, named=False, **own)
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,6 @@ class LocalPlatform:
         return not is_remote(job_id) and os.path.realpath(job_id) == os.path.realpath(directory)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)
         with explaining(job_id):  # the job may be another user's
             if not (directory / SUBMISSION).exists():
@@ -187,18 +186,14 @@ class LocalPlatform:
 
 
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
-    """Return who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
+    """Who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
     if port is None or port_is_free(port) or _live(directory):
         return None
     who = "a process of somebody else"
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-            if here and connection.pid is not None:
-                process = psutil.Process(connection.pid)
-                job = process.environ().get(JOB_TAG)
-                who = f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
-                break
+    with contextlib.suppress(psutil.Error, StopIteration):
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid]
+        pid = next(one.pid for one in listening if one.laddr and one.laddr.port == port)
+        who = f"process {pid} ({psutil.Process(pid).name()})"
     return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
@@ -258,12 +253,10 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Return the last lines of a supervisor that fell; a killed one left none."""
-    try:
-        lines = (directory / "supervisor.log").read_text(errors="replace").split("\n")
-    except FileNotFoundError:
-        return ""
-    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+    # Of a supervisor that fell; a killed one left none.
+    log = directory / "supervisor.log"
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def _mark(directory: Path) -> str:

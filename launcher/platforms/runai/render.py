@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
-from launcher.environment import Entry, combined, node_entries
+from launcher.environment import Entry, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
 from launcher.networks.profile import Network
@@ -69,21 +68,8 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
             fix="choose another `name` for the run",
         )
     network = settings.fabric
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "overrides": dict(settings.overrides),
-            "allow_sockets": settings.allow_sockets,
-            "shm_bytes": network.node.shm_bytes if settings.large_shm else 0,
-            # Plain TCP has no figure that it could be held to.
-            "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
-        }
-    )
-    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
-    text = json.dumps(told, separators=(",", ":"))
-    entries = combined(
-        node_entries(text), profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env
-    )
+    shm = network.node.shm_bytes if settings.large_shm else 0
+    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
     variables = {entry.name: entry.value for entry in entries}
     shown = {name: value for name, value in variables.items() if plain(value)}
     hidden = {name: value for name, value in variables.items() if name not in shown}

@@ -162,19 +162,16 @@ class Rest:
         for grant in self._grants:
             answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
             status = answer.status_code
-            if status == httpx.codes.OK:
-                if granted := Grant.read(answer.content):
-                    self._grants = (grant,)
-                    self._token = granted.token
-                    self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
-                    return
-                what = f"{self._settings.url}{TOKEN} answers without a token"
-                raise LoginProblem(what, fix="see that platform.url is the control plane's")
+            if status == httpx.codes.OK and (granted := Grant.read(answer.content)):
+                self._grants, self._token = (grant,), granted.token
+                self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
+                return
             if status not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
         what = f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})"
-        raise LoginProblem(what, fix="make new ones for the application, and export them")
+        fix = "see that platform.url is the control plane's; make new ones for the application, and export them"
+        raise LoginProblem(what, fix=fix)
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
         # Again where nobody answers: what looks or deletes is safe to repeat.
