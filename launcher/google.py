@@ -21,8 +21,6 @@ class Service:
     """The extra of this project that installs its client."""
     roles: str
     """The fix where a permission is missing."""
-    settings: str
-    """The section of the config that a refusal is about."""
     refused: type[LauncherError]
     """The error of a no."""
     away: type[LauncherError]
@@ -68,8 +66,8 @@ def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
                 raise kind(what, fix=fix) from None
             later = isinstance(error, (api.TooManyRequests, api.Conflict, api.Cancelled))
             if isinstance(error, api.ClientError) and not later:
-                fix = f"fix what it names in the {service.settings} settings"
-                raise service.refused(what, fix=service.roles if error.code == 403 else fix) from None
+                fix = service.roles if error.code == 403 else "fix what it names in the config"
+                raise service.refused(what, fix=fix) from None
             raise service.away(what) from None
     except ImportError as error:
         extra = f'pip install "train-litgpt[{service.extra}]"'

@@ -35,7 +35,6 @@ CLOUD_BUILD = Service(
     # https://cloud.google.com/build/docs/iam-roles-permissions
     roles="enable the Cloud Build API in the project and give yourself roles/cloudbuild.builds.editor, and "
     "roles/iam.serviceAccountUser on image.service_account",
-    settings="image's",
     refused=ImageProblem,
     away=ImageUnreachable,
     emulator="CLOUDBUILD_EMULATOR_HOST",

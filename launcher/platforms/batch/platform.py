@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
 BATCH = Service(
-    extra="batch", settings="platform's", refused=PlatformRefused, away=PlatformUnreachable,
-    emulator="BATCH_EMULATOR_HOST",
+    extra="batch", refused=PlatformRefused, away=PlatformUnreachable, emulator="BATCH_EMULATOR_HOST",
     roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
     "roles/iam.serviceAccountUser on the VMs' service account",
 )  # fmt: skip
@@ -146,7 +145,7 @@ class BatchPlatform:
             return submission.job_id
         # AlreadyExists: somebody was quicker, and that job is adopted.
         with google_errors(BATCH, f"submitting {submission.job_id}", "AlreadyExists"):
-            from google.api_core import exceptions, retry
+            from google.api_core.retry import Retry
             from google.cloud import batch_v1
 
             request = batch_v1.CreateJobRequest(
@@ -156,13 +155,10 @@ class BatchPlatform:
                 # The client does not repeat what creates; with an id, Batch knows a repeated call for the same.
                 request_id=str(uuid.uuid4()),
             )
-            unanswered = retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
-            again = retry.Retry(predicate=unanswered, timeout=_LIMIT)
-            self._batch.create_job(request, retry=again, timeout=_LIMIT)
+            self._batch.create_job(request, retry=Retry(timeout=_LIMIT), timeout=_LIMIT)
         return submission.job_id
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id is the job's resource name."""
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:

@@ -19,6 +19,7 @@ from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo import PYTHON
@@ -56,6 +57,10 @@ class LocalPlatform:
         self._grace = grace
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
+
+    @classmethod
+    def of(cls, settings: LocalPlatformConfig) -> LocalPlatform:
+        return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
         directory = os.path.normpath(
