@@ -81,7 +81,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     release = net.released(
         options,
         ARM_PAIRS if arm else PAIRS,
-        network="gib",
+        name="gib",
         plugin=f"{PLUGIN_IMAGE}-arm64" if arm else PLUGIN_IMAGE,
         manifest=_INSTALLERS[choice.machine.arch],
     )

@@ -7,6 +7,7 @@ network, with the plug-in from the node or from the pod, and from one plug-in ve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -250,13 +251,7 @@ class Released(NamedTuple):
 
 
 def released(
-    options: PluginOptions,
-    pairs: tuple[ReleasePair, ...],
-    *,
-    network: str,
-    plugin: str,
-    daemon: str = "",
-    manifest: str,
+    options: PluginOptions, pairs: tuple[ReleasePair, ...], *, name: str, plugin: str, daemon: str = "", manifest: str
 ) -> Released:
     """Return the plug-in and daemon that options mean; the default comes first in the table.
 
@@ -267,41 +262,40 @@ def released(
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    given = {"plugin": options.network_plugin, "daemon": getattr(options, "network_daemon", None) if daemon else None}
-    tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
+    given, given_daemon = options.network_plugin or "", getattr(options, "network_daemon", None) or ""
+    tag, daemon_tag = (re.split("[:/]", one.partition("@")[0])[-1] for one in (given, given_daemon))
     releases = ", ".join(one.plugin for one in pairs)
-    if loose := [name for name, tag in tags.items() if tag == "latest"]:
-        what = f"platform.network_{loose[0]}=latest is another build each time, and plug-in and daemon have to match"
+    if "latest" in {tag, daemon_tag}:
+        loose = "plugin" if tag == "latest" else "daemon"
+        what = f"platform.network_{loose}=latest is another build each time, and plug-in and daemon have to match"
         raise ConfigProblem(what, fix=f"name a release: {releases}")
-    tag, daemon_tag = tags["plugin"], tags["daemon"]
-    chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
+    chosen = next((one for one in pairs if tag in {"", one.plugin}), None)
     if chosen is None:
-        if daemon_tag is None and pairs[0].daemon is not None:
-            what = f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs"
+        if not daemon_tag and daemon:
+            what = f"platform.network_plugin={tag} is no {name} release that we know, nor is the daemon it needs"
             raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
-        chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
-    elif daemon_tag not in {None, chosen.daemon}:
+        chosen = ReleasePair(tag, daemon_tag or None, "", "platform.network_plugin")
+    elif daemon_tag not in {"", chosen.daemon}:
         chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
     registry = options.network_registry or REGISTRY
 
-    def pulled(name: str, image: str, tag: str | None) -> str:
-        whole = given[name] or ""
+    def pulled(whole: str, image: str, tag: str | None) -> str:
         return whole if "/" in whole else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
 
     problems: tuple[Finding, ...] = ()
-    if registry != REGISTRY and all("/" in (given[name] or "") for name in ("plugin", "daemon")[: 2 if daemon else 1]):
+    if registry != REGISTRY and "/" in given and (not daemon or "/" in given_daemon):
         what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
         problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
     # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
-    image = pulled("plugin", plugin, chosen.plugin)
+    image = pulled(given, plugin, chosen.plugin)
     names = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
     # Where nothing is known of this release, what fails or loads with another may do so with it.
     other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
     return Released(
         pair=chosen,
         plugin=image,
-        daemon=pulled("daemon", daemon, chosen.daemon),
+        daemon=pulled(given_daemon, daemon, chosen.daemon),
         node={
             "nccl_versions": chosen.nccl,
             "nccl_elsewhere": () if chosen.nccl else other.nccl,

@@ -120,9 +120,7 @@ class Options(net.DaemonOptions):
 
 def network(choice: net.Choice, options: Options) -> net.Network:
     """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
-    release = net.released(
-        options, PAIRS, network="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
-    )
+    release = net.released(options, PAIRS, name="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
     on_host = choice.host_network
     # Before June 2026 there were several variables that were dropped then.
     former = release.pair.plugin in {known.plugin for known in PAIRS[1:]}

@@ -93,9 +93,7 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
     Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
     gke-tcpxo-networking).
     """
-    release = net.released(
-        options, PAIRS, network="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
-    )
+    release = net.released(options, PAIRS, name="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
     on_host = choice.host_network
     folders, containers = [net.LIBRARIES], [_daemon(release, privileged=on_host)]
     volumes = [
