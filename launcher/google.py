@@ -15,16 +15,13 @@ from litgpt_demo.secrets import translating
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A service of Google's, and how its errors are told."""
+    """A service of Google's, the extra of this project that installs its client, and how its errors are told: a no as
+    `refused` (with `roles` as the fix where a permission is missing), and no answer as `away`."""
 
     extra: str
-    """The extra of this project that installs its client."""
     roles: str
-    """The fix where a permission is missing."""
     refused: type[LauncherError]
-    """The error of a no."""
     away: type[LauncherError]
-    """The error of no answer."""
     emulator: str
     """The variable with host:port of a stand-in that speaks without TLS and asks for no credentials."""
 

@@ -65,11 +65,7 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
 
 
 def open_network(name: str, choice: Choice, **options: Any) -> Network:
-    """Return the network of that name, made for what the job chose.
-
-    Raises:
-        ConfigProblem: a release that is not known.
-    """
+    """Return the network of that name, made for what the job chose; ConfigProblem: a release that is not known."""
     return NETWORKS[name].make(choice, NETWORKS[name].options.model_validate(options))
 
 

@@ -111,14 +111,12 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installer:
-    """The DaemonSet that puts a network's plug-in on the nodes."""
+class Installer(NamedTuple):
+    """The DaemonSet that puts a network's plug-in on the nodes, and the address of the manifest that makes it."""
 
     images: tuple[str, ...]
     """Images by which it is known, without their tag, which is the release."""
     manifest: str
-    """Address of the manifest that makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.batch import states
-from launcher.platforms.batch.render import container_of, group_of, job_id_of, render
+from launcher.platforms.batch.render import container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
 from litgpt_demo.findings import Finding, Severity
@@ -120,10 +120,6 @@ class BatchPlatform:
             what = "VMs without external addresses reach Google's services through Private Google Access only"
             fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
             yield found("external-ip", what, fix, "warning")
-        for name, value in group_of(submission.body)["taskSpec"]["environment"]["variables"].items():
-            if "\n" in value:
-                # INFERRED: variables reach the container through a file of lines.
-                yield found("environment", f"{name} has more than one line", "put the text into a file")
 
     def avoidable(self, job: Job) -> Avoidable:
         # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.
@@ -138,7 +134,6 @@ class BatchPlatform:
         raise LoginProblem(f"you may not list the jobs of {where} (batch.jobs.list)", fix=BATCH.roles)
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job; one that is there, in whatever state, is left as it is."""
         if container_of(submission.body)["imageUri"] == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image", fix="build one (image: {kind: docker, …}) first")
         if self._job(submission.job_id) is not None:

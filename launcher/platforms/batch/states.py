@@ -44,8 +44,7 @@ class Ended(NamedTuple):
     failed: bool
     code: int | None
     """None where Batch tells none: of those that were not begun, or not begun again."""
-    at: float
-    """Seconds since the epoch."""
+    at: float  # seconds since the epoch
     why: str
 
     def __str__(self) -> str:

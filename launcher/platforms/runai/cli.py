@@ -94,10 +94,8 @@ class Cli:
     @cached_property
     def dialect(self) -> Dialect:
         wanted = self._settings.cli_version
-        if shutil.which(self._settings.cli) is None:
-            if wanted != "auto":  # to look at what would be sent, from a machine without the program
-                return Dialect(wanted, SUBMIT[wanted][0], None)
-            raise self._no_program()
+        if wanted != "auto" and shutil.which(self._settings.cli) is None:
+            return Dialect(wanted, SUBMIT[wanted][0], None)  # to look at what would be sent, without the program
         commands = [(one, command) for one in SUBMIT if wanted in {"auto", one} for command in SUBMIT[one]]
         for generation, command in commands:
             told = self._run(*command, "--help", check=False)
@@ -193,7 +191,6 @@ class Cli:
             self._run(*words, unless=_ALREADY_THERE)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        """Run the command line; a workload of that name that is there already is left as it is."""
         self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
@@ -232,7 +229,10 @@ class Cli:
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=False
             )
         except FileNotFoundError as error:
-            raise self._no_program() from error
+            fix = "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url"
+            credentials = f"{self._settings.credentials}_CLIENT_ID and {self._settings.credentials}_CLIENT_SECRET"
+            what = f"there is no program {argv[0]} on PATH"
+            raise NotInstalled(what, fix=f"{fix} and export {credentials}") from error
         except subprocess.TimeoutExpired as error:
             told = f"{what} has not ended for {_PATIENCE:.0f} s"
             raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
@@ -251,13 +251,6 @@ class Cli:
         if answered and _REFUSED.search(printed):
             raise PlatformRefused(told, fix=f"see that the project {self._settings.project} exists and is yours")
         raise PlatformUnreachable(told)
-
-    def _no_program(self) -> NotInstalled:
-        fix = (
-            "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url and export "
-            "RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
-        )
-        return NotInstalled(f"there is no program {self._settings.cli} on PATH", fix=fix)
 
 
 def phases_in(text: str) -> dict[str, str]:

@@ -52,8 +52,9 @@ def state_of(phase: str | None) -> JobState:
 
 
 Api: TypeAlias = Cli | Rest
-"""A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
-that nobody knows. Its `trouble` is the code of the finding that such an error is."""
+"""A way to reach Run:ai. Its `submit` asks once, and leaves a workload of that name as it is: PlatformRefused says that
+none was made, PlatformUnreachable that nobody knows. Its `trouble` is the code of the finding that such an error is.
+`phase` is Run:ai's word, None where there is no such workload; for `delete`, already gone is success."""
 
 
 class RunaiPlatform:
@@ -88,7 +89,6 @@ class RunaiPlatform:
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
-        """The command line or the request, and with it what its one packed word says."""
         work = workload(job, self._settings)
         reference = WorkloadReference(self._settings.project, job.attempt_name, job.nodes, job.directory)
         return Submission(
@@ -129,7 +129,6 @@ class RunaiPlatform:
         return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job; one of its name that is there, live or ended, is left as it is."""
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")

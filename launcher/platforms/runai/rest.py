@@ -50,12 +50,11 @@ _GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (
 
 
 class Rest:
-    """The API of one control plane."""
-
     def __init__(self, settings: RunaiPlatformConfig, environ: Mapping[str, str], *, pause: float = 1.0) -> None:
         """Take the credentials from `environ`; `pause` is how many seconds later a request that nobody answered is sent
         again, each time twice as long."""
         self._settings, self._pause = settings, pause
+        self._client = protected_client(base_url=settings.url or "", timeout=_TIMEOUT)
         # A function, because a traceback may show the attributes of an object.
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, environ)
         self._token, self._until = SecretStr(""), 0.0
@@ -64,14 +63,9 @@ class Rest:
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
-    @cached_property
-    def _client(self) -> httpx.Client:
-        return protected_client(base_url=self._settings.url or "", timeout=_TIMEOUT)
-
     # --- what every way to Run:ai has ---
 
     def render(self, work: Workload) -> Mapping[str, Any]:
-        """The request; ids of project and cluster are filled in when it is sent."""
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
     def check_access(self, _sent: Mapping[str, Any] | None = None) -> None:
@@ -79,18 +73,15 @@ class Rest:
         _ = self._ids
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        """Post the training, once; one of that name that is there already is left as it is."""
         project, cluster = self._ids
         training = {**sent["json"], "projectId": project, "clusterId": cluster}
         self._ask("POST", TRAININGS, tries=1, unless=httpx.codes.CONFLICT, json=training)
 
     def phase(self, name: str) -> str | None:
-        """The training's phase in Run:ai's word, None where there is none of that name."""
         found = self._find(name)
         return None if found is None else str(found.get("phase") or found.get("actualPhase") or "Unknown")
 
     def delete(self, name: str) -> None:
-        """Ask for it to be gone; already gone is success."""
         if (found := self._find(name)) is not None:
             self._ask("DELETE", f"{TRAININGS}/{found['id']}", unless=httpx.codes.NOT_FOUND)
 
