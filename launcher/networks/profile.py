@@ -149,8 +149,6 @@ class Network:
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
     """The number of RDMA cards that a claim asks for; None means all of the node."""
-    named_interfaces: tuple[str, ...] = ()
-    """Variables that name interfaces, which then have to be there."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""

@@ -167,7 +167,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         privileged=on_host,
         environment=(*COMMON, *(BEFORE if former else SINCE_JUNE_2026), *OURS, *net.reported(source=_CONFIG)),
         scripted=(net.library_path(*folders, source=_README),),
-        named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),
         shm_bytes=128 * net.GIB,  # that of XPK's decorator
         without_stack=_WITHOUT_STACK,
         **release.network,

@@ -146,7 +146,6 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
             *net.reported(source=_PROFILE),
         ),
         scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
-        named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=250 * net.GIB,  # GR's chart (_CHART)
         **release.network,
     )

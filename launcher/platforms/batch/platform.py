@@ -17,7 +17,7 @@ from launcher.google import Service, google_errors
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.batch import states
 from launcher.platforms.batch.render import container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -54,7 +54,7 @@ class BatchPlatform:
     """
 
     name: ClassVar[str] = "batch"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(

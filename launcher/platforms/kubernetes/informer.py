@@ -1,9 +1,7 @@
 """A job as its cluster has it: its JobSet or Job is asked for at every look, and all its pods are watched.
 
-Pods are not asked for again and again: whatever their number, a look is one small question, and a connection that is
-opened anew every few minutes tells the rest. A connection that breaks, a token that expires, a version that is too old
-and a server that is busy are got over in the background; who asks meanwhile is told that the cluster does not answer,
-not what it said last.
+So a look is one small question, whatever the number of pods. What breaks the watch is got over in the background; who
+asks meanwhile is told that the cluster does not answer, not what it said last.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rendering of a job as Kubernetes objects: a JobSet, or an Indexed Job with its headless Service, and what they need.
 
-A JobSet is one Indexed Job of all nodes that is restarted as a whole, by the cluster, for as long as that helps. A
-plain Job, for clusters without JobSet, cannot restart as a whole; the launcher's next attempt does that. Each of their
-pods has one container that runs `python -m litgpt_demo node`, and what its network adds.
-Pure: no cluster, no clock, no disk.
+A JobSet is one Indexed Job of all nodes that the cluster restarts as a whole. A plain Job, for clusters without JobSet,
+is restarted by the launcher's next attempt. Each pod has one container that runs `python -m litgpt_demo node`, and what
+its network adds. Pure: no cluster, no clock, no disk.
 """
 
 from __future__ import annotations
@@ -72,10 +71,8 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
     longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
     if longest > LONGEST_LABEL:
-        raise ConfigProblem(
-            f"the pods of {name} on {job.nodes} nodes would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
-        )
+        what = f"pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST_LABEL}"
+        raise ConfigProblem(what, fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter")
     if not RFC_1035.fullmatch(name):
         raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
@@ -132,6 +129,8 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
     Two pods of one index must never live at the same time (kubernetes#115844): a replacement waits until the old one is
     gone, and there is none, because nothing is tried again (jobset#574).
     """
+    # A disrupted pod's exit code means nothing, so this comes first.
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = {"containerName": NODE, "operator": "In", "values": list(HOPELESS)}
     return {
         "completionMode": "Indexed",
@@ -139,13 +138,7 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
         "completions": job.nodes,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                # A disrupted pod's exit code means nothing, so this comes first.
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": codes},
-            ]
-        },
+        "podFailurePolicy": {"rules": [disrupted, {"action": "FailJob", "onExitCodes": codes}]},
         "template": dict(template),
     }
 
@@ -207,12 +200,8 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     cards = network.rdma_cards
     amount = {"allocationMode": "All"} if cards is None else {"allocationMode": "ExactCount", "count": cards}
     request = {"name": "rdma", "exactly": {"deviceClassName": "mrdma.google.com", **amount}}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {**metadata, "name": name},
-        "spec": {"spec": {"devices": {"requests": [request]}}},
-    }
+    named, spec = {**metadata, "name": name}, {"spec": {"devices": {"requests": [request]}}}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": named, "spec": spec}
 
 
 # --- the pod ----------------------------------------------------------------------------------------------------------
@@ -352,13 +341,11 @@ def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool)
     """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
-    rights: dict[str, Any]
+    rights: dict[str, Any] = {"capabilities": {"drop": ["ALL"]}}
     if network.root:
         rights = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": list(network.capabilities)}}
     elif settings.uid == 0:  # an image that needs root needs the capabilities of root too (chown, reading any file)
         rights = {"runAsUser": 0}
-    else:
-        rights = {"capabilities": {"drop": ["ALL"]}}
     return {
         "allowPrivilegeEscalation": False,
         **rights,
@@ -385,7 +372,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         "gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
         "gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
     }
-    selector |= {f"cloud.google.com/{label}": value for label, value in bought.items() if value is not None}
+    selector |= {f"cloud.google.com/{label}": value for label, value in _given(**bought).items()}
     tainted = {
         "kubernetes.io/arch": "arm64" if machine is not None and machine.arch == "arm64" else None,
         "cloud.google.com/gke-spot": "true" if settings.spot else None,
@@ -394,13 +381,10 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     }
     # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
-    tolerations: list[dict[str, Any]] = [
-        {"key": "nvidia.com/gpu", "operator": "Exists"},
-        {"key": "cloud.google.com/impending-node-termination", "operator": "Exists"},
-    ]
-    for key, value in {"user-workload": "true", **tainted}.items():
-        if value is not None:
-            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
+    always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
+    tolerations = [{"key": key, "operator": "Exists"} for key in always]
+    for key, value in _given(**{"user-workload": "true", **tainted}).items():
+        tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
     affinity: dict[str, Any] = {}
     if exclude := [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]:
         rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
@@ -429,15 +413,11 @@ def _volumes(
     if settings.claim is not None:
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}})
         mounts.append(mount("claim", settings.claim_path))
-    buckets: dict[str, None] = {}
-    for address in job.stage if settings.stage == "fuse" else ():
-        if (place := bucket_path(address)) is None:
-            raise ConfigProblem(
-                f"platform.stage=fuse mounts buckets, and {address} is in none; take platform.stage=copy, "
-                "or a root of gs://bucket/prefix"
-            )
-        buckets[place.split("/")[0]] = None
-    for number, bucket in enumerate(buckets):
+    places = [bucket_path(address) for address in (job.stage if settings.stage == "fuse" else ())]
+    if None in places:
+        fix = "take platform.stage=copy, or a root of gs://bucket/prefix"
+        raise ConfigProblem(f"platform.stage=fuse mounts buckets, and {', '.join(job.stage)} is in none", fix=fix)
+    for number, bucket in enumerate(dict.fromkeys(str(place).split("/")[0] for place in places)):
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication
         attributes = {
             "bucketName": bucket,

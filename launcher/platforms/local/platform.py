@@ -18,7 +18,7 @@ import psutil
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
@@ -47,7 +47,7 @@ class LocalPlatform:
     """
 
     name: ClassVar[str] = "local"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    anywhere: ClassVar[bool] = False
     poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
     def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:

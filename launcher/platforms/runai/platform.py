@@ -15,7 +15,7 @@ from launcher import errors
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
@@ -70,7 +70,7 @@ class RunaiPlatform:
     """
 
     name: ClassVar[str] = "runai"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
