@@ -211,10 +211,8 @@ class Cli:
         while True:
             page = ("--json", "--limit", str(_PAGE), "--offset", str(len(found)))
             fresh = phases_in(self._run(*self.dialect.submit[:-1], "list", *project, *page).stdout)
-            if fresh.keys() <= found.keys():
-                return found
-            found |= fresh
-            if len(fresh) < _PAGE:
+            known, found = found, found | fresh
+            if len(found) == len(known) or len(fresh) < _PAGE:
                 return found
 
     def _run(
@@ -230,9 +228,7 @@ class Cli:
             )
         except FileNotFoundError as error:
             fix = "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url"
-            credentials = f"{self._settings.credentials}_CLIENT_ID and {self._settings.credentials}_CLIENT_SECRET"
-            what = f"there is no program {argv[0]} on PATH"
-            raise NotInstalled(what, fix=f"{fix} and export {credentials}") from error
+            raise NotInstalled(f"there is no program {argv[0]} on PATH", fix=fix) from error
         except subprocess.TimeoutExpired as error:
             told = f"{what} has not ended for {_PATIENCE:.0f} s"
             raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
