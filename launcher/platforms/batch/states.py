@@ -45,11 +45,7 @@ class Ended(NamedTuple):
     code: int | None
     """None where Batch tells none: of those that were not begun, or not begun again."""
     at: float  # seconds since the epoch
-    why: str
-
-    def __str__(self) -> str:
-        how = "failed without an exit code" if self.code is None else f"ended with {self.code}"
-        return f"node {self.node} {how}" + (f" ({self.why})" if self.why else "")
+    told: str
 
 
 def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
@@ -74,7 +70,9 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
             why = f"Batch's {_TOO_LONG}: its peers were not there within platform.gather"
             code = EXIT_CODES[Fault.NETWORK]
         at, node = _seconds(events[-1]) if events else 0.0, int(task.name.rpartition("/")[2])
-        found.append(Ended(node=node, failed=state == "FAILED", code=code, at=at, why=why))
+        how = "failed without an exit code" if code is None else f"ended with {code}"
+        told = f"node {node} {how}" + (f" ({why})" if why else "")
+        found.append(Ended(node, state == "FAILED", code, at, told))
     return sorted(found, key=lambda one: one.at)
 
 
@@ -99,7 +97,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
     cancelled = _time_of(job, "CANCELLATION_IN_PROGRESS", "CANCELLED")
     told_to = bool(failed) and cancelled is not None and cancelled < failed[0].at
     if failed and not told_to and state is not JobState.SUCCEEDED:
-        words.append(", ".join(str(one) for one in failed))
+        words.append(", ".join(one.told for one in failed))
         everybody = len(done) == sum(group.task_count for group in job.task_groups)
         lost = failed[0].code in BATCH_CODES  # its VM was: nothing more comes from it
         waits = grace if state is JobState.RUNNING and not everybody and not lost else 0.0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
-from launcher.platforms.runai.render import Workload, preemptibility
+from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import redacted
@@ -158,7 +158,7 @@ class Cli:
             ("platform.node_pools", settings.node_pools, None, "--node-pools"),
             ("platform.priority", settings.priority, "--priority", "--priority"),
             ("platform.preemptible", settings.preemptible, "--preemptible", None),
-            ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
+            ("platform.preemptible", PREEMPTIBILITY[settings.preemptible], None, "--preemptibility"),
             # `avoidable` has said where it cannot.
             ("the machines to avoid", job.exclude_nodes if self.excludes else (), None, EXCLUDE),
             # Which machine a pod is on, for verdicts.

@@ -209,14 +209,13 @@ class RunaiPlatform:
         reference = WorkloadReference.of(job_id)
         if state_of(self._api.phase(reference.name)).live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
-        deadline, pause = time.monotonic() + self._leave, 0.2
+        deadline = time.monotonic() + self._leave
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
                 what = f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted"
                 raise PlatformUnreachable(what, fix="cancel it again")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 5.0)
+            time.sleep(1.0)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         name = WorkloadReference.of(job_id).name

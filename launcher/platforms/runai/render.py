@@ -18,6 +18,10 @@ SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
 
 
+PREEMPTIBILITY = {None: None, True: "preemptible", False: "non-preemptible"}
+"""The names of it in REST and CLI v2."""
+
+
 class Workload(NamedTuple):
     """One PyTorch training as Run:ai has it.
 
@@ -90,8 +94,3 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     }
     words = ("sleep", "infinity") if settings.interactive else packed_command
     return Workload(job, settings, network, words, shown, unpacked, entries)
-
-
-def preemptibility(preemptible: bool | None) -> str | None:
-    """The name in REST and CLI v2."""
-    return None if preemptible is None else "preemptible" if preemptible else "non-preemptible"

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
-from launcher.platforms.runai.render import Workload, preemptibility
+from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
 from launcher.platforms.settings import asked
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
@@ -253,7 +253,7 @@ def body(work: Workload) -> dict[str, Any]:
             nodeType=settings.node_type,
             podAffinity=settings.topology and topology,
             priorityClass=settings.priority,
-            preemptibility=preemptibility(settings.preemptible),
+            preemptibility=PREEMPTIBILITY[settings.preemptible],
         ),
         # A gang cannot heal pod by pod: a new attempt is ours to make.
         "backoffLimit": 0,
