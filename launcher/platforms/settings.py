@@ -26,6 +26,11 @@ LONGEST_LABEL = 63
 RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
+def asked(**fields: Any) -> dict[str, Any]:
+    """The fields that ask for something: what is left out is the platform's own default."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def without_default(schema: dict[str, Any]) -> None:
     """Remove a default that depends on another field: a form must not send it."""
     schema.pop("default", None)

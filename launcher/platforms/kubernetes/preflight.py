@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from launcher.errors import LauncherError
+from launcher.machines import CEA
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, machines, quotas, risk
@@ -22,7 +23,6 @@ from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
 from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
-from launcher.sources import CEA, GKE
 from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
 
@@ -32,7 +32,7 @@ LEAST_KUBERNETES = (1, 29)
 _JOBSET = "0.10"
 """The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
 _INJECTOR = "nri-device-injector"
-_NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
+_NETWORKS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:

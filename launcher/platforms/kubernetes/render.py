@@ -7,11 +7,10 @@ its network adds. Pure: no cluster, no clock, no disk.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from launcher.environment import Entry, as_rows, combined, literal
+from launcher.environment import Entry, as_rows, literal, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submission
 from launcher.networks.profile import Network, mount
@@ -19,7 +18,6 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import bucket_path
 
 WorkloadObjects = Literal["jobset", "job"]
@@ -290,23 +288,6 @@ def _environment(
     job: Job, settings: GkePlatformConfig, network: Network, workload: str, *, unprivileged: bool, read_only: bool
 ) -> list[Entry]:
     """The variables of a node. JOB_COMPLETION_INDEX, its rank, is set by the Job controller."""
-    fast = network.node.nccl_net is not None
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
-            # What the user and the job set has to win over the scripts, which the node sources later than the pod
-            # sets anything.
-            "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
-            "allow_sockets": settings.allow_sockets,
-            # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
-            # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
-            # Machines that we do not know may be nobody's cloud.
-            "place": "gce" if fast and settings.machine and settings.topology is None and job.nodes > 2 else None,
-            # Plain TCP has no figure that it could be held to.
-            "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
-        }
-    )
     own: list[Entry] = []
 
     def add(name: str, value: str, why: str, **more: Any) -> None:
@@ -320,9 +301,7 @@ def _environment(
         add("LITGPT_ATTEMPT", f"{job.attempt_name}-$(LITGPT_RESTART)", why, expands=True)
     else:
         add("LITGPT_ATTEMPT", job.attempt_name, why)
-    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
-    add(NETWORK, json.dumps(told, separators=(",", ":")), "what the node has to know of its network")
-    add("PYTHONUNBUFFERED", "1", "log lines appear when they are printed")
+    first = len(own)
     if settings.stage == "fuse" and job.stage:
         add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
     users = {**job.env, **settings.overrides, **settings.secrets}
@@ -332,9 +311,12 @@ def _environment(
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():
         own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
-    return combined(
-        own, profile=network.environment, scripted=network.scripted, overrides=settings.overrides, job=job.env
-    )
+    # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a pod may
+    # ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes. Machines that we do
+    # not know may be nobody's cloud.
+    sorted_there = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
+    told = dict[str, Any](allow_sockets=settings.allow_sockets, place="gce" if sorted_there else None)
+    return node_environment(job, settings, network, own[first:], before=own[:first], **told)
 
 
 def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
