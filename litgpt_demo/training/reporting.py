@@ -10,18 +10,16 @@ import csv
 import os
 import platform
 import resource
-import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
 import torch
 
-from litgpt_demo.config import TrainConfig, TrainingSpec, WandbConfig
+from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.errors import TrainLitgptError, UserError, words_of
 from litgpt_demo.metrics import MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
@@ -31,7 +29,7 @@ from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.step import StepResult, learning_rate
+from litgpt_demo.training.step import StepResult
 
 TABLE = "metrics.csv"
 
@@ -57,12 +55,15 @@ class Reporter:
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
         self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
-        for name, opened in asked_for(spec, self._folder, resumed_from=resumed_from).items():
-            try:
-                self._loggers.append(opened())
-            except Exception as error:  # a service that does not answer, a key that it does not know
-                warn(f"{name} is told no metrics: {words_of(error)}")
         config, train, fabric = training.model.module.config, spec.train, training.fabric
+        asked: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
+        for kind in [kind for kind, wanted in asked.items() if wanted]:
+            try:
+                self._loggers.append(kind(spec, self._folder, resumed_from=resumed_from))
+            except UserError:  # a setting that no attempt can train with
+                raise
+            except Exception as error:  # a service that does not answer, a key that it does not know
+                warn(f"{kind.__name__} is told no metrics: {words_of(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
         estimate = estimates.memory(config, train, length=length, world_size=fabric.world_size, device=device.type)
@@ -119,7 +120,7 @@ class Reporter:
             kind="step",
             step=result.done,
             loss=result.loss,
-            learning_rate=learning_rate(train, step=result.done - 1, steps=spec.steps),
+            learning_rate=train.rate(result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
             tokens_per_second=round(pace, 1),
@@ -211,11 +212,11 @@ class Table:
 class TensorBoard:
     """Event files; `tensorboard --logdir` on the folder shows them."""
 
-    def __init__(self, folder: Path, *, resumed_from: int) -> None:
+    def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps of older attempts that will be repeated are not to be drawn twice.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1, flush_secs=10)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_from + 1, flush_secs=10)
 
     def write(self, row: Row) -> None:
         for name, value in _scalars(row).items():
@@ -233,13 +234,20 @@ class Wandb:
     killed left is dealt with when the next one begins.
     """
 
-    def __init__(self, settings: WandbConfig, spec: TrainingSpec, folder: Path, environ: Mapping[str, str]) -> None:
-        self._files = folder / "wandb"
-        self._key = None if settings.secret is None else environ[settings.secret]
+    def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
+        settings = spec.train.wandb
+        assert settings is not None
+        self._files, self._key = folder / "wandb", settings.secret and os.environ.get(settings.secret)
+        if settings.secret and not self._key:
+            what = f"train.wandb.secret={settings.secret} names a variable that is not in this node's environment"
+            raise UserError(what, fix="set it where the run is submitted, or leave the secret empty to stay offline")
         forget(self._files, self._key)
-        try:
-            import wandb
+        import wandb
 
+        self._ends = ExitStack()
+        self._ends.callback(forget, self._files, self._key)
+        self._ends.callback(wandb.teardown)  # which waits until their program has written its last line
+        try:
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
@@ -248,7 +256,7 @@ class Wandb:
                 resume="allow",
                 dir=str(folder),
                 config=spec.model_dump(mode="json"),
-                mode="offline" if self._key is None else "online",
+                mode="online" if self._key else "offline",
                 # What the job prints is its own log already, and code and git are in the run's folder.
                 settings=wandb.Settings(
                     api_key=self._key, console="off", silent=True, disable_git=True, disable_code=True
@@ -257,47 +265,20 @@ class Wandb:
             # Their own step cannot go back, ours does when an attempt repeats steps.
             self._run.define_metric("*", step_metric="step")
         except BaseException:
-            self._end()
+            self._ends.close()
             raise
+        self._ends.callback(self._run.finish)
 
     def write(self, row: Row) -> None:
         if values := _scalars(row):
             self._run.log({"step": int(row["step"]), **values})
 
     def close(self) -> None:
-        try:
-            self._run.finish()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """Wait until their program has written its last line, and read the key nowhere in it."""
-        import wandb
-
-        try:
-            wandb.teardown()
-        finally:
-            forget(self._files, self._key)
+        self._ends.close()
 
 
 Logger: TypeAlias = Table | TensorBoard | Wandb
 """It takes rows without waiting for disk or network; `close` waits until all are where they should be."""
-
-
-def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for, still to be opened; their files go below `folder`."""
-    found: dict[str, Callable[[], Logger]] = {}
-    if spec.train.tensorboard:
-        found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)
-    if (asked := spec.train.wandb) is not None:
-        if asked.secret is not None and not os.environ.get(asked.secret):
-            raise UserError(
-                f"train.wandb.secret={asked.secret} names a variable that is not in this node's environment",
-                fix="set it where the run is submitted, or leave the secret empty to keep the records in the run's "
-                "folder",
-            )
-        found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
-    return found
 
 
 def _scalars(row: Row) -> dict[str, float]:
@@ -382,7 +363,7 @@ def held_bytes(device: torch.device) -> int:
     # getrusage begins with the peak of the process that started this one.
     if peak := _said("/proc/self/status", "VmHWM:"):
         return int(peak.split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes, on a Mac
 
 
 def _said(path: str, name: str) -> str:

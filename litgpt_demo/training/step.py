@@ -16,7 +16,6 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.config import TrainConfig
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 FIRST_PASS = 900.0
@@ -41,7 +40,7 @@ def train_step(training: Training, step: int) -> Passed:
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
     for group in training.optimizer.param_groups:
-        group["lr"] = learning_rate(train, step=step, steps=spec.steps)
+        group["lr"] = train.rate(step, steps=spec.steps)
     batches, waited = training.feed.take(step)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
     for index, (inputs, targets) in enumerate(batches, 1):
@@ -61,15 +60,6 @@ def train_step(training: Training, step: int) -> Passed:
     training.optimizer.step()
     training.optimizer.zero_grad()
     return Passed(total / len(batches), whole, waited)
-
-
-def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last step."""
-    low = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
-    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 class StepResult(NamedTuple):
