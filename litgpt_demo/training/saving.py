@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -39,7 +40,7 @@ from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import WEIGHTS, State, files_of_shards, load_shards, training_state
+from litgpt_demo.training.reading import WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
 Written: TypeAlias = list[WriteResult]
@@ -333,14 +334,13 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             try:
                 ranks.together(lambda: bring(place, records, lambda: folder), lambda _: None)
             except DataError as error:
-                reason = error
-                ranks.first(lambda: set_aside(path, reason))
+                ranks.first(partial(set_aside, path, error))
                 return False
             return True
 
         def read_here() -> tuple[int, set[str]]:
-            state = precision.state_dict()
-            return node, files_of_shards(model, optimizer, folder, precision=state, address=place.address())
+            state = training_state(model, optimizer, precision.state_dict())
+            return node, files_of_state(state, folder, address=place.address())
 
         if place.local_path() is not None:
             return right(manifest.files[ranks.number :: ranks.world])
@@ -350,6 +350,7 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
         here = {name for where, names in needs for name in names if where == node}
         return right([file for file in manifest.files if file.path in here][local_rank::processes])
 
+    done, before = 0, 0.0
     for manifest in ranks.first(candidates):
         if not verified(manifest):
             optimizer.state.clear()  # which is made to see what is read: a training begins without
@@ -361,7 +362,7 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
         ranks.first(lambda: None)  # until then some rank may still read
         if run.local_path() is None and local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        training.clock.before, training.clock.begun = manifest.seconds, monotonic()
-        return manifest.step
-    training.clock.before, training.clock.begun = 0.0, monotonic()
-    return 0
+        done, before = manifest.step, manifest.seconds
+        break
+    training.clock.before, training.clock.begun = before, monotonic()
+    return done
