@@ -33,13 +33,10 @@ class Cost(Settings):
         return self.hours * self.price.usd
 
     def __str__(self) -> str:
-        price = self.price
-        left_out = f"; reports of nodes that could not be read, and are left out: {self.unreadable}"
-        return (
-            f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}, "
-            f"list price on demand in {price.region} of {price.date}"
-            f"{left_out if self.unreadable else ''}"
-        )
+        price, bad = self.price, self.unreadable
+        cost = f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}"
+        left_out = f"; reports of nodes that could not be read, and are left out: {bad}" if bad else ""
+        return f"{cost}, list price on demand in {price.region} of {price.date}{left_out}"
 
 
 class HuggingFaceProof(Settings):
@@ -144,11 +141,7 @@ def usage(run: str, *, huggingface: bool) -> str:
 
 
 def use_of(folder: str, name: str) -> tuple[str, ...]:
-    """Return shell commands that let the LitGPT model in `folder` write, which first copy it here from a bucket.
-
-    Args:
-        name: the run's, which the copy is called after.
-    """
+    """Return shell commands that let the LitGPT model in `folder` write; from a bucket they first copy it to `name`."""
     copy: tuple[str, ...] = ()
     if bucket_path(folder) is not None:
         copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name

@@ -13,17 +13,47 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat
+
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
-from litgpt_demo.export import FinalManifest, usage
+from litgpt_demo.documents import Unreadable, parse_json
+from litgpt_demo.errors import DataError
+from litgpt_demo.export import Cost, FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import read_document, read_metrics
+from litgpt_demo.runs import ATTEMPTS, MOST_NODE_REPORT, NODE_REPORT, read_document, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 
 Pairs = Sequence[tuple[str, object]]
+
+# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
+_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
+
+
+class _NodeLife(BaseModel):
+    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
+
+    started: FiniteFloat
+    ended: FiniteFloat
+
+
+def cost_of(run: Storage) -> Cost | None:
+    """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
+    if (price := read_document(run).price) is None:
+        return None
+    attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
+    for path in attempts.list():
+        if _NODE_REPORT.fullmatch(path):
+            try:
+                content = attempts.read(path, most=MOST_NODE_REPORT)
+                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+                seconds += max(0.0, life.ended - life.started)
+            except DataError as error:
+                bad.add(str(error))
+    return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
 
 
 def write_card(
@@ -74,7 +104,7 @@ def _card(
     lineage: Mapping[str, Any], spec: TrainingSpec, dataset: DatasetManifest, final: FinalManifest, *, pictured: bool
 ) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
-    proof, config, skipped = final.huggingface, lineage["config"], lineage["left_out"]
+    proof, config = final.huggingface, lineage["config"]
     results: Pairs = [
         ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
         ("Perplexity", f"{final.perplexity:.2f}"),
@@ -94,13 +124,32 @@ def _card(
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Dataset key", dataset.key),
     ]
-    without = [("Steps left out", ", ".join(str(one["step"]) for one in skipped))] if skipped else []
     training: Pairs = [
         ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
         ("Steps", f"{spec.steps:,}"),
         *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
         *sorted(spec.train.outcome().items()),
-        *without,
+        ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
+    ]
+    checkpoint, platform, software = lineage["checkpoint"], config.get("platform", {}), lineage["software"]
+    known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
+    used = [f"{one.get('world_size', 1):,} x {one.get('device_name', '?')}" for one in lineage["hardware"]]
+    hardware: Pairs = [
+        *(("Hardware", one) for one in used),
+        ("Platform", ", ".join(known)),
+        ("Training time", f"{lineage['seconds']:,.0f} s"),
+        ("Process hours", f"{lineage['seconds'] * checkpoint['world_size'] / 3600:,.2f}"),
+        ("Cost", final.cost or ""),
+    ]
+    changed = " with uncommitted changes" if software.get("dirty") else ""
+    versions = {**checkpoint["versions"], **software.get("packages", {})}
+    origin: Pairs = [
+        ("Run", lineage["address"]),
+        ("Checkpoint", checkpoint["folder"]),
+        ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
+        ("Commit", f"{software['commit']}{changed}" if software.get("commit") else "not known"),
+        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("Everything else", LINEAGE),
     ]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
@@ -121,44 +170,17 @@ def _card(
         _table(training),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
-        _table(_hardware(lineage, final)),
+        _table(hardware),
         "## Origin",
-        _table(_origin(lineage)),
+        _table(origin),
         *(f"> {_text(finding)}" for finding in final.findings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _hardware(lineage: Mapping[str, Any], final: FinalManifest) -> Pairs:
-    seconds, platform = lineage["seconds"], lineage["config"].get("platform", {})
-    rows: list[tuple[str, object]] = [
-        ("Hardware", f"{one.get('world_size', 1):,} x {one.get('device_name', one.get('device', '?'))}")
-        for one in lineage["hardware"]
-    ]
-    if platform:
-        known = {name: platform[name] for name in ("kind", "machine", "nodes", "processes") if platform.get(name)}
-        rows.append(("Platform", ", ".join(f"{name}: {value}" for name, value in known.items())))
-    if seconds:
-        hours = seconds * lineage["checkpoint"]["world_size"] / 3600
-        rows += [("Training time", f"{seconds:,.0f} s"), ("Process hours", f"{hours:,.2f}")]
-    return [*rows, ("Cost", final.cost)] if final.cost else rows
-
-
-def _origin(lineage: Mapping[str, Any]) -> Pairs:
-    software, checkpoint = lineage["software"], lineage["checkpoint"]
-    commit, versions = software.get("commit"), {**checkpoint["versions"], **software.get("packages", {})}
-    return [
-        ("Run", lineage["address"]),
-        ("Checkpoint", checkpoint["folder"]),
-        ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
-        ("Commit", f"{commit} with uncommitted changes" if commit and software.get("dirty") else commit or "not known"),
-        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
-        ("Everything else", LINEAGE),
-    ]
-
-
 def _table(pairs: Pairs) -> str:
-    lines = (f"| {_text(name)} | {_text('none' if value is None else value)} |" for name, value in pairs)
+    told = [(name, "none" if value is None else value) for name, value in pairs if value != ""]
+    lines = (f"| {_text(name)} | {_text(value)} |" for name, value in told)
     return "\n".join(["| | |", "| --- | --- |", *lines])
 
 

@@ -100,14 +100,11 @@ def opened_by_litgpt(
         torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
-    fix = f"do not use it, and report this with the run's {CONFIG}"
+    back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
     difference, allowed = largest_difference(own, llm.model(inputs)), tolerance(own)
     if not difference <= allowed:
-        raise DataError(
-            f"the model loaded back from {LITGPT} differs by {difference:.2e} in a logit from the checkpoint, at "
-            f"most {allowed:.0e} is rounding",
-            fix=fix,
-        )
+        what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
+        raise DataError(what, fix=fix)
     # As many samples as the trainer's, fewer of a large model.
     each = 2 * sum(weight.numel() for weight in llm.model.parameters()) * validation.length
     trainers_windows = min(spec.train.evaluation_windows, len(validation))
@@ -119,11 +116,7 @@ def opened_by_litgpt(
     loss, trainers = total / windows, checkpoint.validation_loss
     same_samples = windows >= trainers_windows
     if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
-        raise DataError(
-            f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
-            f"{trainers:.4f}",
-            fix=fix,
-        )
+        raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
     opening = _opening(inputs)[: max(1, room // 4)]

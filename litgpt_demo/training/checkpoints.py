@@ -120,13 +120,13 @@ def open_checkpoint(
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
     """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
-    where = run.address(folder_of(manifest.step))
+    where, what = run.address(folder_of(manifest.step)), ""
+    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
     if manifest.dataset_key != spec.dataset_key:
         what = f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
-        raise DataError(what, fix="give the run another name or root")
-    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
-    if theirs is not None and theirs != ours:
+    elif theirs not in (None, ours):
         what = f"{where} is of the model {theirs}, this run trains {ours}"
+    if what:
         raise DataError(what, fix="give the run another name or root")
 
 

@@ -12,7 +12,7 @@ import platform
 import resource
 from base64 import b64encode
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
@@ -43,8 +43,8 @@ class Reporter:
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
-        self._loggers: list[Logger] = []
-        self._failed: list[Logger] = []
+        self._loggers: dict[Logger, bool] = {}
+        """All that were opened, and whether each still takes rows."""
         if not training.fabric.is_global_zero:
             return
         # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
@@ -54,12 +54,12 @@ class Reporter:
         if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
+        self._loggers[Table(self._folder / TABLE, rows_of(self._path.read_bytes()))] = True
         config, train, fabric = training.model.module.config, spec.train, training.fabric
         asked: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
         for kind in [kind for kind, wanted in asked.items() if wanted]:
             try:
-                self._loggers.append(kind(spec, self._folder, resumed_from=resumed_from))
+                self._loggers[kind(spec, self._folder, resumed_from=resumed_from)] = True
             except UserError:  # a setting that no attempt can train with
                 raise
             except Exception as error:  # a service that does not answer, a key that it does not know
@@ -91,12 +91,11 @@ class Reporter:
         if self._file is None:
             return
         self._file.write(values | self.elapsed("elapsed"))
-        for logger in list(self._loggers):
+        for logger in [one for one, takes in self._loggers.items() if takes]:
             try:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
-                self._loggers.remove(logger)
-                self._failed.append(logger)
+                self._loggers[logger] = False
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
@@ -162,14 +161,12 @@ class Reporter:
         """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
         if ended_well:
             self.row(kind="end", step=step, seconds=round(monotonic() - self._begun, 2))
-        for logger in self._loggers:
+        for logger, takes in self._loggers.items():
             try:
                 logger.close()
             except Exception as error:
-                warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
-        for logger in self._failed:
-            with suppress(Exception):  # it was told that they lack metrics
-                logger.close()
+                if takes:  # else it was told that it lacks metrics
+                    warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
         self.publish(closed=True)
         if self._file is not None:
             self._file.close()

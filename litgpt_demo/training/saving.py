@@ -266,7 +266,7 @@ class Shards:
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
         tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
-        at_most = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        at_most = sum(tensor.nbytes + _AROUND_A_TENSOR for tensor in tensors)
         planner = DefaultSavePlanner()
         planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
         with explaining(str(folder), needed=at_most):
