@@ -7,8 +7,6 @@ Here is what is said of them, without torch; `models` makes them.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterator
 
 from litgpt_demo.config import Settings
@@ -138,13 +136,3 @@ def usage(run: str, *, huggingface: bool) -> str:
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
         ]
     return "\n".join(lines)
-
-
-def use_of(folder: str, name: str) -> tuple[str, ...]:
-    """Return shell commands that let the LitGPT model in `folder` write; from a bucket they first copy it to `name`."""
-    copy: tuple[str, ...] = ()
-    if bucket_path(folder) is not None:
-        copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name
-    # JSON's strings are Python's, and their quotes need no escape within the shell's.
-    program = f'from litgpt import LLM; print(LLM.load({json.dumps(folder)}).generate("Once upon a time"))'
-    return (*copy, shlex.join(["python", "-c", program]))

@@ -97,9 +97,8 @@ def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
     final = run.within(FINAL)
     folder = final.local_path()
     if folder is not None and (wrong := differences(folder, done.files)):
-        raise DataError(
-            f"{final.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and collect again"
-        )
+        what = f"{final.address()} is not what its manifest says: {'; '.join(wrong)}"
+        raise DataError(what, fix="remove that folder and collect again")
     return done
 
 
@@ -111,18 +110,12 @@ def _checkpoint(
     there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
     steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
     if step is not None and not (there := [found for found in there if found.step == step]):
-        raise UserError(
-            f"{run.address()} has no checkpoint of step {step}; there are: {steps}. Retention keeps the last "
-            "train.keep_last, the best train.keep_best and every train.keep_every"
-        )
+        raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
     if not there and newest:
         raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
     if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
-        raise UserError(
-            f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}",
-            fix="run it again, it goes on from there, or collect what is there: --newest, or --step with one of its "
-            f"checkpoints ({steps})",
-        )
+        fix = f"run it again, it goes on from there, or collect what is there: --newest, or --step, one of {steps}"
+        raise UserError(f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}", fix=fix)
 
     def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:

@@ -65,13 +65,8 @@ class Weights:
 def write_litgpt(weights: Weights, path: Path) -> None:
     """Write what `torch.load` reads as a state dict."""
     with explaining(str(path), needed=weights.size), incremental_save(path) as saver:
-        saver.save(
-            {
-                name: saver.store_early(tensor)
-                for names in weights.blocks
-                for name, tensor in weights.read(names).items()
-            }
-        )
+        tensors = (named for names in weights.blocks for named in weights.read(names).items())
+        saver.save({name: saver.store_early(tensor) for name, tensor in tensors})
 
 
 def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:

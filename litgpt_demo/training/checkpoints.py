@@ -71,9 +71,7 @@ def committed(
         try:
             manifest = read_manifest(run.within(folder), CheckpointManifest)
             if manifest is not None and folder_of(manifest.step) != folder:
-                raise DataError(
-                    f"{run.address(folder)} holds the manifest of step {manifest.step}; was it moved there?"
-                )
+                raise DataError(f"{run.address(folder)} holds the manifest of step {manifest.step}: was it moved?")
         except DataError as error:
             damaged(folder, error)
         else:

@@ -321,46 +321,39 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             checkpoints.require_same(run, manifest, training.spec)
         return found
 
-    def verified(manifest: CheckpointManifest) -> bool:
-        """Whether the files that the ranks of this node read are there, and what they should be.
-
-        The ranks bring and compare a share of the files each: of all in a local folder, which they see all, and of
-        what their node reads from a bucket.
-        """
+    def right(manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
+        """Whether the files that the ranks bring and compare, each these of its own, are what they should be."""
         path = checkpoints.folder_of(manifest.step)
-        place = run.within(path)
-
-        def right(records: Sequence[FileRecord]) -> bool:
-            try:
-                ranks.together(lambda: bring(place, records, lambda: folder), lambda _: None)
-            except DataError as error:
-                ranks.first(partial(set_aside, path, error))
-                return False
-            return True
-
-        def read_here() -> tuple[int, set[str]]:
-            state = training_state(model, optimizer, precision.state_dict())
-            return node, files_of_state(state, folder, address=place.address())
-
-        if place.local_path() is not None:
-            return right(manifest.files[ranks.number :: ranks.world])
-        if not right([file for file in manifest.files if file.path == INDEX and local_rank == 0]):
+        try:
+            ranks.together(lambda: bring(run.within(path), records, lambda: folder), lambda _: None)
+        except DataError as error:
+            ranks.first(partial(set_aside, path, error))
             return False
-        needs = ranks.together(read_here, lambda found: found)
-        here = {name for where, names in needs for name in names if where == node}
-        return right([file for file in manifest.files if file.path in here][local_rank::processes])
+        return True
+
+    def read_here(address: str) -> tuple[int, set[str]]:
+        state = training_state(model, optimizer, precision.state_dict())
+        return node, files_of_state(state, folder, address=address)
 
     done, before = 0, 0.0
     for manifest in ranks.first(candidates):
-        if not verified(manifest):
+        place = run.within(checkpoints.folder_of(manifest.step))
+        address, local, files = place.address(), place.local_path(), manifest.files
+        # All ranks see all of a local folder, and have a share of it each; of a bucket, of what their node reads.
+        if local is not None:
+            verified = right(manifest, files[ranks.number :: ranks.world])
+        elif verified := right(manifest, [file for file in files if file.path == INDEX and local_rank == 0]):
+            needs = ranks.together(partial(read_here, address), lambda found: found)
+            here = {name for where, names in needs for name in names if where == node}
+            verified = right(manifest, [file for file in files if file.path in here][local_rank::processes])
+        if not verified:
             optimizer.state.clear()  # which is made to see what is read: a training begins without
             continue
-        place = run.within(checkpoints.folder_of(manifest.step))
-        address, state = place.address(), precision.state_dict()
-        if saved := load_shards(model, optimizer, place.local_path() or folder, precision=state, address=address):
+        state = precision.state_dict()
+        if saved := load_shards(model, optimizer, local or folder, precision=state, address=address):
             precision.load_state_dict(saved)
         ranks.first(lambda: None)  # until then some rank may still read
-        if run.local_path() is None and local_rank == 0:
+        if local is None and local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         done, before = manifest.step, manifest.seconds
         break
