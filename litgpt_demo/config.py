@@ -80,11 +80,6 @@ def _written_out(place: str) -> str:
 Place = Annotated[str, AfterValidator(_written_out)]
 
 
-def _formerly(**words: bool) -> BeforeValidator:
-    """Accept the switch, true or false, that a choice between words once was."""
-    return BeforeValidator(lambda value: next((word for word, old in words.items() if value is old), value))
-
-
 def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
     """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
     return Field(json_schema_extra={"default": name})
@@ -391,10 +386,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     reshard_after_forward: bool = True
     """Free a block's gathered weights until the backward pass (fsdp). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
-    activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
-    compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
+    compile: Literal["none", "blocks", "model"] = "none"
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""

@@ -81,11 +81,6 @@ class FinalManifest(Settings):
     """The text that the collected model wrote after the prompt."""
     files: tuple[FileRecord, ...]
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(record.size for record in self.files)
-
 
 def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
