@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,6 @@ from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reading import files_of_weights
-
-# What is imported only when the models are proved.
-_AUTO = "transformers.models.auto"
-_LATE = (
-    f"{_AUTO}.modeling_auto",
-    f"{_AUTO}.tokenization_auto",
-    "transformers.generation",
-    "matplotlib.backends.backend_agg",
-)
-
 
 # --- the run's folder -------------------------------------------------------------------------------------------------
 
@@ -259,8 +248,9 @@ def main(argv: Sequence[str]) -> int:
         if args.on_word and not sys.stdin.readline():
             sys.exit(0)  # it was closed: nothing is published
 
-    for name in _LATE if args.on_word else ():
-        import_module(name)
+    if args.on_word:  # what is imported only when the models are proved
+        from matplotlib.backends import backend_agg  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
     for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
         print(line)
