@@ -27,8 +27,6 @@ from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 
-Pairs = Sequence[tuple[str, object]]
-
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
 _NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
 
@@ -105,52 +103,12 @@ def _card(
 ) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
     proof, config = final.huggingface, lineage["config"]
-    results: Pairs = [
-        ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
-        ("Perplexity", f"{final.perplexity:.2f}"),
-        ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
-        ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
-        ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
-        ("Tolerance", f"{final.logits_tolerance:.1e}"),
-    ]
-    corpus = config.get("data", {}).get("corpus", {})
-    sources = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
-    data: Pairs = [
-        ("Corpus", sources or dataset.name),
-        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
-        ("Training split", f"{dataset.train.tokens:,} tokens"),
-        ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
-        ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
-        ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Dataset key", dataset.key),
-    ]
-    training: Pairs = [
-        ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
-        ("Steps", f"{spec.steps:,}"),
-        *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
-        *sorted(spec.train.outcome().items()),
-        ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
-    ]
-    checkpoint, platform, software = lineage["checkpoint"], config.get("platform", {}), lineage["software"]
+    checkpoint, software = lineage["checkpoint"], lineage["software"]
+    corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
     known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
     used = [f"{one.get('world_size', 1):,} x {one.get('device_name', '?')}" for one in lineage["hardware"]]
-    hardware: Pairs = [
-        *(("Hardware", one) for one in used),
-        ("Platform", ", ".join(known)),
-        ("Training time", f"{lineage['seconds']:,.0f} s"),
-        ("Process hours", f"{lineage['seconds'] * checkpoint['world_size'] / 3600:,.2f}"),
-        ("Cost", final.cost or ""),
-    ]
     changed = " with uncommitted changes" if software.get("dirty") else ""
     versions = {**checkpoint["versions"], **software.get("packages", {})}
-    origin: Pairs = [
-        ("Run", lineage["address"]),
-        ("Checkpoint", checkpoint["folder"]),
-        ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
-        ("Commit", f"{software['commit']}{changed}" if software.get("commit") else "not known"),
-        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
-        ("Everything else", LINEAGE),
-    ]
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
         f"# {_text(spec.run)}",
@@ -158,27 +116,61 @@ def _card(
         f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues "
         "text; it follows no instructions, and says what its training data would.",
         "## Results",
-        _table(results),
+        _table(
+            ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
+            ("Perplexity", f"{final.perplexity:.2f}"),
+            ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
+            ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
+            ("transformers opens it", f"{proof.architecture}, {proof.logits_difference:.1e}" if proof else "no"),
+            ("Tolerance", f"{final.logits_tolerance:.1e}"),
+        ),
         "## What it writes",
         "After the opening of a document it has not seen:",
         _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
         _fenced(usage(lineage["address"], huggingface=proof is not None), "python"),
         "## Data",
-        _table(data),
+        _table(
+            ("Corpus", ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)),
+            ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
+            ("Training split", f"{dataset.train.tokens:,} tokens"),
+            ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
+            ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
+            ("Vocabulary", f"{dataset.vocab_size:,} ids"),
+            ("Dataset key", dataset.key),
+        ),
         "## Training",
-        _table(training),
+        _table(
+            ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
+            ("Steps", f"{spec.steps:,}"),
+            *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
+            *sorted(spec.train.outcome().items()),
+            ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
+        ),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
-        _table(hardware),
+        _table(
+            *(("Hardware", one) for one in used),
+            ("Platform", ", ".join(known)),
+            ("Training time", f"{lineage['seconds']:,.0f} s"),
+            ("Process hours", f"{lineage['seconds'] * checkpoint['world_size'] / 3600:,.2f}"),
+            ("Cost", final.cost or ""),
+        ),
         "## Origin",
-        _table(origin),
+        _table(
+            ("Run", lineage["address"]),
+            ("Checkpoint", checkpoint["folder"]),
+            ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
+            ("Commit", f"{software['commit']}{changed}" if software.get("commit") else "not known"),
+            ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+            ("Everything else", LINEAGE),
+        ),
         *(f"> {_text(finding)}" for finding in final.findings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(pairs: Pairs) -> str:
+def _table(*pairs: tuple[str, object]) -> str:
     told = [(name, "none" if value is None else value) for name, value in pairs if value != ""]
     lines = (f"| {_text(name)} | {_text(value)} |" for name, value in told)
     return "\n".join(["| | |", "| --- | --- |", *lines])

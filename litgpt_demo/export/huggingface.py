@@ -79,9 +79,6 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
     return HuggingFaceModel(architecture=family.architecture, fields=sizes | family.fields(config), rename=rename)
 
 
-# --- what decides -----------------------------------------------------------------------------------------------------
-
-
 def _traits(config: Config) -> Fields:
     """All that one architecture computes and another does not: the config's fields, and what follows from several."""
     adjustments = set(config.rope_adjustments or ())
@@ -145,9 +142,6 @@ _LATER_GEMMA: Fields = _GEMMA | {
     "windows": {"none", "some", "all"},
     "attention_scale": {True, False},
 }
-
-
-# --- config.json ------------------------------------------------------------------------------------------------------
 
 
 def _rope(config: Config) -> Fields:

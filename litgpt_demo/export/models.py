@@ -40,8 +40,6 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reading import files_of_weights
 
-# --- the run's folder -------------------------------------------------------------------------------------------------
-
 
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
@@ -150,9 +148,6 @@ def _workplace(run: Storage) -> Iterator[Path]:
         with suppress(OSError):  # a training may be at work in it
             scratch.parent.rmdir()
         os.close(lock)
-
-
-# --- the models -------------------------------------------------------------------------------------------------------
 
 
 def make(

@@ -271,33 +271,27 @@ class Shards:
         planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
         with explaining(str(folder), needed=at_most):
             folder.mkdir(parents=True)
-            written: Written = []
+            # What is written lies in host memory already: nothing to be copied ahead.
+            writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
             # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
             for kind, weights in (("", True), ("training", False)):
                 items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
                 prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
                 plan = replace(self._plan, items=items, storage_data=prefix)
-                written += _Writer(folder).write_data(plan, planner).wait() if items else []
+                written += writer.write_data(plan, planner).wait() if items else []
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Rank 0's: the file that says where everything is in the ranks' files."""
         with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
-            _Writer(folder).finish(self._metadata, written)
+            _Writer(folder, sync_files=False).finish(self._metadata, written)
 
 
 class _Writer(FileSystemWriter):
     """One file per plan, whose bytes depend on the state alone: no random id of the save, no path."""
 
-    def __init__(self, folder: Path | str) -> None:
-        # What is written lies in host memory already: nothing to be copied ahead.
-        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
-
     def storage_meta(self) -> StorageMeta | None:
         return None
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def resume(training: Training, *, tell: Callable[[str], object]) -> int:
