@@ -189,19 +189,16 @@ def _fenced(text: str, language: str = "text") -> str:
 
 def _draw_loss(rows: Sequence[Row], path: Path) -> bool:
     """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
     if len(loss) < 2:
         return False
     figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(list(loss), list(loss.values()), color="#8ab4d8", linewidth=1, label="training")
     axes.plot(list(held_out), list(held_out.values()), color="#b5541c", marker="o", markersize=4, label="validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Software": None})  # so that the same curve is the same file

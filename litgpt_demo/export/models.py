@@ -25,7 +25,7 @@ from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, HuggingFaceProof, exported, summary_lines, whole_final
+from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
 from litgpt_demo.export.card import cost_of, write_card
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
@@ -155,8 +155,7 @@ def make(
 ) -> FinalManifest:
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
-    Args:
-        address: what errors call the checkpoint, of which `shards` may be a copy.
+    Errors call `shards`, which may be a copy, by the checkpoint's `address`.
 
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
@@ -191,16 +190,14 @@ def make(
     else:
         try:
             own_ids = tokenizer / "tokenizer.json"
-            difference, sample = opened_by_transformers(target, own=own, inputs=inputs, tokenizer=own_ids)
-            proof = HuggingFaceProof(architecture=model.architecture, logits_difference=difference, sample=sample)
+            proof = opened_by_transformers(target, own=own, inputs=inputs, tokenizer=own_ids)
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
             shutil.rmtree(target)
             what = f"as {model.architecture} it is not the checkpoint's model: {error}"
             shortcoming = f"{what}; use {LITGPT}, and report this with the run's {CONFIG}"
     findings = (f"there is no {HUGGINGFACE}: {shortcoming}",) if shortcoming else ()
-    parameters = sum(form.numel() for form in weights.forms.values())
-    return final.model_copy(update={"parameters": parameters, "huggingface": proof, "findings": findings})
+    return final.model_copy(update={"huggingface": proof, "findings": findings})
 
 
 def _write_huggingface(

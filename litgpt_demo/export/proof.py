@@ -21,7 +21,7 @@ from torch import Tensor
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
-from litgpt_demo.export import FinalManifest
+from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import LossGPT
 from litgpt_demo.runs import CONFIG, LITGPT
@@ -87,8 +87,7 @@ def opened_by_litgpt(
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
-    Returns:
-        What it has shown; parameters, Hugging Face's model and the files are yet to be told.
+    Returns what it has shown; Hugging Face's model and the files are yet to be told.
 
     Raises:
         DataError: it is not the checkpoint's model.
@@ -106,9 +105,9 @@ def opened_by_litgpt(
         what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
         raise DataError(what, fix=fix)
     # As many samples as the trainer's, fewer of a large model.
-    each = 2 * sum(weight.numel() for weight in llm.model.parameters()) * validation.length
+    parameters = sum(weight.numel() for weight in llm.model.parameters())
     trainers_windows = min(spec.train.evaluation_windows, len(validation))
-    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / each)))
+    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
     total = 0.0
     for number in range(windows):
         batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
@@ -131,7 +130,7 @@ def opened_by_litgpt(
         step=checkpoint.step,
         tokens=checkpoint.tokens,
         complete=reached_end(checkpoint, spec),
-        parameters=0,
+        parameters=parameters,
         dataset_key=checkpoint.dataset_key,
         validation_loss=loss,
         perplexity=perplexity(loss),
@@ -147,14 +146,9 @@ def opened_by_litgpt(
 
 
 @torch.no_grad()
-def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> tuple[float, str]:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
-
-    Args:
-        tokenizer: the dataset's tokenizer.json.
-
-    Returns:
-        The largest difference of a logit, and what the model wrote.
+def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
+    tokenizer.json, and let it write.
 
     Raises:
         DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
@@ -188,10 +182,9 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
             raise DataError("its tokenizer gives other ids than the dataset's")
     opening = _opening(inputs)
     prompt = own_ids.encode(own_ids.decode(opening), add_special_tokens=False).ids or opening[:1]
-    room = model.config.max_position_embeddings - len(prompt)
-    if room < 1:
-        return difference, ""
-    written = model.generate(
-        torch.tensor([prompt]), max_new_tokens=min(_NEW_TOKENS, room), do_sample=False, pad_token_id=0
-    )
-    return difference, str(reader.decode(written[0, len(prompt) :]))
+    room, sample = model.config.max_position_embeddings - len(prompt), ""
+    if room > 0:
+        new = min(_NEW_TOKENS, room)
+        written = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        sample = str(reader.decode(written[0, len(prompt) :]))
+    return HuggingFaceProof(architecture=type(model).__name__, logits_difference=difference, sample=sample)
