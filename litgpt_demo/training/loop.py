@@ -86,7 +86,7 @@ class Loop:
         self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
         self.why_left: str | None = None
-        """Why it ended before the last step, if it did: preempted or max_time."""
+        """Why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
         """Train until the last step is saved, or there is a reason to leave and the step then done is."""
@@ -107,8 +107,7 @@ class Loop:
             why: str | None = None
             while (result := self._exchange.take(keep=0 if evaluates or saves or why else 1)) is not None:
                 self._hear(result)
-                if result.leave or result.time_up:
-                    why = "preempted" if result.leave else "max_time"
+                why = result.why or why
             # A process that is asked to leave has little time; an evaluation would be the first to go.
             if why is not None and not last:
                 self.why_left, evaluates = why, why == "max_time"

@@ -70,10 +70,8 @@ class StepResult(NamedTuple):
     loss: float
     """The mean over all ranks; each saw an equal share of the batch."""
     grad_norm: float
-    leave: bool
-    """A rank was asked to leave."""
-    time_up: bool
-    """It has been trained for long enough, by the clock of a rank."""
+    why: str | None
+    """The reason to leave, if there is one: preempted if a rank was asked to, max_time by the clock of a rank."""
     ended: float
     """When the device came to the end of the step, on the monotonic clock."""
     own: Passed
@@ -116,7 +114,8 @@ class Exchange:
                 arrived.wait()
             loss, norm, leave, time_up = sums.tolist()
             # The norm is the whole gradient's on every rank.
-            return StepResult(done, loss / self._world, norm / self._world, leave > 0, time_up > 0, ended, passed)
+            why = "preempted" if leave > 0 else "max_time" if time_up > 0 else None
+            return StepResult(done, loss / self._world, norm / self._world, why, ended, passed)
 
         self._underway.append(result)
 
