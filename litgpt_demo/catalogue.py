@@ -102,8 +102,6 @@ def fields_of(
     """All that LitGPT's Config has to be told of a model, with what comes from the data filled in."""
     fields = settings(name, changes)
     if padded_vocabulary(name, changes) is None:
-        if vocab_size is None:
-            raise ValueError("a model without a name has the tokenizer's vocabulary; say how many ids that is")
         fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
     return {"block_size": sequence_length} | fields
 
