@@ -234,17 +234,16 @@ class Wandb:
     def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
         settings = spec.train.wandb
         assert settings is not None
-        self._files, self._key = folder / "wandb", settings.secret and os.environ.get(settings.secret)
-        if settings.secret and not self._key:
+        files, key = folder / "wandb", settings.secret and os.environ.get(settings.secret)
+        if settings.secret and not key:
             what = f"train.wandb.secret={settings.secret} names a variable that is not in this node's environment"
             raise UserError(what, fix="set it where the run is submitted, or leave the secret empty to stay offline")
-        forget(self._files, self._key)
+        forget(files, key)
         import wandb
 
-        self._ends = ExitStack()
-        self._ends.callback(forget, self._files, self._key)
-        self._ends.callback(wandb.teardown)  # which waits until their program has written its last line
-        try:
+        with ExitStack() as ends:
+            ends.callback(forget, files, key)
+            ends.callback(wandb.teardown)  # which waits until their program has written its last line
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
@@ -253,18 +252,14 @@ class Wandb:
                 resume="allow",
                 dir=str(folder),
                 config=spec.model_dump(mode="json"),
-                mode="online" if self._key else "offline",
+                mode="online" if key else "offline",
                 # What the job prints is its own log already, and code and git are in the run's folder.
-                settings=wandb.Settings(
-                    api_key=self._key, console="off", silent=True, disable_git=True, disable_code=True
-                ),
+                settings=wandb.Settings(api_key=key, console="off", silent=True, disable_git=True, disable_code=True),
             )
             # Their own step cannot go back, ours does when an attempt repeats steps.
             self._run.define_metric("*", step_metric="step")
-        except BaseException:
-            self._ends.close()
-            raise
-        self._ends.callback(self._run.finish)
+            ends.callback(self._run.finish)
+            self._ends = ends.pop_all()
 
     def write(self, row: Row) -> None:
         if values := _scalars(row):
