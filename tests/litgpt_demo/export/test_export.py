@@ -126,7 +126,7 @@ def test_a_collected_model_is_kept_and_is_refused_once_its_bytes_change(
     assert export(open_storage(str(collected_copy))) == collected_run[1]
     assert path.stat().st_mtime_ns == before
     flip_a_bit(path)
-    with pytest.raises(DataError, match=f"{path} has crc32c .* Remove that folder and collect again"):
+    with pytest.raises(DataError, match=f"{path} has crc32c .*; remove that folder and collect again"):
         export(open_storage(str(collected_copy)))
 
 
