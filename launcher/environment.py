@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
-from launcher.networks.profile import Variable
+from launcher.job import Job
+from launcher.networks.profile import Network, Variable
+from litgpt_demo.node.network import NETWORK
 
 Origin = Literal["profile", "platform", "user", "job", "script"]
 """`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
@@ -43,6 +46,35 @@ class Entry:
 def literal(text: str) -> str:
     """`text` as it has to be written in a command or value: Kubernetes takes `$$` for `$`, and expands `$(NAME)`."""
     return text.replace("$", "$$")
+
+
+def node_environment(
+    job: Job, settings: Any, network: Network, more: Sequence[Entry] = (), *, before: Sequence[Entry] = (),
+    named: bool = True, **own: Any,
+) -> list[Entry]:  # fmt: skip
+    """The variables of a node in a container: the platform's, and between them what it has to know of its network.
+
+    `own` are fields of its NodeNetwork that not all platforms set alike; the name of a network may go without saying.
+    """
+    alike = {
+        "gpus": settings.node_gpus,
+        "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
+        # What the user and the job set has to win over the scripts, which the node sources later than the pod sets
+        # anything.
+        "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
+        # Plain TCP has no figure that it could be held to.
+        "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
+    }
+    told = network.node.model_copy(update={**alike, **own}).model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps({"name": network.name, **told} if named else told, separators=(",", ":"))
+    rows = [
+        *before,
+        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
+        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+        *more,
+    ]
+    profile, scripted = network.environment, network.scripted
+    return combined(rows, profile=profile, scripted=scripted, overrides=settings.overrides, job=job.env)
 
 
 def combined(

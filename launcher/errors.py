@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from litgpt_demo.errors import DataError, Fault, NetworkError, TrainLitgptError, Unreachable
-from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.errors import DataError, Fault, Finding, NetworkError, TrainLitgptError, Unreachable, fault_of_findings
 
 
 class LauncherError(TrainLitgptError):

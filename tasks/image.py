@@ -14,7 +14,6 @@ from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage
-from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
 from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, emit
@@ -23,7 +22,7 @@ from tasks.steps import RETRIED, emit
 @task(name=Step.IMAGE.task, task_run_name=Step.IMAGE.task, **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
-    containers = Capability.IMAGES in config.platform.open().capabilities
+    containers = not config.platform.on_this_machine
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too

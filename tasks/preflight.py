@@ -14,7 +14,7 @@ from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import require
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.attempts import Claim, settle_others
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.secrets import redacted
 from tasks.steps import RETRIED, emit
 from tasks.training import ask

@@ -14,7 +14,7 @@ from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.machines import ListPrice, Machine
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 

@@ -20,8 +20,7 @@ import psutil
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
-from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, words_of
 from litgpt_demo.node.network import version
 from litgpt_demo.secrets import redacted
 

@@ -12,7 +12,7 @@ from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
 from launcher.networks.profile import Network
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NcclFit, check_nccl_version, version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)

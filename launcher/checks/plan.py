@@ -21,15 +21,13 @@ from launcher.events import Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import UNBUILT, Submission
-from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
-from litgpt_demo.errors import TrainLitgptError, Unreachable
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
-from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
@@ -138,7 +136,7 @@ def previews(config: AnyConfig) -> Iterator[Preview]:
         job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
         submission = claim.platform.render(job)
         unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
-        if job.image is None and Capability.IMAGES in claim.platform.capabilities:
+        if job.image is None and not claim.config.platform.on_this_machine:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         yield Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
 

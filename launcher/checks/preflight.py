@@ -29,13 +29,12 @@ from launcher.errors import LoginProblem, finding_of
 from launcher.formatting import bytes_text, count_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
-from launcher.platforms.base import Capability, Platform
+from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
-from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
 PROBE = ".access-check"
@@ -108,7 +107,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
     found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
-    images = Capability.IMAGES in platform.capabilities
+    images = not config.platform.on_this_machine
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"

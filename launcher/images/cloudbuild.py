@@ -35,7 +35,6 @@ CLOUD_BUILD = Service(
     # https://cloud.google.com/build/docs/iam-roles-permissions
     roles="enable the Cloud Build API in the project and give yourself roles/cloudbuild.builds.editor, and "
     "roles/iam.serviceAccountUser on image.service_account",
-    settings="image's",
     refused=ImageProblem,
     away=ImageUnreachable,
     emulator="CLOUDBUILD_EMULATOR_HOST",
@@ -69,10 +68,8 @@ class CloudBuild:
 
     @cached_property
     def _client(self) -> CloudBuildClient:
-        with google_errors(CLOUD_BUILD, "signing in"):
-            from google.cloud.devtools.cloudbuild_v1 import CloudBuildClient
-
-            return CloudBuildClient(transport=CLOUD_BUILD.transport(CloudBuildClient))
+        client: CloudBuildClient = CLOUD_BUILD.client("google.cloud.devtools.cloudbuild_v1:CloudBuildClient")
+        return client
 
     def build(self, build: Build, *, log: Log) -> str:
         """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
