@@ -18,7 +18,7 @@ from litgpt_demo.node.network import NcclFit, check_nccl_version, version, withi
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
 PATIENCE = 5.0
-"""Seconds that a registry has for each answer, and in which it is asked again."""
+"""Seconds for which a registry that does not answer is asked again."""
 
 
 def stack_for(network: Network | None) -> Stack | None:
@@ -106,9 +106,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
     machine = config.platform.machine_type
     try:
-        said = read_config(
-            reference, architecture=machine.arch if machine else "amd64", timeout=PATIENCE, patience=PATIENCE
-        )
+        said = read_config(reference, architecture=machine.arch if machine else "amd64", patience=PATIENCE)
     except ImageProblem as error:
         found = finding_of(error, "image.unread")
         unknown = found.severity == "unknown"

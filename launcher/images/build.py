@@ -21,7 +21,7 @@ from launcher.images.cloudbuild import CloudBuild
 from launcher.images.context import Build, Context, Log, Pause
 from launcher.images.docker import build_here
 from launcher.images.identity import SoftwareIdentity, software_identity
-from launcher.images.oci import ImageReference, find_digest, pin, resolve
+from launcher.images.oci import ImageReference, find_digest, resolve
 from launcher.images.settings import BuiltImage, CloudBuildImage, DockerImage, Image, NoImage, PrebuiltImage
 from launcher.images.stacks import LABELS
 
@@ -80,7 +80,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
             reference = ImageReference.parse(base)
         except ValueError as error:
             raise ImageProblem(f"image.base: {error}") from error
-        args["BASE"] = base if reference.digest else pin(reference)
+        args["BASE"] = base if reference.digest else resolve(reference)
 
     def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
         """`keyed` is what counts besides; what a user names as a base is in `args`."""

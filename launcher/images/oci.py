@@ -7,18 +7,16 @@ which grew from Docker's "registry HTTP API v2": one HEAD request tells the dige
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
@@ -46,10 +44,9 @@ _REST = re.compile(
     re.ASCII,
 )
 
-# Docker Hub has three names: in references, for its API, and in ~/.docker/config.json.
+# Docker Hub has another name for its API.
 _HUB = "docker.io"
 _HUB_API = "registry-1.docker.io"
-_HUB_LOGIN = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +76,6 @@ class ImageReference:
         path, tag, digest = match.group("path", "tag", "digest")
         return cls(host=host or _HUB, path=path, repository=f"{host}/{path}" if host else path, tag=tag, digest=digest)
 
-    @classmethod
-    def parse_fixed(cls, text: str) -> Self:
-        """`parse`, and refuse what means another image tomorrow: no tag and no digest, or the tag `latest`."""
-        reference = cls.parse(text)
-        if reference.digest is None and reference.tag in {None, "latest"}:
-            given = "has neither a tag nor a digest" if reference.tag is None else "has the tag latest"
-            raise ValueError(
-                f"{text!r} {given}: it would be another image tomorrow; "
-                f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
-            )
-        return reference
-
     def __str__(self) -> str:
         tag = f":{self.tag}" if self.tag else ""
         return f"{self.repository}{tag}" + (f"@{self.digest}" if self.digest else "")
@@ -113,42 +98,28 @@ MOST_BYTES = 8 << 20
 
 
 # All that follow raise ImageProblem where the registry has no such image, refuses or answers nonsense, and
-# ImageUnreachable where it does not answer. `timeout` is in seconds for each answer; a registry that is away or busy is
-# asked again for `patience` seconds, PATIENCE where nothing is given.
+# ImageUnreachable where it does not answer. A registry that is away or busy is asked again for `patience` seconds,
+# PATIENCE where nothing is given; each answer may take 5 seconds longer.
 
 
-def resolve(reference: str) -> str:
-    """`reference` as repository@sha256:…, by what its registry says now; an ImageProblem if it is no fixed one."""
-    return pin(_fixed(reference))
-
-
-def _fixed(reference: str) -> ImageReference:
-    try:
-        return ImageReference.parse_fixed(reference)
-    except ValueError as error:
-        raise ImageProblem(str(error)) from error
-
-
-def pin(wanted: ImageReference) -> str:
-    """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
+def resolve(image: str | ImageReference) -> str:
+    """`image` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
+    wanted = ImageReference.parse(image) if isinstance(image, str) else image
     digest = find_digest(wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest"))
     if digest is None:
-        which = "digest" if wanted.digest else "tag"
-        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check repository and {which}")
+        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check its name")
     return f"{wanted.repository}@{digest}"
 
 
-def find_digest(reference: ImageReference, *, timeout: float = 20.0, patience: float | None = None) -> str | None:
+def find_digest(reference: ImageReference, *, patience: float | None = None) -> str | None:
     """The digest of `reference` in its registry, None where the registry has no such image."""
-    return _patiently(reference, _Registry.digest, timeout, patience)
+    return _patiently(reference, _Registry.digest, patience)
 
 
-def read_config(
-    reference: str, *, architecture: str = "amd64", timeout: float = 20.0, patience: float | None = None
-) -> ImageConfig:
+def read_config(reference: str, *, architecture: str = "amd64", patience: float | None = None) -> ImageConfig:
     """The config of an image in its registry; of one for several platforms, that for Linux on `architecture`."""
     try:
-        return _patiently(_fixed(reference), lambda registry: registry.config(architecture), timeout, patience)
+        return _patiently(ImageReference.parse(reference), lambda registry: registry.config(architecture), patience)
     except DataError as error:
         raise ImageProblem(str(error)) from error
 
@@ -160,14 +131,15 @@ class _Away(Exception):
 T = TypeVar("T")
 
 
-def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout: float, patience: float | None) -> T:
+def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patience: float | None) -> T:
     import httpx
 
-    ends, pauses = time.monotonic() + (PATIENCE if patience is None else patience), iter(_PAUSES)
+    patience = PATIENCE if patience is None else patience
+    ends, pauses = time.monotonic() + patience, iter(_PAUSES)
     while True:
         # Nothing is chained: a traceback may show the headers that were sent.
         try:
-            with protected_client(timeout=timeout) as client:
+            with protected_client(timeout=patience + 5.0) as client:
                 return ask(_Registry(reference, client))
         except _Away as away:
             words, answer = away.args
@@ -401,56 +373,24 @@ def _basic(login: Login) -> str:
 def stored_login(host: str) -> Login | None:
     """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
 
-    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An ImageProblem
-    if one cannot be read, or its credential helper fails.
+    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An
+    ImageOutOfSight if one cannot be used, or its credential helper fails.
     """
-    docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    from docker.auth import load_config  # here, for it takes a while, and most images are public
+
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
-    first, address = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman), _HUB_LOGIN if host == _HUB else host
-    return _login_of(first, address) or _login_of(docker, address)
-
-
-def _login_of(file: Path, address: str) -> Login | None:
-    def host_of(key: str) -> str:  # keys of `auths` are hosts or URLs, by the age of the Docker that wrote them
-        return re.sub(r"^https?://", "", key).partition("/")[0]
-
-    try:
-        config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")
-        helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
-        if helper:
-            return _helper_login(helper, address)
-        for key, entry in (config.get("auths") or {}).items():
-            if host_of(key) == host_of(address):
-                if entry.get("identitytoken"):
-                    return Login(username="<token>", secret=entry["identitytoken"])
-                username, colon, secret = base64.b64decode(entry.get("auth", "")).decode().partition(":")
-                if colon:
-                    return Login(username=username, secret=secret.rstrip("\0"))
-    except FileNotFoundError:
-        pass
-    except (OSError, DataError, ValueError, AttributeError) as error:
-        raise ImageProblem(f"{file} cannot be read ({error}); fix it, or move it away and log in again") from error
-    return None
-
-
-def _helper_login(helper: str, address: str) -> Login | None:
-    """Ask `docker-credential-<helper>`; protocol: https://github.com/docker/docker-credential-helpers."""
-    program = f"docker-credential-{helper}"
-    try:
-        done = subprocess.run([program, "get"], input=address, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ImageOutOfSight(
-            f"{program}, named in Docker's config.json, cannot be used: {error}; install it"
-        ) from error
-    if done.returncode:
-        if "credentials not found" in done.stdout + done.stderr:
-            return None
-        said = redacted((done.stderr or done.stdout).strip())[-300:]
-        del done  # a traceback may show it
-        raise ImageOutOfSight(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
-    try:
-        found = json.loads(done.stdout)
-        return Login(username=found["Username"], secret=found["Secret"])
-    except (ValueError, TypeError, KeyError):  # not chained, nor shown: the text may hold the secret
-        del done
-        raise ImageOutOfSight(f"{program} gave no login for {address} that can be read; update it") from None
+    for file in (os.environ.get("REGISTRY_AUTH_FILE") or str(podman), None):  # None is Docker's own
+        try:
+            found = load_config(file).resolve_authconfig(host) or {}
+        except Exception as error:  # of files and programs of others
+            why = redacted(words_of(error))[-300:]
+            break
+        login = {key.lower(): value for key, value in found.items()}
+        if "identitytoken" in login:
+            return Login(username="<token>", secret=login["identitytoken"])
+        if "password" in login:
+            return Login(username=login["username"], secret=login["password"])
+    else:
+        return None
+    # Not chained, for a traceback would show the secret.
+    raise ImageOutOfSight(f"the stored login for {host} cannot be used ({why}); run `{login_command(host)}`")

@@ -32,7 +32,12 @@ class PrebuiltImage(Settings):
     @field_validator("reference")
     @classmethod
     def _is_fixed(cls, text: str) -> str:
-        ImageReference.parse_fixed(text)
+        reference = ImageReference.parse(text)
+        if reference.digest is None and reference.tag in {None, "latest"}:
+            raise ValueError(
+                f"{text!r} would be another image tomorrow: give it a tag that is not latest, or a digest; "
+                f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
+            )
         return text
 
 

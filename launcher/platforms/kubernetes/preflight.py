@@ -322,7 +322,7 @@ def _image(survey: Survey) -> Iterator[Finding]:
     if name == UNBUILT:
         return
     try:
-        if find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0) is None:
+        if find_digest(ImageReference.parse(name), patience=0.0) is None:
             yield bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
     except (ImageProblem, ValueError) as error:
         what = f"image {name} was not looked at: {error}"
