@@ -292,10 +292,8 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
             )
         try:
             values[name.strip()] = load_yaml(text)
-        except DuplicateKeys as error:
-            raise ConfigProblem(f"{assignment!r}: {error}") from error
         except yaml.YAMLError as error:
-            raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); quote it") from error
+            raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); a text may need quotes") from error
     return values
 
 
@@ -408,35 +406,30 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 # --- YAML as people write it ------------------------------------------------------------------------------------------
 
 
-class DuplicateKeys(yaml.YAMLError):
-    """Some keys are given twice in one mapping, where PyYAML takes the last; the message names each with its lines."""
-
-
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML has it, but for two readings of numbers that YAML 1.2 has dropped: 010 is ten and not eight,
     and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""
 
-    def number(self, node: yaml.ScalarNode) -> int:
+    def number(self, node: yaml.ScalarNode) -> float | str:
         text = node.value.replace("_", "")
-        return int(text, 0 if re.match(r"[-+]?0[xob]", text) else 10)
+        if ":" in text:
+            return str(node.value)
+        if node.tag == _FLOAT:
+            return float(self.construct_yaml_float(node))
+        return int(text, 0 if re.match(r"[-+]?0[xb]", text) else 10)
 
 
-_WHOLE = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+|[0-9][0-9_]*)$")
-_FRACTION = re.compile(
-    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-)
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in {_INT, _FLOAT}]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_FLOAT, _FRACTION, list("-+0123456789."))
-_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
-_Loader.add_constructor(_INT, _Loader.number)
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _Loader.number)
+
+# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
+_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none."""
+    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none, or a
+    mapping has a key twice, of which PyYAML takes the last."""
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
@@ -447,10 +440,7 @@ def load_yaml(text: str) -> Any:
         if (count := _look_over(root, "", {}, twice)) > _LARGEST:
             raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
         if twice:
-            raise DuplicateKeys("; ".join(twice) + ": keep one of them")
-        for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
-            if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
-                raise yaml.YAMLError(_odd_blank(odd[0], token.start_mark.line))
+            raise yaml.YAMLError("; ".join(twice) + ": keep one of them")
         return loader.construct_document(root)
     except RecursionError:
         raise yaml.YAMLError("its lists or mappings are nested too deep") from None
@@ -464,10 +454,6 @@ def load_yaml(text: str) -> Any:
         raise
     finally:
         loader.dispose()
-
-
-# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
-_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
 
 
 def _odd_blank(character: str, before: int) -> str:
@@ -497,5 +483,7 @@ def _look_over(node: yaml.Node, name: str, known: dict[int, int], twice: list[st
                     lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
                     twice.append(f"{dotted} is given {lines}")
             count += _look_over(key, name, known, twice) + _look_over(value, dotted, known, twice)
+    elif isinstance(node, yaml.ScalarNode) and not node.style and (odd := _ODD_BLANK.search(node.value)):
+        raise yaml.YAMLError(_odd_blank(odd[0], node.start_mark.line))
     known[id(node)] = count
     return count

@@ -5,7 +5,7 @@ What this machine cannot ask is named, and shown as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from launcher.job import UNBUILT, Submission
 from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, Script, Trial, plan_run, plan_script, preview_run, runs_of, trials
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable
@@ -66,25 +66,20 @@ def plan_of(config: AnyConfig) -> Plan:
         ConfigProblem, UserError: the config means nothing that could be planned.
         DataError: its dataset is damaged.
     """
-    if not isinstance(config, RunConfig):
-        found: list[Finding] = []
-        for script in _scripts(config):
-            there = _look(plan_script(script))
-            found += [*there.findings, *_blocking(there)]
-            found += [*_access(script, found), _restarts(script)]
-        return Plan(findings=list(dict.fromkeys(found)))
-    figures, trial_rows = list[dict[str, str]](), list[dict[str, str]]()
-    every = trials(config) if isinstance(config, SweepConfig) else [Trial(changes={}, config=config)]
-    runs = runs_of(every, preview_dataset) if isinstance(config, SweepConfig) else [preview_run(config)]
-    sights = [_look(run) for run in runs]
+    works = _works(config, preview=True)
+    sights = [_look(work) for work in works.values()]
     told = [[*sight.findings, *blocked] for sight, blocked in zip(sights, _blocked(sights), strict=True)]
-    findings, steps = _told(every, told), list(Step)
+    findings = [*_told(list(works), told), *_about_parallel(config, sights)]
+    first = sights[0].claim.config
+    findings += [*_access(first, findings), _restarts(first)]
+    if not isinstance(config, RunConfig):
+        return Plan(findings=findings)
+    figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
     if isinstance(config, SweepConfig):
-        findings += _about_parallel(config, sights)
         steps = [step for step in Step if step not in (Step.TRAINING, Step.CHECKPOINTS)]  # each trial has these alone
-        for trial, sight in zip(every, sights, strict=True):
+        for title, sight in zip(works, sights, strict=True):
             row = {
-                "trial": str(trial) or "as it is written",
+                "trial": title or "as it is written",
                 "would": sight.training(),
                 "FLOPs": "" if sight.steps is None else f"{sight.flops(sight.steps):.3g}",
                 "memory per process": "" if sight.needs is None else bytes_text(sight.needs.likely),
@@ -97,13 +92,21 @@ def plan_of(config: AnyConfig) -> Plan:
         figures = arithmetic.figures(config, vocab_size=sights[0].vocabulary, tokens=tokens)
     datasets = {sight.run.dataset.path: sight for sight in sights}
     rows = [sight.row(step) for sight in datasets.values() for step in steps]
-    findings += [*_access(config, findings), _restarts(config)]
     unique = list({tuple(row.items()): row for row in rows}.values())
     return Plan(steps=unique, trials=trial_rows, arithmetic=figures, findings=findings)
 
 
-def _scripts(config: ScriptConfig | BenchmarkConfig) -> list[ScriptConfig]:
-    return config.jobs() if isinstance(config, BenchmarkConfig) else [config]
+def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:
+    """What a config would start first, by the name that tells one of several from the others."""
+    if isinstance(config, SweepConfig):
+        every = trials(config)
+        runs = runs_of(every, preview_dataset if preview else plan_dataset)
+        return {str(trial): run for trial, run in zip(every, runs, strict=True)}
+    if isinstance(config, RunConfig):
+        return {"": preview_run(config) if preview else plan_run(config)}
+    if isinstance(config, ScriptConfig):
+        return {"": plan_script(config)}
+    return {" ".join(script.env): plan_script(script) for script in config.jobs()}
 
 
 # --- the next job -----------------------------------------------------------------------------------------------------
@@ -122,17 +125,7 @@ class Preview:
 
 def previews(config: AnyConfig) -> Iterator[Preview]:
     """Yield every job that this config would start first, as it would be sent."""
-    works: Sequence[Run | Script]
-    if isinstance(config, SweepConfig):
-        every = trials(config)
-        titles, works = [str(trial) for trial in every], runs_of(every, preview_dataset)
-    elif isinstance(config, RunConfig):
-        titles, works = [""], [preview_run(config)]
-    else:
-        scripts = _scripts(config)
-        titles = [" ".join(script.env) if isinstance(config, BenchmarkConfig) else "" for script in scripts]
-        works = [plan_script(script) for script in scripts]
-    for title, work in zip(titles, works, strict=True):
+    for title, work in _works(config, preview=True).items():
         sight = _look(work)
         claim = sight.claim
         job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
@@ -302,18 +295,11 @@ def _look(work: Run | Script) -> Sight:
     return Sight(work=work, claim=claim, attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
 
 
-def _known(work: Run | Script) -> Sight:
-    """What is about to start, of which all has to be known."""
-    claim = claim_at(work)
-    dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
-    return Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset)
-
-
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
 def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
-    """All that blocks each of these runs; what several have in common is looked at once.
+    """All that blocks each of these; what several have in common is looked at once.
 
     Args:
         trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
@@ -322,8 +308,11 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
-        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
         job = sight.claim.make_job(sight.attempt)
+        if isinstance(sight.work, Script):
+            blocked.append(list(preflight.check_script(sight.work, sight.claim.platform, job)))
+            continue
+        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
         if (place := key_of(config.root, config.platform, config.image)) not in places:
             places[place] = preflight.check_place(config, sight.claim.platform, job)
         if planned.key not in corpora:  # the start of its texts is read
@@ -341,34 +330,18 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
     return blocked
 
 
-def _blocking(sight: Sight, *, trusted: bool = False) -> list[Finding]:
-    if isinstance(sight.work, Script):
-        job = sight.claim.make_job(sight.attempt)
-        return list(preflight.check_script(sight.work, sight.claim.platform, job))
-    return _blocked([sight], trusted=trusted)[0]
-
-
-def findings_of(config: AnyConfig) -> list[Finding]:
-    """Return what blocks this config."""
-    if isinstance(config, SweepConfig):
-        every = trials(config)
-        return findings_of_trials(config, every, runs_of(every, plan_dataset))
-    if isinstance(config, RunConfig):
-        return findings_at(plan_run(config))
-    return [finding for script in _scripts(config) for finding in findings_at(plan_script(script))]
-
-
-def findings_of_trials(
-    config: SweepConfig, every: Sequence[Trial], runs: Sequence[Run], *, trusted: bool = False
+def findings_of(
+    config: AnyConfig, works: Mapping[str, Run | Script] | None = None, *, trusted: bool = False
 ) -> list[Finding]:
-    """Return what blocks a sweep whose trials' runs are planned already."""
-    sights = [_known(run) for run in runs]
-    return [*_told(every, _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
-
-
-def findings_at(work: Run | Script, *, trusted: bool = False) -> list[Finding]:
-    """Return what blocks what is planned already: planning reads every file of the corpus, and all code."""
-    return _blocking(_known(work), trusted=trusted)
+    """Return what blocks this config. `works` is what it starts, by name, where that is planned already: planning reads
+    every file of the corpus, and all code."""
+    works = _works(config) if works is None else works
+    sights = []
+    for work in works.values():  # of what is about to start all has to be known
+        claim = claim_at(work)
+        dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
+        sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
+    return [*_told(list(works), _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
@@ -417,22 +390,22 @@ def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Ne
     return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
 
 
-def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Finding]:
-    if not config.platform.on_this_machine or config.sweep.max_parallel == 1:
+def _about_parallel(config: AnyConfig, sights: Sequence[Sight]) -> list[Finding]:
+    if not isinstance(config, SweepConfig) or not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
     return list(arithmetic.check_together(_largest(config, sights)))
 
 
-def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:
-    """Return each finding once, behind the trials that it is about unless it is about all of them."""
+def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding]:
+    """Return each finding once, behind the trials or jobs that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
-    for trial, findings in zip(every, found, strict=True):
+    for title, findings in zip(titles, found, strict=True):
         for finding in dict.fromkeys(findings):
-            about.setdefault(finding, []).append(str(trial))
+            about.setdefault(finding, []).append(title)
     told = []
     for finding, (first, *others) in about.items():
-        whose = f"trial {first}" + (f" and {len(others)} more" if others else "")
-        shared = 1 + len(others) == len(found)
+        whose = f"{first} and {len(others)} more" if others else first
+        shared = 1 + len(others) == len(found) or not whose
         told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
     return told
 
