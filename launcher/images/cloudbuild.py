@@ -20,7 +20,7 @@ from launcher.errors import ImageProblem, ImageUnreachable, JobCancelled
 from launcher.google import Service, google_errors
 from launcher.images.context import TIME, Build, Log, Pause
 from launcher.images.docker import TAIL, build_command
-from launcher.images.oci import ImageReference, find_digest, resolve
+from launcher.images.oci import resolve
 from launcher.images.settings import CloudBuildImage
 from launcher.platforms.log_files import terminal_text
 from litgpt_demo.errors import TrainLitgptError, give_up, words_of
@@ -85,8 +85,6 @@ class CloudBuild:
         if (found := self._live(build.tag)) is not None:
             log(f"{build.tag} is being built already: {found.log_url or found.id}")
             return self._follow(found, build.tag, log)
-        if (pushed := find_digest(ImageReference.parse(build.tag))) is not None:
-            return pushed  # by a build that has ended since the registry was asked
         request = self._request(build)
         self._pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
         created = first = self._create(request, build.tag)

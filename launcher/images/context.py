@@ -55,7 +55,13 @@ class Context:
         try:
             paths = sorted(walk(self.folder, read_ignore_file(self.folder, after=self.ignored)))
             dockerfile = {DOCKERFILE: self.dockerfile.read_text("utf-8").encode()}
-            return write_files(self.folder, paths, to=to, links=True, more=dockerfile)
+            digest = write_files(self.folder, paths, to=to, links=True, more=dockerfile)
+            if to is not None and self.pip_config is not None:
+                content = self.pip_config.read_bytes()
+                to.seek(0)
+                with tarfile.open(fileobj=to, mode="a", format=tarfile.PAX_FORMAT) as opened:
+                    opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
+            return digest
         except (OSError, ValueError) as error:
             raise ImageProblem(
                 f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
@@ -70,25 +76,11 @@ class Context:
                 raise ImageProblem(
                     f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
                 )
-            if self.pip_config is not None:
-                try:
-                    content = self.pip_config.read_bytes()
-                except OSError as error:
-                    why = f"image.pip_config={str(self.pip_config)!r} cannot be read: {error.strerror}; fix the path"
-                    raise ImageProblem(why) from error
-                tar.seek(0)
-                with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
-                    opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
             tar.seek(0)
             yield tar
 
     def store(self, root: str) -> str:
         """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address."""
-        if self.pip_config is not None:
-            raise ImageProblem(
-                f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
-                "builder; build with image.kind=docker, or leave it out"
-            )
         storage, path = open_storage(root), f"images/contexts/{self.digest}.tar.gz"
         if not storage.exists(path):
             with self.tar() as tar, tempfile.NamedTemporaryFile() as file:
