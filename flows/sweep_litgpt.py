@@ -44,7 +44,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
     works = dict(zip(map(str, planned), runs, strict=True))
-    await report_findings(partial(findings_of, config, works, trusted=True), artifact=sweep)
+    await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():

@@ -22,7 +22,6 @@ from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.network import version
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
@@ -48,9 +47,6 @@ def examine_environment(root: str = "output") -> Iterator[Finding]:
             yield Finding("info", f"package.{name}", f"{name} {found}")
         else:
             yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
-    if (fastapi := version_of("fastapi")) and version(fastapi) >= version("0.151"):
-        what = f"fastapi {fastapi} breaks Prefect's server at import"
-        yield Finding("error", "package.fastapi", what, "pip install 'fastapi<0.151'")
     yield from check_root(root)
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"

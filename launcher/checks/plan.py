@@ -25,7 +25,7 @@ from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, runs_of, trials
-from litgpt_demo.config import key_of
+from litgpt_demo.config import TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
@@ -162,8 +162,10 @@ class Sight:
     @property
     def vocabulary(self) -> int | None:
         """Return the ids of the run's tokenizer, None where they cannot be known yet."""
-        known = self.dataset or self.run.dataset.tokenizer
-        return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
+        tokenizer, known = self.run.config.data.tokenizer, self.dataset or self.run.dataset.tokenizer
+        if isinstance(tokenizer, TrainedTokenizer):
+            return tokenizer.vocab_size
+        return known.vocab_size if known else None
 
     @property
     def needs(self) -> arithmetic.Needs | None:
@@ -206,16 +208,13 @@ class Sight:
             case Step.DATASET:
                 would, where = self.preparation(), run.root.address(run.dataset.path)
             case Step.IMAGE:
-                image, where = chosen_image(run.config), ""
+                image, where, would = chosen_image(run.config), "", "pin by digest"
                 if isinstance(image, NoImage):
                     would = f"record this environment: torch {version('torch')}"
                 elif isinstance(image, BuiltImage):
-                    by = "an engine on this machine"
-                    if isinstance(image, CloudBuildImage):
-                        by = f"Cloud Build in {image.billed}"
-                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by {by}"
-                else:
-                    would = "pin by digest"
+                    cloud = f"Cloud Build in {image.billed}" if isinstance(image, CloudBuildImage) else ""
+                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by "
+                    would += cloud or "an engine on this machine"
             case Step.CREDENTIALS:
                 would, where = "prove write access", run.root.address()
             case Step.TRAINING:
@@ -298,12 +297,8 @@ def _look(work: Run | Script) -> Sight:
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
-def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
-    """All that blocks each of these; what several have in common is looked at once.
-
-    Args:
-        trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
-    """
+def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
+    """All that blocks each of these; what several have in common is looked at once."""
     places, workers, corpora = (dict[str, list[Finding]]() for _ in range(3))
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
@@ -324,15 +319,13 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
         found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
         if dataset is None:
             if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network
-                workers[who] = preflight.check_workers(config.workers, trusted=trusted)
+                workers[who] = preflight.check_workers(config.workers)
             found += workers[who]
         blocked.append(found)
     return blocked
 
 
-def findings_of(
-    config: AnyConfig, works: Mapping[str, Run | Script] | None = None, *, trusted: bool = False
-) -> list[Finding]:
+def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = None) -> list[Finding]:
     """Return what blocks this config. `works` is what it starts, by name, where that is planned already: planning reads
     every file of the corpus, and all code."""
     works = _works(config) if works is None else works
@@ -341,7 +334,7 @@ def findings_of(
         claim = claim_at(work)
         dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
         sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
-    return [*_told(list(works), _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
+    return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -32,7 +32,7 @@ from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from launcher.runs.run import Run, Script, training_spec
 from litgpt_demo import catalogue
-from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
+from litgpt_demo.config import OpenWebTextCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
 from litgpt_demo.findings import Finding
@@ -69,16 +69,9 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
     return f"{storage.address()} can be written, {config.platform.open().check_access()}"
 
 
-def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
-    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
-    tokenizer = config.data.tokenizer
-    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
-
-
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield what is wrong with data, model and training, whatever the place."""
     train, model = config.train, config.model
-    vocab_size = vocabulary_of(config, vocab_size)
     if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
         yield Finding("error", "model.vocabulary", *problem)
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
@@ -87,16 +80,15 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         what = f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that train.max_tokens="
         fix = "lower it; a tenth of the steps is a usual warm-up"
         yield Finding("error", "train.warmup_steps", f"{what}{train.max_tokens:,} makes", fix)
-    precision = f"train.precision={train.precision}"
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
             needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"
             yield Finding("error", "train.float8", f"train.float8=true {needs}", "leave it off")
         if train.precision.startswith("16"):
-            what = f"{precision} needs a GPU, and this machine has none"
+            what = f"train.precision={train.precision} needs a GPU, and this machine has none"
             yield Finding("error", "train.precision", what, "use 32-true or bf16-mixed")
         elif train.precision.startswith("bf16"):
-            what = f"{precision} is emulated on most CPUs and slow"
+            what = f"train.precision={train.precision} is emulated on most CPUs and slow"
             yield Finding("warning", "train.precision", what, "use 32-true here")
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
@@ -127,9 +119,6 @@ def check_root(root: str) -> Iterator[Finding]:
     """Check that the root is a place that can be written, with room left."""
     if bucket_path(root) is not None:
         return  # asked by the credentials step, with a real write
-    if is_remote(root):
-        yield Finding("error", "root.scheme", f"root={root} is no place we know", "a folder, or gs://bucket/prefix")
-        return
     path = Path(root).expanduser().resolve()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
@@ -148,13 +137,9 @@ def check_root(root: str) -> Iterator[Finding]:
         yield Finding("warning", "root.disk-space", what, "free some, or choose another root")
 
 
-def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
-    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most.
-
-    Args:
-        trusted: whether the scheduler may be talked to, as in a run: Dask executes what it answers. A plan of a config
-            that may be somebody else's only knocks.
-    """
+def check_workers(workers: Workers) -> list[Finding]:
+    """Check that the Dask cluster is there. It is knocked at, for 5 seconds, and not asked: Dask executes what a
+    scheduler answers, and the config may be somebody else's."""
     if not isinstance(workers, DaskWorkers):
         return []
     if importlib.util.find_spec("distributed") is None:
@@ -162,19 +147,12 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
         fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
         return [Finding("error", "workers.dask-missing", what, fix)]
     try:
-        if not trusted:
-            address = urlsplit(workers.scheduler)
-            socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
-            return []
-        from distributed import Client
-
-        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
-            there: Collection[str] = client.scheduler_info(n_workers=-1)["workers"]
+        address = urlsplit(workers.scheduler)
+        socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
     except (OSError, ValueError) as error:
         what = f"workers.scheduler={workers.scheduler} does not answer ({error})"
         return [Finding("error", "workers.scheduler", what, "start it with `dask scheduler`, or fix the address")]
-    what = f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has"
-    return [] if there else [Finding("warning", "workers.none", what, f"start some: dask worker {workers.scheduler}")]
+    return []
 
 
 def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Finding]:
@@ -200,11 +178,6 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
     elif here and not Path(program).is_file():
         fix = "paths are relative to the folder you start from"
         yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
-    own = config.restarts.preempted.attempts
-    if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
-        first = "the first preemption that the platform does not make good by platform.restarts ends the script"
-        fix = "raise max_restarts if the script goes on where it was"
-        yield Finding("info", "script.preemptions", f"platform.spot=true and max_restarts=0: {first}", fix)
     yield from check_place(config, platform, job)
 
 
