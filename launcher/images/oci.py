@@ -217,20 +217,16 @@ class _Registry:
         return digest
 
     def config(self, architecture: str) -> ImageConfig:
-        digest = self._reference.digest or self.digest()
-        if digest is None:
-            raise ImageProblem(f"{self._at} has no such image; check repository and tag")
+        digest = self._reference.digest or self.digest() or str(self._reference.tag)
         manifest = self._document("manifests", digest, _Manifest)
         if manifest.manifests:
             # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
             # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
             images = [one for one in manifest.manifests if one.architecture != "unknown"]
             fitting = [one for one in images if (one.os, one.architecture) == ("linux", architecture)]
-            if not fitting and len(images) == 1 and not images[0].architecture:
-                fitting = images  # the only one, where it does not say what it is for
+            fitting += [one for one in images if not one.architecture]  # perhaps the only one, which need not say it
             if not fitting:
-                there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
-                said = ", ".join(there) or "none that its index names"
+                said = ", ".join(sorted({f"{one.os}/{one.architecture}" for one in images})) or "no platform"
                 raise ImageProblem(
                     f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it"
                 )
@@ -243,8 +239,7 @@ class _Registry:
         """GET a JSON document and compare it with its digest."""
         named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
         if digest != (got := _hash(content)):
-            got = f"{self._reference.host} answered with {got}"
-            raise ImageProblem(f"{named}: {got} for {digest}; do not use this registry")
+            raise ImageProblem(f"{named}: {self._reference.host} answered with {got}; do not use this registry")
         return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
 
     def _download(self, where: str, name: str) -> bytes:
@@ -255,10 +250,8 @@ class _Registry:
             for chunk in answer.iter_bytes():
                 content += chunk
                 if len(content) > MOST_BYTES:
-                    raise ImageProblem(
-                        f"{self._at} sent more than {MOST_BYTES:,} bytes for {self._url(where, name)}, which is "
-                        "neither a manifest nor a config; do not use this registry"
-                    )
+                    what = f"{MOST_BYTES:,} bytes for {self._url(where, name)}, which no manifest and no config has"
+                    raise ImageProblem(f"{self._at} sent more than {what}; do not use this registry")
             return content
 
     def _url(self, where: str, name: str) -> str:
@@ -276,7 +269,7 @@ class _Registry:
         gets an answer to "who are you?".
         """
         while True:
-            url, reference = self._url(where, name), self._reference
+            url = self._url(where, name)
             with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
                 first, status = (*answer.history, answer)[0], answer.status_code
                 refused = status == 401 and "Authorization" not in self._headers
@@ -288,10 +281,8 @@ class _Registry:
                 if status in _TRANSIENT:
                     raise _Away(f"does not answer: {status}; wait", answer)
                 if not answer.is_success and status != 404:
-                    raise ImageProblem(
-                        f"{reference}: the registry {reference.host} answered {status}, which is no answer of a "
-                        "registry; check its name, and any proxy on the way"
-                    )
+                    fix = "which is no answer of a registry; check its name, and any proxy on the way"
+                    raise ImageProblem(f"{self._at} answered {status}, {fix}")
                 yield answer
                 return
 
@@ -300,9 +291,8 @@ class _Registry:
 
         Access tokens: https://distribution.github.io/distribution/spec/auth/token/.
         """
-        reference, (scheme, _, rest) = self._reference, challenge.partition(" ")
-        said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-        login = stored_login(reference.host)
+        scheme, _, rest = challenge.partition(" ")
+        said, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
         if scheme.lower() == "basic" and login:
             self._headers["Authorization"] = _basic(login)
             return True
@@ -310,8 +300,8 @@ class _Registry:
             return False
         realm = said["realm"]
         if not is_protected(realm):
-            unsafe = f"{self._at} wants the password sent to {origin_of(realm)}, which is not encrypted"
-            raise ImageProblem(f"{unsafe}; use another registry")
+            unsafe = f"the password sent to {origin_of(realm)}, which is not encrypted; use another registry"
+            raise ImageProblem(f"{self._at} wants {unsafe}")
         # No redirect is followed: it would take the password, or the token that stands for it, to another address.
         answer = self._client.send(_token_request(self._client, said, login))
         if answer.status_code in _TRANSIENT:
@@ -320,17 +310,13 @@ class _Registry:
             raise self._refused(f"gave no token (its token service answered {answer.status_code})")
         grant = Grant.read(answer.content)
         if grant is None:
-            raise ImageProblem(
-                f"{reference}: the token service of {reference.host} answered without a token; try again later"
-            )
+            raise ImageProblem(f"{self._at} has a token service that answered without a token; try again later")
         self._headers["Authorization"] = f"Bearer {grant.token.get_secret_value()}"
         return True
 
     def _refused(self, why: str) -> ImageProblem:
-        return ImageOutOfSight(
-            f"{self._at} {why}; the image may not exist there, or this account may not read it: check the name, then "
-            f"log in with `{login_command(self._reference.host)}`"
-        )
+        fix = f"check the name, then log in with `{login_command(self._reference.host)}`"
+        return ImageOutOfSight(f"{self._at} {why}; it has no such image, or this account may not read it: {fix}")
 
 
 def _hash(content: bytes) -> str:
