@@ -47,9 +47,7 @@ class BenchmarkConfig(Settings):
     @model_validator(mode="after")
     def _has_links(self) -> Self:
         if self.platform.nodes * self.platform.processes < 2:
-            raise ValueError(
-                "platform has one node of one process, and nothing to measure between them; raise nodes or processes"
-            )
+            raise ValueError("platform has one node of one process: nothing to measure; raise nodes or processes")
         return self
 
     def jobs(self) -> list[ScriptConfig]:

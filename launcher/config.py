@@ -198,9 +198,7 @@ class ScriptConfig(Settings):
     def _script_is_in_its_code(self) -> Self:
         path = PurePosixPath(self.script)
         if self.code is not None and (path.is_absolute() or ".." in path.parts):
-            raise ValueError(
-                f"script={self.script!r} leads out of code.mount={self.code.mount!r}; give its path within that folder"
-            )
+            raise ValueError(f"script={self.script!r} leads out of code.mount; give its path within that folder")
         return self
 
 
@@ -218,9 +216,7 @@ class SweepSettings(Settings):
     def _has_trials(self) -> Self:
         empty = [name for name, values in self.grid.items() if not values]
         if empty:
-            raise ValueError(
-                f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one"
-            )
+            raise ValueError(f"sweep.grid has no values for {', '.join(empty)}; give each setting at least one")
         return self
 
 
@@ -272,9 +268,8 @@ def read_profile(path: Path) -> dict[str, Any]:
     sections = read_yaml(path)
     if others := [str(name) for name in sections if name not in PROFILE]:
         raise ConfigProblem(
-            f"{path} is given as a profile and has {', '.join(others)}: a profile says where a config runs, by "
-            f"{', '.join(PROFILE)} alone; take the others out, or give the file as the config. The shipped ones are "
-            "deployments/configs/profiles/*.yaml"
+            f"{path} is given as a profile and has {', '.join(others)}: a profile has {', '.join(PROFILE)} alone; take "
+            "the others out, or give the file as the config (profiles are in deployments/configs/profiles)"
         )
     if "platform" not in sections:
         raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
@@ -287,9 +282,8 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not all(name.strip().split(".")):
-            raise ConfigProblem(
-                f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4"
-            )
+            example = "write section.setting=value, as in train.learning_rate=3e-4"
+            raise ConfigProblem(f"{assignment!r} is not an override; {example}")
         try:
             values[name.strip()] = load_yaml(text)
         except yaml.YAMLError as error:

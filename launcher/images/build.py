@@ -94,10 +94,8 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         # No labels: nobody has compared them with what a Dockerfile of the user's installs.
         return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
     if not (folder / stack.lock).is_file():
-        raise ImageProblem(
-            f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
-            "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
-        )
+        what = f"image.context={image.context!r} is no checkout of train-litgpt, which its own Dockerfile copies from"
+        raise ImageProblem(f"{what}; set image.context to one, or image.dockerfile to a Dockerfile of yours")
     # What installed.py compares with what it finds: an image on another base has a C library of its own.
     least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
     said = {name.removeprefix(LABELS): value for name, value in contents.labels.items()}

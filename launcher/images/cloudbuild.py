@@ -76,10 +76,8 @@ class CloudBuild:
         """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
         stopped. Returns the digest that the registry is said to have now."""
         if bucket_path(self._root) is None:
-            raise ImageProblem(
-                f"image.kind=cloudbuild sends the build's files through a bucket, and root={self._root!r} is none; set "
-                "root to gs://bucket/prefix, or image.kind to docker"
-            )
+            fix = "set root to gs://bucket/prefix, or image.kind to docker"
+            raise ImageProblem(f"image.kind=cloudbuild needs a root in a bucket, not root={self._root!r}; {fix}")
         if (found := self._live(build.tag)) is not None:
             return self._follow(found, build.tag, log)
         request = self._request(build)

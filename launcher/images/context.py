@@ -73,9 +73,8 @@ class Context:
         """Yield the tar as a file; an ImageProblem if the files are others by now."""
         with tempfile.TemporaryFile() as tar:
             if self._write(tar) != self.digest:
-                raise ImageProblem(
-                    f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
-                )
+                what = f"files in {str(self.folder)!r} change while an image is built from them"
+                raise ImageProblem(f"{what}; wait, then build again")
             tar.seek(0)
             yield tar
 

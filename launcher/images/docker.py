@@ -75,11 +75,9 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
     wanted = ("docker", "podman") if asked == "auto" else (asked,)
     engine = next((engine for engine in wanted if shutil.which(engine)), None)
     if engine is None:
-        install = "podman" if asked == "podman" else "docker.io"
         raise ImageProblem(
-            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman "
-            f"(on Debian: apt install {install}), set image.kind to cloudbuild, or build the image elsewhere and "
-            "set image to {kind: prebuilt, reference: …}"
+            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman, set "
+            "image.kind to cloudbuild, or build the image elsewhere and set image to {kind: prebuilt, reference: …}"
         )
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
