@@ -431,7 +431,7 @@ def load_yaml(text: str) -> Any:
             return None
         twice: list[str] = []
         # A few lines of aliases can stand for what fills all memory.
-        if (count := _look_over(root, "", {}, twice)) > _LARGEST:
+        if (count := _look_over(root, {}, twice)) > _LARGEST:
             raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
         if twice:
             raise yaml.YAMLError("; ".join(twice) + ": keep one of them")
@@ -456,28 +456,26 @@ def _odd_blank(character: str, before: int) -> str:
     return f"{code}, which is no space for YAML; type a space instead, or quote the value"
 
 
-def _look_over(node: yaml.Node, name: str, known: dict[int, int], twice: list[str]) -> int:
+def _look_over(node: yaml.Node, known: dict[int, int], twice: list[str]) -> int:
     """Return the number of values that a node stands for once its aliases are written out, and add to `twice` where a
     mapping has a key that it has already. An anchored node is looked at once."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = 0  # for an alias within what it stands for, which the settings refuse
-    count = 1
+    parts: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
-        count += sum(_look_over(item, f"{name}[{number}]", known, twice) for number, item in enumerate(node.value))
+        parts = node.value
     elif isinstance(node, yaml.MappingNode):
-        given: dict[tuple[str, str], yaml.Node] = {}
+        lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
-            dotted = name
+            parts += [key, value]
             # `<<` is no key: several of them merge several mappings.
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                dotted = f"{name}.{key.value}" if name else key.value
-                first = given.setdefault((key.tag, key.value), key)
-                if first is not key:
-                    lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
-                    twice.append(f"{dotted} is given {lines}")
-            count += _look_over(key, name, known, twice) + _look_over(value, dotted, known, twice)
+                line = key.start_mark.line + 1
+                if before := lines.get((key.tag, key.value)):
+                    twice.append(f"{key.value} is given in line {before} and again in line {line}")
+                lines[key.tag, key.value] = line
     elif isinstance(node, yaml.ScalarNode) and not node.style and (odd := _ODD_BLANK.search(node.value)):
         raise yaml.YAMLError(_odd_blank(odd[0], node.start_mark.line))
-    known[id(node)] = count
-    return count
+    known[id(node)] = 1 + sum(_look_over(part, known, twice) for part in parts)
+    return known[id(node)]
