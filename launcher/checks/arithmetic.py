@@ -101,12 +101,10 @@ def _needs(
     return Needs(memory=memory, place=place, saved=saved, likely=memory.total + saved)
 
 
-def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
+def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
 
-    Args:
-        vocab_size: of the tokenizer, which a model without a name takes over.
-        tokens: to train on, where it is known already.
+    `tokens` are those to train on, 0 where that is not known yet.
     """
     model, place = model_of(config, vocab_size), place_of(config)
     if model is None:
@@ -120,7 +118,7 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = N
     products = f"6 x {count_text(estimates.used_parameters(model))} weights in products"
     how = f"{products} + {count_text(attention)} for attention over {length:,} tokens"
     rows.append(("FLOPs per token", count_text(per_token), how))
-    if tokens is not None:
+    if tokens:
         how, seconds = f"{count_text(tokens)} tokens", seconds_for(config, per_token * tokens)
         if place is not None and place.peak is not None and seconds is not None:
             peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"

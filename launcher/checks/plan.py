@@ -77,19 +77,10 @@ def plan_of(config: AnyConfig) -> Plan:
     figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
     if isinstance(config, SweepConfig):
         steps = [step for step in Step if step not in (Step.TRAINING, Step.CHECKPOINTS)]  # each trial has these alone
-        for title, sight in zip(works, sights, strict=True):
-            row = {
-                "trial": title or "as it is written",
-                "would": sight.training(),
-                "FLOPs": "" if sight.steps is None else f"{sight.flops(sight.steps):.3g}",
-                "memory per process": "" if sight.needs is None else bytes_text(sight.needs.likely),
-                "run": sight.run.name,
-            }
-            trial_rows.append(row)
-        trial_rows.append(_sum_row(config, sights))
+        trial_rows = _trial_rows(config, dict(zip(works, sights, strict=True)))
     else:
-        tokens = None if sights[0].steps is None else sights[0].tokens(sights[0].steps)
-        figures = arithmetic.figures(config, vocab_size=sights[0].vocabulary, tokens=tokens)
+        (sight,) = sights
+        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=sight.tokens(sight.steps))
     datasets = {sight.run.dataset.path: sight for sight in sights}
     rows = [sight.row(step) for sight in datasets.values() for step in steps]
     unique = list({tuple(row.items()): row for row in rows}.values())
@@ -167,7 +158,7 @@ class Sight:
             return tokenizer.vocab_size
         return known.vocab_size if known else None
 
-    @property
+    @cached_property
     def needs(self) -> arithmetic.Needs | None:
         return arithmetic.needs(self.run.config, vocab_size=self.vocabulary)
 
@@ -185,21 +176,26 @@ class Sight:
         there = [] if self.blind else checkpoints.committed(self.run.storage)
         return there[0].step if there else 0
 
-    def tokens(self, steps: int) -> int:
-        return steps * self.run.config.train.global_batch * self.run.config.model.sequence_length
+    @property
+    def left(self) -> int | None:
+        """Return the steps that are left, None where those of the whole run are not known."""
+        return None if self.steps is None else max(0, self.steps - self.begun)
 
-    def flops(self, steps: int) -> float:
+    def tokens(self, steps: int | None) -> int:
+        return (steps or 0) * self.run.config.train.global_batch * self.run.config.model.sequence_length
+
+    def flops(self, steps: int | None) -> float:
         model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
         return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
 
-    def cost(self, steps: int | None) -> arithmetic.Expected | None:
-        """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
-        platform = self.run.config.platform
+    @property
+    def cost(self) -> arithmetic.Expected | None:
+        """Return time and price of the steps that are left, None where they or the machines' GPUs are not known."""
+        platform, seconds = self.run.config.platform, arithmetic.seconds_for(self.run.config, self.flops(self.left))
         machine = platform.machine_type
-        if machine is None or not machine.gpus or steps is None:
+        if machine is None or not machine.gpus or not seconds:
             return None
-        seconds = arithmetic.seconds_for(self.run.config, self.flops(steps))
-        return None if seconds is None else arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
+        return arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
         """Return what a step would do, and where."""
@@ -242,20 +238,15 @@ class Sight:
 
     def training(self) -> str:
         """Return what the training step would do, with the cost of the steps that are left."""
-        steps = self.steps
-        known = f"{steps:,} steps" if steps else "one pass over the data"
+        known = f"{self.steps:,} steps" if self.steps else "one pass over the data"
+        would = f"train on from step {self.begun:,} of {known}" if self.begun else f"train {known}"
         if self.blind:
             would = f"unknown: go on where it is, or train {known}"
         elif live := self.claim.attempts.live():
             return f"take up attempt {live.number}, which is {live.status.state.value}"
-        else:
-            begun = self.begun
-            if steps and begun >= steps:
-                return f"nothing: done, {steps:,} steps"
-            would = f"train on from step {begun:,} of {known}" if begun else f"train {known}"
-            steps = None if steps is None else steps - begun
-        cost = self.cost(steps)
-        return would if cost is None else f"{would}, {cost}"
+        elif self.begun and self.left == 0:
+            return f"nothing: done, {known}"
+        return would if self.cost is None else f"{would}, {self.cost}"
 
 
 def _look(work: Run | Script) -> Sight:
@@ -359,22 +350,28 @@ def _restarts(config: RunConfig | ScriptConfig) -> Finding:
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-def _sum_row(config: SweepConfig, sights: Sequence[Sight]) -> dict[str, str]:
-    """Return the row that adds the trials up: what is left to train, and the memory of those that run together."""
-    left = [None if sight.steps is None else max(0, sight.steps - sight.begun) for sight in sights]
-    known = [count for count in left if count is not None]
-    would = f"{sum(known):,} steps left" if len(known) == len(left) else "as many passes over the data"
-    costs = [cost for sight, count in zip(sights, left, strict=True) if (cost := sight.cost(count)) is not None]
-    cost = arithmetic.together(costs, parallel=config.sweep.max_parallel)
-    flops = sum(sight.flops(sight.steps) for sight in sights if sight.steps is not None)
-    memory = _largest(config, sights)
-    return {
-        "trial": f"all {len(sights)}, {len(memory)} at a time" if memory else f"all {len(sights)}",
-        "would": would if cost is None else f"{would}, {cost}",
-        "FLOPs": f"{flops:.3g}" if flops else "",
-        "memory per process": bytes_text(sum(needed.likely for needed in memory)) if memory else "",
-        "run": "",
-    }
+def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:
+    """Return a row of each trial, and one that adds them up: what is left to train, and the memory of those that run
+    together."""
+
+    def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
+        figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
+        return {"trial": title, "would": would, **figures, "run": run}
+
+    rows = []
+    for title, sight in sights.items():
+        memory = 0 if sight.needs is None else sight.needs.likely
+        title = title or "as it is written"
+        rows.append(row(title, sight.training(), sight.flops(sight.steps), memory, sight.run.name))
+    left = [sight.left for sight in sights.values() if sight.left is not None]
+    would = f"{sum(left):,} steps left" if len(left) == len(sights) else "as many passes over the data"
+    costs = [cost for sight in sights.values() if (cost := sight.cost) is not None]
+    if (cost := arithmetic.together(costs, parallel=config.sweep.max_parallel)) is not None:
+        would = f"{would}, {cost}"
+    largest = _largest(config, list(sights.values()))
+    title = f"all {len(sights)}" + (f", {len(largest)} at a time" if largest else "")
+    flops = sum(sight.flops(sight.steps) for sight in sights.values())
+    return [*rows, row(title, would, flops, sum(needed.likely for needed in largest))]
 
 
 def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
