@@ -102,8 +102,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**said, **least}.items())
     # Another stack's packages are none of this image's: a change of them must not change its key.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
-    pip_config = None if image.pip_config is None else Path(image.pip_config)
-    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config)
+    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=image.pip_config)
     packages = build(context, args, contents.labels, contents.labels, name=f"{stack.name}-")
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}

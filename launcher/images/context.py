@@ -45,7 +45,7 @@ class Context:
     """
 
     def __init__(
-        self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: Path | None = None
+        self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: str | None = None
     ) -> None:
         self.folder, self.dockerfile, self.ignored, self.pip_config = folder, dockerfile, ignored, pip_config
         self.digest = self._write(None)
@@ -57,7 +57,7 @@ class Context:
             dockerfile = {DOCKERFILE: self.dockerfile.read_text("utf-8").encode()}
             digest = write_files(self.folder, paths, to=to, links=True, more=dockerfile)
             if to is not None and self.pip_config is not None:
-                content = self.pip_config.read_bytes()
+                content = Path(self.pip_config).read_bytes()
                 to.seek(0)
                 with tarfile.open(fileobj=to, mode="a", format=tarfile.PAX_FORMAT) as opened:
                     opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
