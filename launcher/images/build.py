@@ -45,24 +45,19 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
         case CloudBuildImage():
             make = partial(CloudBuild(image, root, pause).build, log=log)
 
-    def known(build: Build) -> str:
-        found = find_digest(ImageReference.parse(build.tag))
-        if found is None:
-            return ""
-        log(f"{build.tag} was built before; nothing has changed since")
-        return f"{image.repository}@{found}"
+    def pinned(*builds: Build) -> str:
+        *below, build = builds
+        if (found := find_digest(ImageReference.parse(build.tag))) is not None:
+            log(f"{build.tag} was built before; nothing has changed since")
+            return f"{image.repository}@{found}"
+        if below:
+            build = replace(build, args={**build.args, "BASE": pinned(*below)})
+        base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
+        log(f"building {build.tag} from {build.context.dockerfile}{base}")
+        # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
+        return resolve(f"{image.repository}@{make(build)}")
 
-    builds = builds_of(image)
-    pinned = known(builds[-1])
-    for build in () if pinned else builds:
-        below, pinned = pinned, "" if build is builds[-1] else known(build)
-        if not pinned:
-            build = replace(build, args={**build.args, **({"BASE": below} if below else {})})
-            base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
-            log(f"building {build.tag} from {build.context.dockerfile}{base}")
-            # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
-            pinned = resolve(f"{image.repository}@{make(build)}")
-    return software_identity(pinned, checkout=Path(image.context))
+    return software_identity(pinned(*builds_of(image)), checkout=Path(image.context))
 
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
