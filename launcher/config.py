@@ -207,17 +207,10 @@ class SweepSettings(Settings):
 
     model_config = ConfigDict(title="Sweep")
 
-    grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
+    grid: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
     max_parallel: Count = Field(1, gt=0)
     """Trials that run at the same time."""
-
-    @model_validator(mode="after")
-    def _has_trials(self) -> Self:
-        empty = [name for name, values in self.grid.items() if not values]
-        if empty:
-            raise ValueError(f"sweep.grid has no values for {', '.join(empty)}; give each setting at least one")
-        return self
 
 
 class SweepConfig(RunConfig):

@@ -2,19 +2,19 @@
 
 The dataset's preparation is rehearsed before anything is rented: what it would be refused for at the end is known now.
 A small corpus is prepared in full, in a scratch folder, so that its refusals are those of the preparation itself. Of a
-larger one on this machine the start is read; what that says of the whole is a guess, and only warns.
+larger one on this machine the start is read.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import posixpath
 import shutil
 import socket
 import tempfile
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -26,7 +26,7 @@ from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.checks.fitness import check_fitness
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.errors import LoginProblem, finding_of
-from launcher.formatting import bytes_text, count_text
+from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
@@ -44,8 +44,6 @@ WHOLE = 4_000_000
 """Bytes of a corpus that is prepared in full, which takes two seconds; of a larger one so much is read."""
 _OPENED = 64_000_000
 """Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
-_BYTES_PER_TOKEN = 4
-"""About what GPT-2's tokenizer makes of English."""
 _PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.workers)
 
 
@@ -184,17 +182,13 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
 # --- the dataset ------------------------------------------------------------------------------------------------------
 
 
-Rehearsal: TypeAlias = DatasetManifest | tuple[int, float] | Finding | None
-"""The manifest of a dataset that was prepared in full, or why it would be refused.
-
-Of a larger corpus about how many documents it has, by its start, and their mean bytes."""
+Rehearsal: TypeAlias = DatasetManifest | Finding | None
+"""The manifest of a dataset that was prepared in full, or why it would be refused."""
 
 
 def rehearse(planned: PlannedDataset) -> Rehearsal:
-    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept.
-
-    None where that would take long, or the corpus cannot be looked at.
-    """
+    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept. None where that would take long,
+    or nothing is wrong with the start, or the corpus cannot be looked at."""
     from litgpt_demo.data.preparation import prepare
     from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
@@ -210,15 +204,12 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if isinstance(corpus, OpenWebTextCorpus) or first.file is None or first.size > _OPENED:
-                return None
-            begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
-            texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
-            sizes = [len(text.encode()) for text in texts]
+            if not isinstance(corpus, OpenWebTextCorpus) and first.file is not None and first.size <= _OPENED:
+                begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
+                deque(documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad), maxlen=0)
+            return None
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
-    mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return (round(size / mean), mean) if mean else None
 
 
 def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
@@ -257,21 +248,3 @@ def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
             training_spec(run, rehearsal)
         except TrainLitgptError as error:
             yield finding_of(error, "data.too-small")
-    elif rehearsal is not None:  # what may turn out too small once it is counted
-        (documents, each), train, length = rehearsal, run.config.train, run.config.model.sequence_length
-        tokens = math.ceil(run.config.data.validation_fraction * documents) * each / _BYTES_PER_TOKEN
-        if tokens <= length:
-            what = (
-                f"the validation split will have about {count_text(round(tokens))} tokens, by the start of the corpus, "
-                f"and one sample of model.sequence_length={length} needs {length + 1:,}"
-            )
-            fix = "raise data.validation_fraction, or take shorter sequences"
-            yield Finding("warning", "data.validation", what, fix)
-        size = documents * each
-        steps = train.steps(tokens=round(size / _BYTES_PER_TOKEN), sequence_length=length)
-        if train.warmup_steps >= steps:
-            what = (
-                f"train.warmup_steps={train.warmup_steps} may leave nothing of the run: by its start the corpus of "
-                f"{bytes_text(round(size))} makes about {steps:,} steps"
-            )
-            yield Finding("warning", "train.warmup_steps", what, "lower it, or set train.max_steps")

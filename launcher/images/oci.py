@@ -125,7 +125,7 @@ def read_config(reference: str, *, architecture: str = "amd64", patience: float 
 
 
 class _Away(Exception):
-    """The registry, or its token service, cannot answer now: what it does, and its answer."""
+    """The registry, or its token service, cannot answer now; the message says what it does."""
 
 
 T = TypeVar("T")
@@ -142,17 +142,13 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patienc
             with protected_client(timeout=patience + 5.0) as client:
                 return ask(_Registry(reference, client))
         except _Away as away:
-            words, answer = away.args
-            # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
-            told, final = answer.headers.get("retry-after", ""), False
-            least = float(told) if told.isdecimal() else 0.0
-            del answer
+            words, final = str(away), False
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            least, words = 0.0, f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
+            words = f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
             at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
             final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
             final = final or any(number in str(error) for number in _NO_SUCH_HOST)
-        wait = max(least, next(pauses, math.inf))
+        wait = next(pauses, math.inf)
         if final or time.monotonic() + wait > ends:
             kind = ImageOutOfSight if final else ImageUnreachable
             raise kind(f"{reference}: the registry {reference.host} {words}, then try again")
@@ -279,7 +275,7 @@ class _Registry:
                 if status in {401, 403}:
                     raise self._refused(f"answered {status}")
                 if status in _TRANSIENT:
-                    raise _Away(f"does not answer: {status}; wait", answer)
+                    raise _Away(f"does not answer: {status}; wait")
                 if not answer.is_success and status != 404:
                     fix = "which is no answer of a registry; check its name, and any proxy on the way"
                     raise ImageProblem(f"{self._at} answered {status}, {fix}")
@@ -305,7 +301,7 @@ class _Registry:
         # No redirect is followed: it would take the password, or the token that stands for it, to another address.
         answer = self._client.send(_token_request(self._client, said, login))
         if answer.status_code in _TRANSIENT:
-            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait", answer)
+            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait")
         if not answer.is_success:
             raise self._refused(f"gave no token (its token service answered {answer.status_code})")
         grant = Grant.read(answer.content)
