@@ -187,8 +187,8 @@ Rehearsal: TypeAlias = DatasetManifest | Finding | None
 
 
 def rehearse(planned: PlannedDataset) -> Rehearsal:
-    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept. None where that would take long,
-    or nothing is wrong with the start, or the corpus cannot be looked at."""
+    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept. None where the start is well,
+    or reading it would take long, or the corpus cannot be looked at."""
     from litgpt_demo.data.preparation import prepare
     from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
