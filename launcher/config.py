@@ -74,9 +74,7 @@ class DaskWorkers(Settings):
 
 def _kind_by_what_is_given(workers: object) -> object:
     """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
-
-    Other unions have to name it, because their branches differ in what they make and cost.
-    """
+    Other unions have to name it, because their branches differ in what they make and cost."""
     if not isinstance(workers, Mapping) or "kind" in workers:
         return workers
     return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
@@ -184,10 +182,7 @@ class ScriptConfig(Settings):
     @property
     def program(self) -> tuple[str, ...]:
         """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
-
-        Elsewhere than here it is a path in the image, which this machine knows nothing about; with `code` it is one
-        in the mounted folder.
-        """
+        Elsewhere than here it is a path in the image; with `code` it is one in the mounted folder."""
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
         if self.code is not None or not self.platform.on_this_machine:
@@ -239,8 +234,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        held = {type(None): "is empty", list: "holds a list"}.get(type(document), "holds a single value")
-        raise ConfigProblem(f"{path} {held}, and settings belong there; write `name: …`, `train: …` and so on")
+        raise ConfigProblem(f"{path} holds no settings; write `name: …`, `train: …` and so on")
     return document
 
 
@@ -256,14 +250,11 @@ def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Pat
 
 def read_profile(path: Path) -> dict[str, Any]:
     """The sections of a profile, each of which takes the place of a config's whole section. A ConfigProblem where it
-    says more than where a config runs, or not even that.
-    """
+    says more than where a config runs, or not even that."""
     sections = read_yaml(path)
     if others := [str(name) for name in sections if name not in PROFILE]:
-        raise ConfigProblem(
-            f"{path} is given as a profile and has {', '.join(others)}: a profile has {', '.join(PROFILE)} alone; take "
-            "the others out, or give the file as the config (profiles are in deployments/configs/profiles)"
-        )
+        what = f"{path} is given as a profile and has {', '.join(others)}: a profile has {', '.join(PROFILE)} alone"
+        raise ConfigProblem(f"{what}; take the others out, or give the file as the config")
     if "platform" not in sections:
         raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
     return sections
@@ -298,8 +289,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """Deep merge: what `changes` says wins, mapping by mapping; everything else is replaced.
 
     An empty mapping empties what was there, as `model.config={}` does for a model that is to be as its name says.
-
-    A union's branch is changed by giving another `kind`: what belonged to the old branch is dropped.
+    Another `kind` drops what belonged to the old branch of a union.
     """
     result = dict(base)
     for name, new in changes.items():

@@ -60,10 +60,7 @@ def combined(
     """All variables of the node's container; those of scripts are last, and only to be told.
 
     What the user overrides replaces the profile's. What the job sets must agree with all others, because a program
-    that asks for another transport than its network's would be slow and not say so.
-
-    Raises:
-        ConfigProblem: names every clash, and what to do.
+    that asks for another transport than its network's would be slow and not say so; a ConfigProblem names every clash.
     """
 
     def named(variables: Sequence[Variable], origin: Origin) -> dict[str, Entry]:

@@ -85,8 +85,6 @@ _ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f{BI
 
 def harmless(text: str) -> str:
     """Return text that a terminal shows and does not obey: what could steer it is written out, as `\\x1b`.
-
-    Colours stay, and end with the text.
-    """
+    Colours stay, and end with the text."""
     shown = _ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown

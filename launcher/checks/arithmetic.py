@@ -109,9 +109,7 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
 
 def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
-
-    `tokens` are those to train on, 0 where that is not known yet.
-    """
+    `tokens` are those to train on, 0 where that is not known yet."""
     if (needed := needs(config, vocab_size=vocab_size)) is None:
         return []
     model, length, place, memory = needed.model, needed.length, needed.place, needed.memory
@@ -206,11 +204,8 @@ def _fitting(needed: Needs, place: Place) -> str:
 
 
 def _cheaper(train: TrainConfig, world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield the settings that take less memory, the ones that cost least first.
-
-    Micro-batches are those up to the present one that divide a process's share of the batch. Sharding takes several
-    processes, and a precision that it knows.
-    """
+    """Yield the settings that take less memory, the ones that cost least first. Micro-batches divide a process's share
+    of the batch; sharding takes several processes, and a precision that it knows."""
     share = train.global_batch // world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}

@@ -24,7 +24,7 @@ from launcher.job import UNBUILT, Submission
 from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, runs_of, trials
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, runs_of, training_spec, trials
 from litgpt_demo.config import TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import TrainLitgptError, Unreachable
@@ -59,7 +59,6 @@ class Plan:
 
 def plan_of(config: AnyConfig) -> Plan:
     """Return what a config would do, as far as this machine can tell, and all that a run would be refused for.
-
     Of a sweep that is every trial with what it takes, and the sum of them; what all trials share is told once.
 
     Raises:
@@ -70,8 +69,17 @@ def plan_of(config: AnyConfig) -> Plan:
     sights = [_look(work) for work in works.values()]
     told = [[*sight.findings, *blocked] for sight, blocked in zip(sights, _blocked(sights), strict=True)]
     findings = [*_told(list(works), told), *_about_parallel(config, sights)]
-    first = sights[0].claim.config
-    findings += [*_access(first, findings), _restarts(first)]
+    first, platform = sights[0].claim.config, sights[0].claim.platform
+    problems = [one.code for one in findings if one.severity in {"error", "unknown"}]
+    if not any(code.startswith(platform.name) for code in problems):  # else it is known to be out of reach
+        try:
+            platform.check_access()
+        except LauncherError as error:
+            findings.append(finding_of(error, f"{platform.name}.access"))
+    section, settings = ("train.", first.train) if isinstance(first, RunConfig) else ("", first)
+    budget = Budget(run=first.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+    fix = f"{section}max_restarts and {section}restarts change that"
+    findings.append(Finding("info", "restarts", str(budget), fix))
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
     figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
@@ -251,9 +259,7 @@ class Sight:
 
 def _look(work: Run | Script) -> Sight:
     """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
-
-    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for.
-    """
+    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for."""
     claim, found, run = claim_at(work), list[Finding](), work if isinstance(work, Run) else None
     if run is not None and run.dataset.unknown:
         said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
@@ -307,7 +313,14 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *corpora[planned.key]]
         found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
-        found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
+        rehearsed = dataset or rehearsals[planned.key]
+        if isinstance(rehearsed, Finding):
+            found.append(rehearsed)
+        elif rehearsed is not None:
+            try:
+                training_spec(sight.run, rehearsed)
+            except TrainLitgptError as error:
+                found.append(finding_of(error, "data.too-small"))
         if dataset is None:
             if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network
                 workers[who] = preflight.check_workers(config.workers)
@@ -326,25 +339,6 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
         dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
         sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
     return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
-
-
-def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
-    """Ask the platform what a run's credentials step will ask, unless the platform is known to be out of reach."""
-    platform = config.platform.open()
-    if any(finding.severity in {"error", "unknown"} and finding.code.startswith(platform.name) for finding in found):
-        return []
-    try:
-        platform.check_access()
-    except LauncherError as error:
-        return [finding_of(error, f"{platform.name}.access")]
-    return []
-
-
-def _restarts(config: RunConfig | ScriptConfig) -> Finding:
-    section = "train." if isinstance(config, RunConfig) else ""
-    settings = config.train if isinstance(config, RunConfig) else config
-    budget = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
-    return Finding("info", "restarts", str(budget), f"{section}max_restarts and {section}restarts change that")
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -415,9 +409,7 @@ def lost_steps(storage: Storage) -> str:
 
 def progress_of(storage: Storage, *, live: bool) -> str:
     """Return how far the training in a run's folder is, in a line; empty where it has not begun.
-
-    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace.
-    """
+    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace."""
     rows = read_metrics(storage, bad := damaged_lines())
     seen = summary(rows)
     facts = seen.facts if live else seen.outcome

@@ -30,7 +30,7 @@ from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from launcher.runs.run import Run, Script, training_spec
+from launcher.runs.run import Script
 from litgpt_demo import catalogue
 from litgpt_demo.config import OpenWebTextCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
@@ -237,14 +237,3 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     least, most = sum(sizes[:at_work]) + pieces, sum(sizes) + pieces
     kept = f", and {bytes_text(most)} while half of that disk is free" if most > least else ""
     return f"{whose}about {bytes_text(least)} of scratch in {work.scratch}{kept}"
-
-
-def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal found."""
-    if isinstance(rehearsal, Finding):
-        yield rehearsal
-    elif isinstance(rehearsal, DatasetManifest):
-        try:
-            training_spec(run, rehearsal)
-        except TrainLitgptError as error:
-            yield finding_of(error, "data.too-small")

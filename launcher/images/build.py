@@ -31,10 +31,8 @@ STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
     """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
-
     The root of the run, if it is in a bucket, holds contexts for builders elsewhere. An ImageProblem has the last lines
-    of the builder's output and what to do; after an ImageUnreachable, trying again is safe.
-    """
+    of the builder's output and what to do; after an ImageUnreachable, trying again is safe."""
     match image:
         case NoImage():
             return software_identity()

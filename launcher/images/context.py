@@ -63,10 +63,8 @@ class Context:
                     opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
             return digest
         except (OSError, ValueError) as error:
-            raise ImageProblem(
-                f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
-                f"or name the file in {self.folder / '.dockerignore'}"
-            ) from error
+            fix = f"fix the path, permission or pattern, or name the file in {self.folder / '.dockerignore'}"
+            raise ImageProblem(f"the build context cannot be read: {error}; {fix}") from error
 
     @contextmanager
     def tar(self) -> Iterator[IO[bytes]]:
@@ -120,10 +118,7 @@ def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatc
 
 
 def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str]:
-    """Yield the files and links below `folder` that the rules leave, in no order.
-
-    Folders are made by what is in them, as in git.
-    """
+    """Yield the files and links below `folder` that the rules leave, in no order; no folders, as in git."""
     with os.scandir(context / folder) as entries:
         for entry in entries:
             path = posixpath.join(folder, entry.name)
@@ -143,10 +138,8 @@ def write_files(
     links: bool = False,
     more: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex.
-
-    With `links` a link is written as one, and not what it leads to in its place. `more` are files that follow.
-    """
+    """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex. With `links` a link is
+    written as one, and not what it leads to in its place. `more` are files that follow."""
     digest = sha256()
 
     class Hashing(io.RawIOBase):

@@ -69,10 +69,8 @@ class ImageReference:
         host = head if slash and (head == "localhost" or any(mark in head for mark in ".:[")) else ""
         match = _REST.fullmatch(rest if host else text)
         if match is None or (host and not _HOST.fullmatch(host)):
-            raise ValueError(
-                f"{text!r} is not the name of an image; write registry/repository:tag or "
-                "registry/repository@sha256:<64 hex digits>, the repository in lower case"
-            )
+            fix = "write registry/repository:tag or registry/repository@sha256:<64 hex digits>, in lower case"
+            raise ValueError(f"{text!r} is not the name of an image; {fix}")
         path, tag, digest = match.group("path", "tag", "digest")
         return cls(host=host or _HUB, path=path, repository=f"{host}/{path}" if host else path, tag=tag, digest=digest)
 
@@ -168,13 +166,10 @@ class _Descriptor(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md).
-
-    Programs in Go write null for a list that is empty.
-    """
+    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md)."""
 
     config: _Descriptor | None = None
-    manifests: tuple[_Descriptor, ...] | None = None
+    manifests: tuple[_Descriptor, ...] | None = None  # programs in Go write null for a list that is empty
 
 
 class ImageConfig(BaseModel):
@@ -223,9 +218,7 @@ class _Registry:
             fitting += [one for one in images if not one.architecture]  # perhaps the only one, which need not say it
             if not fitting:
                 said = ", ".join(sorted({f"{one.os}/{one.architecture}" for one in images})) or "no platform"
-                raise ImageProblem(
-                    f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it"
-                )
+                raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name another")
             manifest = self._document("manifests", fitting[0].digest, _Manifest)
         if manifest.config is None:
             raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
@@ -284,9 +277,7 @@ class _Registry:
 
     def _log_in(self, challenge: str) -> bool:
         """Answer a challenge in all further questions; False where that takes an account, and there is none.
-
-        Access tokens: https://distribution.github.io/distribution/spec/auth/token/.
-        """
+        Access tokens: https://distribution.github.io/distribution/spec/auth/token/."""
         scheme, _, rest = challenge.partition(" ")
         said, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
         if scheme.lower() == "basic" and login:
