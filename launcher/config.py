@@ -322,8 +322,7 @@ _GONE = {
     "image.kind=cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
     "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
     "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
-    "image.push": "it could leave an image in this machine's engine, which is gone: every image is pushed; leave it "
-    "out, and name a registry in image.repository (one on this machine will do: localhost:5000/train)",
+    "image.push": "it left images in this machine's engine, which is gone; leave it out, and name a registry",
     "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
 

@@ -127,9 +127,8 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> li
             peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
-    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered}
-    if memory.kept:
-        parts["gradients"] = memory.gradients
+    gradients = memory.gradients if memory.kept else 0
+    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered, "gradients": gradients}
     moment, most = max(memory.moments.items(), key=lambda item: item[1])
     parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)

@@ -44,9 +44,7 @@ _REST = re.compile(
     re.ASCII,
 )
 
-# Docker Hub has another name for its API.
 _HUB = "docker.io"
-_HUB_API = "registry-1.docker.io"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +243,8 @@ class _Registry:
 
     def _url(self, where: str, name: str) -> str:
         host, path = self._reference.host, self._reference.path
-        if host == _HUB:
-            host, path = _HUB_API, path if "/" in path else f"library/{path}"
+        if host == _HUB:  # which has another name for its API
+            host, path = "registry-1.docker.io", path if "/" in path else f"library/{path}"
         return f"{'http' if is_local(host) else 'https'}://{host}/v2/{path}/{where}/{name}"
 
     @contextmanager

@@ -72,13 +72,6 @@ class BuiltImage(Settings):
             raise ValueError(f"{text!r}: the tag of an image that is built is its hash; write {reference.repository}")
         return text
 
-    @field_validator("stack")
-    @classmethod
-    def _is_a_stack(cls, name: str | None) -> str | None:
-        if name is not None and name not in STACKS:
-            raise ValueError(f"{name!r} is no stack; there are {', '.join(STACKS)}")
-        return name
-
     @property
     def installed(self) -> Stack | None:
         """The stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
@@ -96,6 +89,8 @@ class BuiltImage(Settings):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
+        if self.stack is not None and self.stack not in STACKS:
+            raise ValueError(f"image.stack={self.stack!r} is no stack; there are {', '.join(STACKS)}")
         if self.pip_config is not None and self.dockerfile is not None:
             raise ValueError("image.pip_config is for the product's own Dockerfile, not for yours; leave one out")
         for name in ("STACK", "LABELS"):
