@@ -12,7 +12,7 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
 from flows.train_litgpt import PLANNED, train_litgpt
-from launcher.checks.plan import findings_of_trials
+from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.curves import summary
 from launcher.errors import LauncherError
@@ -43,7 +43,8 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
-    await report_findings(partial(findings_of_trials, config, planned, runs, trusted=True), artifact=sweep)
+    works = dict(zip(map(str, planned), runs, strict=True))
+    await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():

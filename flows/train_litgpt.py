@@ -12,7 +12,7 @@ from prefect import flow
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
-from launcher.checks.plan import findings_at
+from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
 from launcher.runs.attempts import claim_at, run_of_flow_run
@@ -44,7 +44,7 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
     begin()
     config = config_from(RunConfig, parameters)
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
-    find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
+    find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
     dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None

@@ -16,6 +16,10 @@ from litgpt_demo.node.network import NETWORK
 Origin = Literal["profile", "platform", "user", "job", "script"]
 """`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
 of a script. `script`: not in the pod's specification; a script of the network sets it on the node."""
+_SETTERS: dict[str, str] = {
+    "platform": "the launcher", "user": "platform.overrides", "profile": "the network profile",
+    "script": "a script of the network profile",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +92,15 @@ def combined(
     """All variables of the node's container; those of scripts are last, and only to be told.
 
     What the user overrides replaces the profile's. What the job sets must agree with all others, because a program
-    that asks for another transport than its network's would be slow and not say so.
-
-    Raises:
-        ConfigProblem: names every clash, and what to do.
+    that asks for another transport than its network's would be slow and not say so; a ConfigProblem names every clash.
     """
-    mine = {entry.name: entry for entry in platform}
 
     def named(variables: Sequence[Variable], origin: Origin) -> dict[str, Entry]:
         rows = [(one.name, one.value, "; ".join(filter(None, (one.why, one.source)))) for one in variables]
         return {name: Entry(name=name, value=value, origin=origin, why=why) for name, value, why in rows}
 
-    network, by_script, users = named(profile, "profile"), named(scripted, "script"), {}
+    mine, network, by_script = {one.name: one for one in platform}, named(profile, "profile"), named(scripted, "script")
+    users = {}
     for name, value in overrides.items():
         replaced = network.get(name) or by_script.get(name)
         why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
@@ -115,11 +116,8 @@ def combined(
         other = known[name]
         if other.field is None and other.value == job[name]:
             continue
-        where, fix = "the launcher", "leave it out of env"
-        if other.origin == "user":
-            where = "platform.overrides"
-        elif other.origin != "platform":
-            where = "the network profile" if other.origin == "profile" else "a script of the network profile"
+        where, fix = _SETTERS[other.origin], "leave it out of env"
+        if other.origin in {"profile", "script"}:
             fix = "if that is meant, set it in platform.overrides instead"
         problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
     if problems:
@@ -132,12 +130,5 @@ def combined(
 
 def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:
     """The variables as a table, for people."""
-    return [
-        {
-            "variable": one.name,
-            "value": f"({one.field})" if one.field else one.value,
-            "from": one.origin,
-            "why": one.why,
-        }
-        for one in entries
-    ]
+    rows = [(one.name, f"({one.field})" if one.field else one.value, one.origin, one.why) for one in entries]
+    return [dict(zip(("variable", "value", "from", "why"), row, strict=True)) for row in rows]

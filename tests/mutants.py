@@ -46,7 +46,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("password-to-whom-the-registry-sends", "launcher/images/oci.py",
      "own = origin_of(answer.url) == origin_of(first.url)", "own = bool(first)", "launcher/checks/test_fitness.py"),
     ("password-to-an-http-realm", "launcher/images/oci.py", "if not is_protected(realm):",
-     "if not is_local(reference.host) and not is_protected(realm):", "launcher/images/test_images.py"),
+     "if not is_local(self._reference.host) and not is_protected(realm):", "launcher/images/test_images.py"),
     ("runai-name-not-compared", "launcher/platforms/runai/rest.py", 'if one.get("name") == name and str(', "if str(",
      "launcher/platforms/runai/test_runai.py"),
     ("runai-project-not-compared", "launcher/platforms/runai/rest.py",

@@ -98,11 +98,6 @@ class PlatformSettings(Settings):
         return None
 
     @property
-    def ends_by_preemption(self) -> bool:
-        """Return whether machines may be taken back at any time, which ends the job; some platforms resume it later."""
-        return False
-
-    @property
     def machine_type(self) -> Machine | None:
         """Return the nodes' entry in the table of machines, None where they have none."""
         return MACHINES.get(self.hardware or "")

@@ -108,10 +108,6 @@ class BatchPlatformConfig(ClusterSettings):
         return self.machine
 
     @property
-    def ends_by_preemption(self) -> bool:
-        return self.spot
-
-    @property
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0

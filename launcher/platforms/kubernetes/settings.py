@@ -134,10 +134,6 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
         return chosen_network(self, host_network=self.host_network)
 
     @property
-    def ends_by_preemption(self) -> bool:
-        return self.spot
-
-    @property
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0
