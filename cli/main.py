@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +21,6 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from cli import interrupts
 from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
@@ -78,7 +76,7 @@ def program(
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings that override it: train.learning_rate=3e-4", show_default=False)
+    list[str] | None, typer.Argument(help="Settings that override it: train.max_steps=100", show_default=False)
 ]
 Profile = Annotated[
     Path | None,
@@ -125,42 +123,40 @@ def errors_for_people() -> Iterator[None]:
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
-    """Say which file has the settings that Prefect could not read when it was imported, and how to go on without."""
+    """Say which files have the settings that Prefect could not read when it was imported, and how to go on without."""
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
-    broken, others = list[str](), list[str]()
-    for file in (profiles, Path("prefect.toml").absolute(), Path("pyproject.toml").absolute()):
-        try:
-            found = tomllib.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            broken.append(str(file))
-        except OSError:
-            continue
-        else:
-            others += [str(file)] if file.name != "pyproject.toml" or "prefect" in found.get("tool", {}) else []
-    words, places = " ".join(str(error).split()), broken or [*others, "a variable PREFECT_…"]
+    files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
+    places = [str(file) for file in files if file.name != "pyproject.toml" or b"[tool.prefect" in file.read_bytes()]
+    words = " ".join(str(error).split())
     if isinstance(error, ValidationError):  # the first setting that it is about; what was given may be a secret
         first = error.errors()[0]
         words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return (
-        f"Prefect cannot read its settings: {words}; mend {' or '.join(places)}. To go on without: "
-        "PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the others"
+        f"Prefect cannot read its settings: {words}; mend {' or '.join([*places, 'a variable PREFECT_…'])}. To go on "
+        "without: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the "
+        "others"
     )
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
-def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
-    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
-    document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
-    kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
-    kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
-    return validated(kind, document, where=where)
+def read_config(
+    path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyKind] | None = None
+) -> AnyKind:
+    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training.
 
-
-def _where(path: Path, profile: Path | None) -> str:
-    return str(path) if profile is None else f"{path} with {profile}"
+    Args:
+        kind: what to read it as all the same; sections that such a config has not are left out.
+    """
+    document = config_document(path, assignments or [], profile=profile)
+    if kind is None:
+        kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
+        kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
+    else:
+        document = {name: value for name, value in document.items() if name in kind.model_fields}
+    return validated(kind, document, where=str(path) if profile is None else f"{path} with {profile}")
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             trials(settings)  # one that cannot be is refused before anything is started for it
             _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
         case BenchmarkConfig():
-            made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
+            made = _watched("flows.run_torchrun:benchmark_network", dict(settings))
             _print_table(table(made))
             _print_table(pairs_table(made[0]))
         case ScriptConfig():
@@ -214,10 +210,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
 @app.command(name="benchmark-network")
 def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
-    document = config_document(config, overrides or [], profile=profile)
-    # Any config will do: of a training's, what it trains is left out.
-    mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
-    _run(validated(BenchmarkConfig, mine, where=_where(config, profile)))
+    _run(read_config(config, overrides, profile, kind=BenchmarkConfig))
 
 
 @app.command()
@@ -226,8 +219,9 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
     settings = read_config(config, overrides, profile)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
-    parameters = {"root": settings.root, "data": settings.data, "workers": settings.workers}
-    _watched("flows.prepare_dataset:prepare_dataset", parameters)
+    _watched(
+        "flows.train_litgpt:prepare_dataset", {name: getattr(settings, name) for name in ("root", "data", "workers")}
+    )
 
 
 @app.command()
@@ -239,7 +233,7 @@ def sweep(
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
-            "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
+            "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"
         )
     _run(settings)
 
@@ -471,10 +465,13 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
-    from flows.reconciling import contradicted
     from launcher.runs.listing import run_rows, table_of
 
-    rows = contradicted(run_rows(Index.of(root), bad=(bad := DamagedRecords())))
+    rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
+    if os.environ.get("PREFECT_API_URL") and any(row.live for row in rows):
+        from flows.reconciling import contradicted
+
+        rows = contradicted(rows)
     if as_json:
         if bad.count:
             _say(escape(str(bad)), stderr)
@@ -551,7 +548,7 @@ def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, 
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled, problems = cancel_each(found.attempts, tell=lambda what: _print_notes(what))
+    cancelled, problems = cancel_each(found.attempts, tell=_print_notes)
     unread = f"a record that may be of a trial of {found.name} cannot be read"
     problems += [DataError(f"{unread}: {why}") for why in found.damaged]
     for job_id in cancelled:
@@ -559,7 +556,7 @@ def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, 
     if cancelled:
         from launcher.checks.plan import lost_steps
 
-        for run in {attempts.run for attempts in found.attempts}:
+        for run in found.runs:
             if lost := lost_steps(found.storage(run)):
                 _say(f"{escape(run)}: {lost}")
     for problem in problems:
@@ -601,21 +598,19 @@ def reap(
     unknown = unknown or len(those) < len(found)
     for one in found:
         _say(escape(str(one)))
-    question = f"remove all of it, {len(those)} attempts?"
     if not those:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
-    elif not dry_run and not (yes or (sys.stdin.isatty() and typer.confirm(question))):
+    elif dry_run or not (yes or (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?"))):
         _say("nothing was removed; --yes removes it")
-    elif not dry_run:
-        for one in those:
-            try:
-                gone = remove_leftover(index, one)
-            except TrainLitgptError as error:
-                _error(str(error))
-                unknown = True
-                continue
+        those = []
+    for one in those:
+        try:
+            gone = remove_leftover(index, one)
             lives = f"{one.run} lives again, and was left alone"
             _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
+        except TrainLitgptError as error:
+            _error(str(error))
+            unknown = True
     if unknown:
         raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
@@ -662,8 +657,3 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     console.print(table)
-
-
-if __name__ == "__main__":
-    interrupts.answer()
-    main()

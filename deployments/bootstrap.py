@@ -107,7 +107,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         f"In your shell:\n\n"
         f"    . {shlex.quote(str(file))}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
-        f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
+        f"    train-litgpt submit local train.max_steps=100\n\n"
         f"`make stop` ends server and worker; their logs are in {file.parent}."
     )
 

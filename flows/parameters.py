@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from prefect.client.base import ServerType
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import get_current_settings
+from prefect.utilities.urls import url_for
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
@@ -46,7 +45,7 @@ DATASET_FIELDS = ("root", "data", "workers")
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
     default={},
-    description='Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
+    description='Single settings by their dotted names: {"train.max_steps": 100}. They win over the sections; '
     "a section given with -p replaces the deployment's whole section.",
 )
 
@@ -128,7 +127,7 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
 
 async def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
-) -> tuple[str, str, str]:
+) -> tuple[str, str, str | None]:
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
 
     Args:
@@ -147,10 +146,7 @@ async def submit_deployment(
             raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-        pages = (get_current_settings().ui_url or "").rstrip("/")
-        if client.server_type is not ServerType.CLOUD:  # of a server's own two UIs, the second draws our charts
-            pages = f"{pages.removesuffix('/v2')}/v2"
-    return created.name, full, f"{pages}/runs/flow-run/{created.id}"
+    return created.name, full, url_for("flow-run", created.id)
 
 
 def parameters_with(
@@ -158,7 +154,7 @@ def parameters_with(
 ) -> dict[str, Any]:
     """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
 
-    Prefect merges top-level names only, and would take a lone `train: {learning_rate: …}` for the whole section.
+    Prefect merges top-level names only, and would take a lone `train: {max_steps: …}` for the whole section.
     """
     kind = KINDS.get(flow)
     if kind is None:

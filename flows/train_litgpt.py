@@ -1,4 +1,4 @@
-"""The main job: raw text in, a verified checkpoint out."""
+"""The main job: raw text in, a verified checkpoint out; and its first step on its own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from prefect import flow
 
 from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, takes
+from flows.parameters import DATASET_FIELDS, config_from, takes
 from launcher.checks.plan import findings_at
 from launcher.config import RunConfig
 from launcher.events import Note
 from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
 from litgpt_demo.export import FinalManifest, exported
+from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
-from tasks.dataset import prepare_dataset
-from tasks.image import build_image
-from tasks.preflight import get_credentials, is_under_way
+from tasks.preflight import build_image, get_credentials, is_under_way
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit
 from tasks.training import flow_runs, train
@@ -46,15 +46,27 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
     find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
-    dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
+    prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
         identity = await build_image(config)
     if not lives:
         await get_credentials(config)
     with closing(Collector(run)) as collector:
-        await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
+        await train(as_it_is(run), as_it_is(prepared), identity, on_row=collector.follow)
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
-    address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))
+    address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
     emit(Note(what=f"report: {address}"))
     return final
+
+
+@flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
+@takes(RunConfig, only=DATASET_FIELDS)
+async def prepare_dataset(**parameters: Any) -> DatasetManifest:
+    """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
+    begin()
+    config = config_from(RunConfig, parameters)
+    planned = await asyncio.to_thread(plan_dataset, config.data)
+    for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
+        emit(Note(what=str(finding), severity=finding.severity))
+    return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)

@@ -35,8 +35,8 @@ _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; t
 _RESTART = re.compile(r"restart-[0-9]{1,9}/")
 # What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
 _COLUMNS = frozenset({
-    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "learning_rate", "tokens",
-    "tokens_per_second", "mfu", "memory", "step_seconds", "seconds",
+    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "tokens", "tokens_per_second",
+    "mfu", "memory", "step_seconds", "seconds",
 })  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
 
@@ -90,16 +90,31 @@ async def run_job(
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
+    # Those on the attempts that this flow run has counted, oldest first.
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
+    step = max((one.after for one in verdicts), default=step)
+    ended, verdict = verdicts[-1].attempt if verdicts else 0, None
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
-        step = max((one.after for one in verdicts), default=step)
-        run = _Orchestration(claim, budget, lease, watch, verdicts, step)
-        ended, verdict = verdicts[-1].attempt if verdicts else 0, None
         while True:
-            if (done := await run.turn(ended, verdict)) is not None:
+            mine, done = await _turn(claim, lease, watch, ended, verdict)
+            if done is not None:
                 return done
-            decision = budget.after(run.verdicts)
+            if mine and lease.inherited is not None:
+                theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
+                counted = {one.attempt: one for one in [*verdicts, *theirs]}
+                verdicts = [counted[number] for number in sorted(counted)]
+            if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
+                verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
+                step = max(step, verdicts[-1].after)
+            decision = budget.after(verdicts)
+            if mine and verdict is not None:
+                if decision.wait is None:
+                    if decision.why:
+                        emit(Note(what=decision.why, severity="error"))
+                    await asyncio.to_thread(lease.release, stopped=ended)
+                    raise JobFailed(str(verdict), fault=verdict.fault)
+                emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
             if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
                 what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
@@ -121,66 +136,44 @@ async def run_job(
             ended = record.attempt
 
 
-@dataclass
-class _Orchestration:
-    """What the orchestrator of a run's attempts counts, and its side of the lease."""
+async def _turn(
+    claim: Claim, lease: Lease, watch: CancelWatch, ended: int, verdict: Verdict | None
+) -> tuple[bool, AttemptRecord | None]:
+    """Return when this orchestrator may start what comes after `ended`, or another one has started it.
 
-    claim: Claim
-    budget: Budget
-    lease: Lease
-    watch: CancelWatch
-    verdicts: list[AttemptVerdict]
-    """The verdicts on the attempts that this flow run has counted, oldest first."""
-    step: int
-    """The run's newest checkpoint."""
+    Returns whether the lease is this one's, and the attempt that ended well meanwhile, if one did.
 
-    async def turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
-        """Return when this orchestrator may start what comes after `ended`, or another one has started it.
-
-        It counts the attempt that ended badly, for the reason `verdict` if this orchestrator has followed it, and those
-        of a holder that died. Returns the attempt that ended well meanwhile, if one did.
-        """
-        attempts, lease, before, told = self.claim.attempts, self.lease, ended, False
-        decided = ended if verdict is not None else 0
-        while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
-            last = await ask(self.claim, attempts.last)
-            if last is not None and last.number > ended and last.status.state.live:
-                return None
-            if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
-                raise JobFailed(str(verdict), fault=verdict.fault)
-            if not told:
-                told, before = True, max(ended, last.number if last is not None else 0)
-                holder = lease.holder or "another process"
-                emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
-            await asyncio.to_thread(self.watch.check)
-            await asyncio.sleep(LOOK)
-        last = await ask(self.claim, attempts.last) if told else None
-        if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
-            return last.record
-        if lease.inherited is not None:
-            theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
-            counted = {one.attempt: one for one in [*self.verdicts, *theirs]}
-            self.verdicts[:] = [counted[number] for number in sorted(counted)]
-        if verdict is None:
-            return None
-        if ended not in {one.attempt for one in self.verdicts}:
-            # Why the attempt ended, and how far it got, is written down: a resumed flow run counts it.
-            after = await asyncio.to_thread(self.claim.progress)
-            own, machine = self.claim.orchestrator, verdict.machine
-            judged = AttemptVerdict(
-                attempt=ended, fault=verdict.fault, before=self.step, after=after, machine=machine, flow_run=own
-            )
-            await asyncio.to_thread(attempts.index.judge, attempts.run, judged)
-            await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
-            self.verdicts.append(judged)
-        self.step = max(self.step, self.verdicts[-1].after)
-        if (decision := self.budget.after(self.verdicts)).wait is None:
-            if decision.why:
-                emit(Note(what=decision.why, severity="error"))
-            await asyncio.to_thread(lease.release, stopped=ended)
+    Args:
+        verdict: why `ended` ended badly, if this orchestrator has followed it.
+    """
+    attempts, before, told = claim.attempts, ended, False
+    decided = ended if verdict is not None else 0
+    while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
+        last = await ask(claim, attempts.last)
+        if last is not None and last.number > ended and last.status.state.live:
+            return False, None
+        if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
             raise JobFailed(str(verdict), fault=verdict.fault)
-        emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
-        return None
+        if not told:
+            told, before = True, max(ended, last.number if last is not None else 0)
+            holder = lease.holder or "another process"
+            emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
+        await asyncio.to_thread(watch.check)
+        await asyncio.sleep(LOOK)
+    last = await ask(claim, attempts.last) if told else None
+    ended_well = last is not None and last.number > before and last.status.state is JobState.SUCCEEDED
+    return True, last.record if last is not None and ended_well else None
+
+
+async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
+    """Write down why an attempt ended, and how far it got: a resumed flow run counts it."""
+    after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
+    judged = AttemptVerdict(
+        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
+    )
+    await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
+    await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
+    return judged
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
@@ -264,6 +257,7 @@ async def await_job(
         lines = Lines(job, live, on_row)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
+        refused = None
         try:
             status = await follow(
                 platform,
@@ -275,18 +269,16 @@ async def await_job(
                 position=position,
                 on_position=partial(index.read_up_to, record),
             )
-        except JobRefused:
-            await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it
-            refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
-            await asyncio.to_thread(index.end, record, refused)
-            _tell(claim, record, "ended")
-            raise
+        except JobRefused as error:  # it lingers: it would start when nobody watches it
+            refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)
     lines.log()
     report_unreadable(lines.damaged)
     if status.lingers:
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
     _tell(claim, record, "ended")
+    if refused is not None:
+        raise refused
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:

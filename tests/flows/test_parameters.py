@@ -9,12 +9,10 @@ import pytest
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 
-from flows.benchmark_network import benchmark_network
 from flows.parameters import DATASET_FIELDS, KINDS, config_from, tell_of_defaults
-from flows.prepare_dataset import prepare_dataset
-from flows.run_torchrun import run_torchrun
+from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import train_litgpt
+from flows.train_litgpt import prepare_dataset, train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note

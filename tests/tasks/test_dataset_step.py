@@ -24,7 +24,7 @@ ONE = ThreadWorkers(kind="threads", count=1)
 @pytest.fixture
 def prepare(tiny: Callable[..., RunConfig]) -> Callable[..., Awaitable[bool]]:
     """The flow; it returns whether it found the dataset done."""
-    from flows.prepare_dataset import prepare_dataset
+    from flows.train_litgpt import prepare_dataset
 
     async def prepared(workers: Workers = ONE) -> bool:
         config, events = tiny(), list[Event]()

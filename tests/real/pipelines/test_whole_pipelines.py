@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 from waiting import until
 
-from flows.prepare_dataset import prepare_dataset
+from flows.train_litgpt import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, read_yaml
