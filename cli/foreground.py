@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.table import Table
-from rich.text import Text
 
 from cli import interrupts
 from cli.terminal import Screen
@@ -124,32 +123,21 @@ class Tracker:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
-
 _QUICK = 3.0  # seconds that nobody minds
-
 _REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
+_BAR = BarColumn(bar_width=28)
 
 
 class Measured(ProgressColumn):
-    """A bar and a count, for what has a known end; nothing for what has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bar = BarColumn(bar_width=28)
+    """A bar and a count, for what has a known end; the seconds that have passed for other work that is not quick."""
 
     def render(self, task: Task) -> Table:
         shown = Table.grid(padding=(0, 1))
         if task.total is not None:
-            shown.add_row(self._bar.render(task), f"{task.completed:.0f}/{task.total:.0f}")
+            shown.add_row(_BAR.render(task), f"{task.completed:.0f}/{task.total:.0f}")
+        elif (task.elapsed or 0.0) >= _QUICK:
+            shown.add_row(f"[dim]({duration_text(task.elapsed)})[/]")
         return shown
-
-
-class Elapsed(ProgressColumn):
-    """The seconds that have passed, for work without a known end; nothing while it is quick."""
-
-    def render(self, task: Task) -> Text:
-        slow = task.total is None and (task.elapsed or 0.0) >= _QUICK
-        return Text(f"({duration_text(task.elapsed)})" if slow else "", style="dim")
 
 
 class Watch:
@@ -170,7 +158,6 @@ class Watch:
             TextColumn("{task.description}"),
             Measured(),
             TextColumn("{task.fields[what]}"),
-            Elapsed(),
             console=console,
             transient=True,
             disable=not console.is_terminal,

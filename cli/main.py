@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import Annotated, Any, TypeAlias, get_args
 
@@ -33,6 +33,7 @@ from launcher.runs.listing import Target, find, find_started_with
 from launcher.runs.run import trials
 from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
+from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
 from litgpt_demo.export import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
@@ -40,38 +41,25 @@ from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import open_storage
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="From raw text to a verified, trained GPT, on whatever machines you have.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are no emoji.
 console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Screen(stderr=True, highlight=False, emoji=False)
 
 
-def _print_version(asked: bool) -> None:
-    """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
-    if not asked:
-        return
-    from launcher.images.identity import software_identity
-
-    identity = software_identity()
-    typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
-    typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
-    raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Versions and commit, then exit."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Versions and commit, then exit.")] = False,
 ) -> None:
-    """Declare the options that come before a command."""
+    """From raw text to a verified, trained GPT, on whatever machines you have."""
+    if version:  # from installed metadata: nothing heavy is imported
+        from launcher.images.identity import software_identity
+
+        identity = software_identity()
+        typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
+        typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
+        raise typer.Exit
 
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False)]
@@ -128,10 +116,8 @@ def _problem_of_prefects_settings(error: ValueError) -> str:
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
     places = [str(file) for file in files if file.name != "pyproject.toml" or b"[tool.prefect" in file.read_bytes()]
-    words = " ".join(str(error).split())
-    if isinstance(error, ValidationError):  # the first setting that it is about; what was given may be a secret
-        first = error.errors()[0]
-        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    # Of a validation not all is said: what was given may be a secret.
+    words = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
     return (
         f"Prefect cannot read its settings: {words}; mend {' or '.join([*places, 'a variable PREFECT_…'])}. To go on "
         "without: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the "
@@ -187,7 +173,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
     match settings:
         case SweepConfig():
             trials(settings)  # one that cannot be is refused before anything is started for it
-            _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
+            _print_table(_watched("flows.train_litgpt:sweep_litgpt", dict(settings), output=output))
         case BenchmarkConfig():
             made = _watched("flows.run_torchrun:benchmark_network", dict(settings))
             _print_table(table(made))
@@ -291,12 +277,8 @@ def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) 
     """
     from cli.foreground import in_foreground
 
-    def load() -> Callable[[], Coroutine[Any, Any, Any]]:
-        module, _, name = flow.partition(":")
-        return partial(getattr(import_module(module), name), **parameters)
-
     _quiet_prefect()
-    return in_foreground(load, console, output=output)
+    return in_foreground(lambda: partial(resolve_name(flow), **parameters), console, output=output)
 
 
 def _quiet_prefect() -> None:

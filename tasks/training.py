@@ -36,8 +36,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.live import LINE
-from tasks.report import LiveArtifacts, show_verdict
+from tasks.report import LINE, LiveArtifacts, show_verdict
 from tasks.steps import ONCE, as_it_is, emit, report_unreadable
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ from prefect.exceptions import ParameterTypeError
 
 from flows.parameters import DATASET_FIELDS, KINDS, config_from, tell_of_defaults
 from flows.run_torchrun import benchmark_network, run_torchrun
-from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import prepare_dataset, train_litgpt
+from flows.train_litgpt import prepare_dataset, sweep_litgpt, train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note

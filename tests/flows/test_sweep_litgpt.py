@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from prefect import get_client
 
-from flows import sweep_litgpt as module
-from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import _planned
+from flows import train_litgpt as module
+from flows.train_litgpt import _planned, sweep_litgpt
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 
