@@ -153,15 +153,8 @@ class Watch:
         self._started: dict[str, float] = {}
         self._line: TaskID | None = None
         self._percent_shown = 0
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            Measured(),
-            TextColumn("{task.fields[what]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
 
     def __enter__(self) -> Self:
@@ -407,20 +400,17 @@ def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled
     them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
     """
     from prefect import get_client
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import FlowRun, State, StateType
+    from prefect.client.schemas.objects import State, StateType
 
     kind, why = StateType.CANCELLED, "Cancelled by its user, with all of its jobs"
     if name == "Interrupted":
         kind, why = StateType.CRASHED, "Left by its user; a job that was started goes on by itself"
-    by_itself = filters.FlowRunFilterStateType(not_any_=[StateType.COMPLETED, StateType.FAILED])
-    mine = filters.FlowRunFilter(
-        id=filters.FlowRunFilterId(any_=[UUID(one) for one in ids]), state=filters.FlowRunFilterState(type=by_itself)
-    )
+    state = State[Any](type=kind, name=name, message=why)
     with get_client(sync_client=True) as client, ThreadPoolExecutor(max_workers=16) as pool:
 
-        def end(flow_run: FlowRun) -> None:
-            client.set_flow_run_state(flow_run.id, State[Any](type=kind, name=name, message=why), force=True)
+        def end(flow_run: UUID) -> None:
+            if client.read_flow_run(flow_run).state_type not in {StateType.COMPLETED, StateType.FAILED}:
+                client.set_flow_run_state(flow_run, state, force=True)
 
         # All at once: a sweep has many trials, and there is a second for all.
-        list(pool.map(end, client.read_flow_runs(flow_run_filter=mine)))
+        list(pool.map(end, map(UUID, ids)))

@@ -23,19 +23,23 @@ from rich.table import Table
 
 from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
+from launcher.checks.doctor import examine_environment
+from launcher.checks.plan import findings_of, lost_steps, plan_of, previews, progress_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
+from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.runs import waiting
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import DamagedRecords, Index
-from launcher.runs.listing import Target, find, find_started_with
+from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.run import trials
-from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
+from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
-from litgpt_demo.export import use_of
+from litgpt_demo.export import summary_lines, use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
@@ -54,8 +58,6 @@ def program(
 ) -> None:
     """From raw text to a verified, trained GPT, on whatever machines you have."""
     if version:  # from installed metadata: nothing heavy is imported
-        from launcher.images.identity import software_identity
-
         identity = software_identity()
         typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
         typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
@@ -234,7 +236,6 @@ def collect(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
-    from litgpt_demo.export import summary_lines
     from litgpt_demo.export.models import export as collect_models
 
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
@@ -308,8 +309,6 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    from launcher.checks.plan import previews
-
     shown = list(previews(read_config(config, overrides, profile)))
     unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
     if unknown and not explain:
@@ -331,8 +330,6 @@ def render(
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
-    from launcher.checks.plan import plan_of
-
     planned = plan_of(read_config(config, overrides, profile))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
@@ -405,9 +402,6 @@ def doctor(
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
     """Check this machine and what a config needs, and say how to fix what is wrong."""
-    from launcher.checks.doctor import examine_environment
-    from launcher.checks.plan import findings_of
-
     if config is None and profile is not None:
         raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
     settings = None if config is None else read_config(config, overrides, profile)
@@ -424,8 +418,6 @@ def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    from litgpt_demo.data.dataset import verify_dataset
-
     start = time.monotonic()
     found = verify_dataset(dataset)
     manifest, seconds = found.manifest, max(time.monotonic() - start, 1e-3)
@@ -447,8 +439,6 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
-    from launcher.runs.listing import run_rows, table_of
-
     rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
     if os.environ.get("PREFECT_API_URL") and any(row.live for row in rows):
         from flows.reconciling import contradicted
@@ -468,9 +458,6 @@ def runs(
 @app.command()
 def status(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
-    from launcher.checks.plan import progress_of
-    from launcher.runs.listing import run_rows, table_of
-
     found = target_of(target, overrides, profile, root)
     if len(found.runs) > 1:
         _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := DamagedRecords()), open=found.open)))
@@ -499,8 +486,6 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    from launcher.runs import waiting
-
     found = target_of(target, overrides, profile, root)
 
     async def show(attempts: Attempts) -> None:
@@ -512,7 +497,7 @@ def logs(
 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
-                show_line(f"{prefix}{line if raw else readable(line)}")
+                show_line(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
             await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
@@ -536,8 +521,6 @@ def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, 
     for job_id in cancelled:
         _say(f"cancelled {escape(job_id)}; nothing of it is left")
     if cancelled:
-        from launcher.checks.plan import lost_steps
-
         for run in found.runs:
             if lost := lost_steps(found.storage(run)):
                 _say(f"{escape(run)}: {lost}")
@@ -559,8 +542,6 @@ def reap(
 
     Runs that live, or whose state is not known, are never touched.
     """
-    from launcher.runs.listing import leftovers, remove_leftover
-
     unknown = False
     if not dry_run:
         _quiet_prefect()

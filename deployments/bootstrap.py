@@ -133,9 +133,6 @@ def _report(part: str, what: str, which: str) -> None:
     typer.echo(harmless(f"{part:<12} {what:<12} {which}".rstrip()))
 
 
-# --- server and worker ------------------------------------------------------------------------------------------------
-
-
 def environment(home: Path) -> dict[str, str]:
     """Return Prefect's settings for everything that is started here, the address and the secret that were kept too."""
     return settings_in(environment_file(home)) | {
@@ -214,9 +211,6 @@ def _end(name: str) -> bool:
     return lived
 
 
-# --- what is in the server --------------------------------------------------------------------------------------------
-
-
 async def _bring_up_to_date() -> None:
     """Create or change the automations, and settle what became of flow runs while nobody listened."""
     from prefect.client.orchestration import get_client
@@ -267,9 +261,6 @@ async def _roots() -> set[str]:
                 found = await client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200)
                 return {root_of(flow_run.parameters) for flow_run in found}
     return set()
-
-
-# --- prefect.yaml -----------------------------------------------------------------------------------------------------
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:

@@ -86,9 +86,6 @@ def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConf
     return validated(kind, overridden(document, parameters.get("overrides") or {}), where="the parameters")
 
 
-# --- a section that is given in part ----------------------------------------------------------------------------------
-
-
 def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """Validate a section; where it cannot be used, say how single settings are changed."""
     try:
@@ -120,9 +117,6 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
         "A section that is given replaces the deployment's whole section; a single setting is changed by "
         f"-p 'overrides={single}', or by `train-litgpt submit`"
     )
-
-
-# --- a deployment's flow, with some settings changed ------------------------------------------------------------------
 
 
 async def submit_deployment(

@@ -49,7 +49,7 @@ class Collector:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._is_needed = run, not is_collected_by_a_job(run)
+        self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._steps, self._begun = math.inf, False
 
@@ -62,10 +62,8 @@ class Collector:
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
-        if not self._is_needed:
-            return
         match row:
-            case {"kind": "start", "steps": int(steps)}:
+            case {"kind": "start", "steps": int(steps)} if not is_collected_by_a_job(self._run):
                 self._steps = steps
             case {"kind": "step", "step": int(step), "step_seconds": int() | float() as seconds}:
                 if (self._steps - step) * seconds < _HEAD_START:

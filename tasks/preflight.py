@@ -72,17 +72,13 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
 
-    def stop_if_asked() -> None:
-        if stopped.is_set():
+    def pause(seconds: float) -> None:
+        if stopped.wait(seconds):
             raise asyncio.CancelledError
 
     def log(line: str) -> None:
-        stop_if_asked()
+        pause(0)
         emit(Output(line=line))
-
-    def pause(seconds: float) -> None:
-        stopped.wait(seconds)
-        stop_if_asked()
 
     try:
         identity = await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
