@@ -266,7 +266,7 @@ def submit(
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        name, full, page = asyncio.run(submit_deployment(deployment, changes, profile=sections))
+        name, full, page = submit_deployment(deployment, changes, profile=sections)
     _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
 
 

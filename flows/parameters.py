@@ -6,10 +6,10 @@ single settings, as `train-litgpt submit` does: deep merge, our validation, then
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -19,16 +19,17 @@ from prefect.utilities.urls import url_for
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
-from flows.hooks import deployed
+from flows.hooks import begin, deployed
 from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.events import Note
 from litgpt_demo.config import Settings
+from litgpt_demo.documents import first_problem
 from tasks.steps import emit
 
-Flow = TypeVar("Flow", bound=Callable[..., Coroutine[Any, Any, Any]])
+T = TypeVar("T")
 
 # The model behind each flow's parameters; prepare-dataset takes three sections of a training's.
 KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | type[BenchmarkConfig]] = {
@@ -50,14 +51,21 @@ _OVERRIDES = FieldInfo(
 )
 
 
-def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Flow]:
-    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`.
+def takes(
+    kind: type[AnyConfig], only: Sequence[str] = ()
+) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
+    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`; it gets the config of them.
 
-    The flow itself receives them as keywords and hands them to `config_from`. Prefect makes its form, and its check of
-    what is given, from a function's signature and from the `Args:` of its docstring, so that these are what is set.
+    Prefect makes its form, and its check of what is given, from a function's signature and from the `Args:` of its
+    docstring, so that these are what is set.
     """
 
-    def with_parameters(flow: Flow) -> Flow:
+    def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+        @wraps(flow)
+        async def begun(**given: Any) -> T:
+            begin()
+            return await flow(config_from(kind, given))
+
         parameters, lines, kinds = [], [], inspect.Parameter
         fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
         for name, field in fields.items():
@@ -70,9 +78,9 @@ def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Fl
             parameters.append(kinds(name, kinds.KEYWORD_ONLY, annotation=annotation, default=default))
             lines.append(f"    {name}: {' '.join((field.description or '').split())}")
         returns = inspect.signature(flow).return_annotation
-        flow.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        flow.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
-        return flow
+        begun.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        begun.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
+        return begun
 
     return with_parameters
 
@@ -93,11 +101,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
     except ValidationError as error:
         if not isinstance(value, Mapping):
             raise
-        problems = (
-            ": ".join(filter(None, [".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")]))
-            for one in error.errors(include_url=False)
-        )
-        raise ValueError(f"{'; '.join(problems)}. {_advice(info.field_name or 'section', value)}") from error
+        raise ValueError(f"{first_problem(error)}. {_advice(info.field_name or 'section', value)}") from error
 
 
 def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
@@ -119,7 +123,7 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
     )
 
 
-async def submit_deployment(
+def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str | None]:
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
@@ -130,16 +134,16 @@ async def submit_deployment(
     Returns its name, the deployment's name in full, and its page.
     """
     full = name if "/" in name else f"train-litgpt/{name}"
-    await asyncio.to_thread(require_server)
-    async with get_client() as client:
+    require_server()
+    with get_client(sync_client=True) as client:
         try:
-            deployment = await client.read_deployment_by_name(full)
+            deployment = client.read_deployment_by_name(full)
         except ObjectNotFound as error:
-            flows = {flow.id: flow.name for flow in await client.read_flows()}
-            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+            flows = {flow.id: flow.name for flow in client.read_flows()}
+            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in client.read_deployments())
             raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
-        created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+        created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
     return created.name, full, url_for("flow-run", created.id)
 
 

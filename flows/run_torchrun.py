@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from prefect import flow, task
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, takes
+from flows.hooks import cancel_jobs
+from flows.parameters import takes
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.checks.plan import findings_at
 from launcher.config import ScriptConfig
@@ -29,10 +28,9 @@ _FIGURES = f"node-0/{RESULT}"
 
 @flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(ScriptConfig)
-async def run_torchrun(**parameters: Any) -> str:
+async def run_torchrun(config: ScriptConfig) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
-    begin()
-    return await run_script(config_from(ScriptConfig, parameters))
+    return await run_script(config)
 
 
 async def run_script(config: ScriptConfig) -> str:
@@ -60,10 +58,8 @@ async def run_script(config: ScriptConfig) -> str:
 
 @flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(BenchmarkConfig)
-async def benchmark_network(**parameters: Any) -> list[Result]:
+async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
-    begin()
-    config = config_from(BenchmarkConfig, parameters)
     attempts = [await run_script(job) for job in config.jobs()]
     made = await publish_benchmark(config.name, attempts)
     emit(Note(what=f"{lead(made[0])}\n  figures: {open_storage(attempts[0]).address(_FIGURES)}"))

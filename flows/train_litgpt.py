@@ -11,8 +11,8 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
-from flows.hooks import begin, cancel_jobs
-from flows.parameters import DATASET_FIELDS, config_from, takes
+from flows.hooks import cancel_jobs
+from flows.parameters import DATASET_FIELDS, takes
 from launcher.checks.plan import findings_at, findings_of_trials
 from launcher.config import RunConfig, SweepConfig
 from launcher.curves import summary
@@ -55,12 +55,10 @@ def _planned(config: RunConfig, flow_run: str | None) -> Run:
 
 @flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(RunConfig)
-async def train_litgpt(**parameters: Any) -> FinalManifest:
+async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect."""
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
     # submission needs (machines, image, access) is not looked at again.
-    begin()
-    config = config_from(RunConfig, parameters)
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
     find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
@@ -80,10 +78,8 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
 
 @flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
 @takes(RunConfig, only=DATASET_FIELDS)
-async def prepare_dataset(**parameters: Any) -> DatasetManifest:
+async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
-    begin()
-    config = config_from(RunConfig, parameters)
     planned = await asyncio.to_thread(plan_dataset, config.data)
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
         emit(Note(what=str(finding), severity=finding.severity))
@@ -93,14 +89,8 @@ async def prepare_dataset(**parameters: Any) -> DatasetManifest:
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(SweepConfig)
-async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
-    """Train every combination of a grid; returns the table, best trial first."""
-    begin()
-    return await run_sweep(config_from(SweepConfig, parameters))
-
-
-async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others."""
+async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
+    """Train every combination of a grid; returns the table, best first. One that fails does not end the others."""
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)

@@ -50,7 +50,11 @@ def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_befo
     ("given", "problem", "single"),
     [
         ({"train": {"max_steps": 20}}, "train.warmup_steps=100 leaves nothing", '{"train.max_steps": 20}'),
-        ({"platform": {"kind": "local", "nods": 2}}, "local.nods: Extra inputs", '{"platform.nods": 2}'),
+        (
+            {"platform": {"kind": "local", "nods": 2}},
+            "Extra inputs are not permitted at local.nods",
+            '{"platform.nods": 2}',
+        ),
     ],
 )
 def test_a_section_that_cannot_be_used_names_overrides(given: dict[str, Any], problem: str, single: str) -> None:
