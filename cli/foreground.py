@@ -257,8 +257,7 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     """Tell an interrupted user what goes on, how to take it up (by the command `again`) and how to cancel it."""
     jobs = tracker.jobs
     if not jobs:
-        known = "no job is running; run again, what is done is found by its key"
-        known = known if tracker.step is None else _WITHOUT_A_JOB.get(tracker.step, known)
+        known = "no job is running; run again, and what is done is found, what was begun goes on where it was"
         return [known if tracker.flow_runs else "nothing was started", f"  run again  {again}"]
     standing = [
         f"the job goes on as {job.run} on {job.platform.kind}"
@@ -268,13 +267,6 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     ]
     commands = [f"take up    {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
     return [standing[0], *(f"  {line}" for line in [*standing[1:], *commands])]
-
-
-_WITHOUT_A_JOB = {
-    Step.DATASET: "no job was started; run again, the preparation of the dataset goes on where it was",
-    Step.IMAGE: "no job was started; run again, a build of the image that goes on elsewhere is taken up",
-    Step.CHECKPOINTS: "the job has ended; run again, its last checkpoint is collected",
-}
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

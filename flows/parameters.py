@@ -1,4 +1,6 @@
-"""A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
+"""What all flows share: their parameters, a guard that keeps a resumed one from running forever or twice, and a hook.
+
+A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
 
 A section that is given replaces the deployment's whole section, which is rarely what is meant; `overrides` changes
 single settings, as `train-litgpt submit` does: deep merge, our validation, then Prefect's.
@@ -6,27 +8,36 @@ single settings, as `train-litgpt submit` does: deep merge, our validation, then
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, ObjectNotFound
+from prefect.logging.loggers import flow_run_logger
+from prefect.runtime import flow_run as this_flow_run
 from prefect.utilities.urls import url_for
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
-from flows.hooks import begin, deployed
 from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.events import Note
+from launcher.events import FlowRunStarted, Note, report
+from launcher.runs.attempts import Attempts, cancel_each, opening_beside
+from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import first_problem
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.storage.private import make_temporary
 from tasks.steps import emit
 
 T = TypeVar("T")
@@ -42,6 +53,9 @@ KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | t
 
 DATASET_FIELDS = ("root", "data", "workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
+
+# Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
+MAX_RESUMES = 20
 
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
@@ -83,6 +97,66 @@ def takes(
         return begun
 
     return with_parameters
+
+
+def deployed() -> bool:
+    """Return True if this flow run is a deployment's. Prefect's `runtime.deployment` would ask the API each time."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
+
+
+def begin() -> None:
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
+    # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
+    # resumed once more while its engine is well.
+    if deployed() and not taken(this_flow_run.id):
+        get_run_logger().info("another process orchestrates this flow run already; this one stands down")
+        raise Abort  # on which Prefect ends this process and leaves the run's state alone
+    count = this_flow_run.run_count or 0
+    if count > MAX_RESUMES:
+        raise ConfigProblem(
+            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
+            "start a new one: a training that is under way is adopted"
+        )
+    report(FlowRunStarted(id=str(this_flow_run.id)))
+
+
+def taken(flow_run: str) -> bool:
+    """Take a flow run for this process and until its end, unless another process of this machine has it."""
+    lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    return True
+
+
+def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
+    """Cancel every live job that a cancelled flow run started or took up, and prove that nothing of them is left.
+
+    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
+    are found by the flow run's id, in the index of the root that its parameters name. A later attempt at the same run
+    that is another flow run's is left alone.
+    """
+    logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
+    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
+    mine: list[Attempts] = []
+    unread: list[TrainLitgptError] = []
+    for run, attempt in index.followed_by(str(flow_run.id)).items():
+        attempts = Attempts(index=index, run=run, open=beside)
+        try:
+            if attempts.records()[-1].attempt == attempt:
+                mine.append(attempts)
+        except TrainLitgptError as error:
+            unread.append(error)
+    cancelled, problems = cancel_each(mine, tell=logger.warning)
+    if problems := problems + unread:  # all others are cancelled by now
+        raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
+    for job_id in cancelled:
+        logger.info("cancelled %s; nothing of it is left", job_id)
+    if not cancelled:
+        logger.info("there was no live job to cancel")
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
@@ -158,8 +232,8 @@ def parameters_with(
     if kind is None:
         raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
     given = {name: value for name, value in parameters.items() if name != "overrides"}
-    deployed = overridden(given, parameters.get("overrides") or {})
-    document = overridden({**deployed, **(profile or {})}, overrides)
+    stored = overridden(given, parameters.get("overrides") or {})
+    document = overridden({**stored, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
         raise ConfigProblem(

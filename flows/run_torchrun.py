@@ -9,8 +9,7 @@ from functools import partial
 from prefect import flow, task
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.hooks import cancel_jobs
-from flows.parameters import takes
+from flows.parameters import cancel_jobs, takes
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.checks.plan import findings_at
 from launcher.config import ScriptConfig

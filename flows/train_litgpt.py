@@ -11,8 +11,7 @@ from typing import Any
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
-from flows.hooks import cancel_jobs
-from flows.parameters import DATASET_FIELDS, takes
+from flows.parameters import DATASET_FIELDS, cancel_jobs, takes
 from launcher.checks.plan import findings_at, findings_of_trials
 from launcher.config import RunConfig, SweepConfig
 from launcher.curves import summary

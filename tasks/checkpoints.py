@@ -108,9 +108,11 @@ class Collector:
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))
-    if is_collected_by_a_job(run):
-        final, reused = await _collected_by_a_job(run, image)
-    else:
+    final = await asyncio.to_thread(exported, run.storage)
+    reused = final is not None
+    if final is None and is_collected_by_a_job(run):
+        final = await _collected_by_a_job(run, image)
+    elif final is None:
         final, reused = await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
@@ -134,13 +136,8 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
         return (await collector.collect(), False) if done is None else (done, True)
 
 
-async def _collected_by_a_job(run: Run, image: str | None) -> tuple[FinalManifest, bool]:
-    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is.
-
-    Returns the same as `_collected`.
-    """
-    if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-        return done, True
+async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
+    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is."""
     config, program = run.config, ("-m", "litgpt_demo", "collect", "--run", run.storage.address())
     alone = replace(run, config=config.model_copy(update={"platform": config.platform.for_one_process()}))
 
@@ -151,7 +148,7 @@ async def _collected_by_a_job(run: Run, image: str | None) -> tuple[FinalManifes
     for _ in range(2):  # the first may be the training, which has saved all and has not ended
         await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restarts)
         if (final := await asyncio.to_thread(exported, run.storage)) is not None:
-            return final, False
+            return final
     raise DataError(
         f"the job that collects {run.name} ended well, and {run.storage.address(FINAL)} is not whole",
         fix="run it again; if it ends so again, something removes files there",

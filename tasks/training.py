@@ -16,15 +16,13 @@ from typing import TypeVar
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
-from launcher import events
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.platforms.base import Platform
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
-from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
+from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, training_spec, write_bill, write_config
@@ -214,28 +212,25 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
     job = claim.job_of(record)
     platform = claim.attempts.open(record.platform)
+
+    def submit() -> None:  # it tells so from the same thread, which goes on when this task is cancelled
+        _tell(claim, record, "submitting")
+        claim.platform.submit(claim.platform.render(job))
+        _tell(claim, record, "started")
+
     lives = (await ask(claim, partial(platform.status, record.job_id))).state.live
     if lives:
         _tell(claim, record, "started")
     else:
-        await ask(claim, partial(_submit, claim, record))
+        await ask(claim, submit)
     verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
 
-def _submit(claim: Claim, record: AttemptRecord) -> None:
-    """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
-    _tell(claim, record, "submitting")
-    claim.platform.submit(claim.platform.render(claim.job_of(record)))
-    _tell(claim, record, "started")
-
-
 def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
     root, platform = claim.config.root, claim.config.platform
-    job = JobChanged(
-        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=platform
-    )
-    events.report(job)
+    job, run, sweep = record.job_id, record.run, record.sweep
+    emit(JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job, platform=platform))
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
@@ -251,7 +246,13 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
     index = claim.attempts.index
-    position = await asyncio.to_thread(_place_in_log, index, record, platform)
+    # What an orchestrator before has handed on is not told again.
+    if position := await asyncio.to_thread(index.place_in_log, record):
+        try:
+            with suppress(PlatformUnreachable):
+                await asyncio.to_thread(platform.logs, job_id, position)
+        except (TypeError, ValueError):  # a place that somebody else wrote: the log is read from its beginning
+            position = ""
     async with LiveArtifacts(job.name) as live:
         lines = Lines(job, live, on_row)
         if position:
@@ -377,19 +378,3 @@ class Lines:
 
 def _cut(line: LogLine) -> LogLine:
     return replace(line, text=line.text[:_LONGEST])
-
-
-def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> str:
-    """Return from where to read the attempt's log: what an orchestrator before has handed on is not told again.
-
-    A place that the platform cannot read was written by somebody else; the log is then read from its beginning.
-    """
-    if not (position := index.place_in_log(record)):
-        return ""
-    try:
-        platform.logs(record.job_id, position)
-    except PlatformUnreachable:
-        return position
-    except (TypeError, ValueError):
-        return ""
-    return position
