@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-from prefect import flow, task
+from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
 
 from flows.parameters import cancel_jobs, takes
@@ -19,7 +19,7 @@ from launcher.runs.run import plan_script
 from litgpt_demo.node.gate import RESULT, Result, read_result
 from litgpt_demo.storage import open_storage
 from tasks.preflight import build_image, get_credentials, is_under_way, ship_code
-from tasks.steps import RETRIED, as_it_is, emit
+from tasks.steps import as_it_is, emit, step_task
 from tasks.training import flow_runs, run_job
 
 _FIGURES = f"node-0/{RESULT}"
@@ -65,7 +65,7 @@ async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
     return made
 
 
-@task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
+@step_task("publish-benchmark")
 async def publish_benchmark(name: str, attempts: list[str]) -> list[Result]:
     """Show in Prefect as tables what node 0 left in the folders of these attempts; all nodes leave the same."""
     folders = [open_storage(attempt) for attempt in attempts]

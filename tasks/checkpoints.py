@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO, cast
 
-from prefect import task
-
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
 from launcher.reports import charts
@@ -26,7 +24,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.private import environment_of_readers
-from tasks.steps import RETRIED, emit
+from tasks.steps import emit, step_task
 from tasks.training import run_job
 
 _HEAD_START = 8.0
@@ -104,7 +102,7 @@ class Collector:
         raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
 
 
-@task(name=Step.CHECKPOINTS.task, task_run_name=Step.CHECKPOINTS.task, **RETRIED)
+@step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any, Self, TypeVar
 
-from prefect import task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from launcher.checks.preflight import check_workers
@@ -28,7 +27,7 @@ from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.errors import Fault
 from litgpt_demo.storage import open_storage
 from tasks.report import Live
-from tasks.steps import DELAYS, RETRIED, as_it_is, emit, may_pass, own_tries
+from tasks.steps import DELAYS, as_it_is, emit, may_pass, own_tries, step_task
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,7 +37,7 @@ _MOST_SHARES = 512
 _SAFE_PATH = "PYTHONSAFEPATH"
 
 
-@task(name=Step.DATASET.task, task_run_name=Step.DATASET.task, **RETRIED)
+@step_task(Step.DATASET.task)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
     """Make the dataset under `root`, by the `workers`, or find it done by its key."""
     emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
@@ -97,7 +96,7 @@ class LivePreparation(Live):
         return min(99.0, 100 * (datasets.fraction(progress) or 0.0)), datasets.progress_text(progress)
 
 
-@task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)
+@step_task("publish-dataset")
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
     """Show in Prefect the totals of a preparation of `seconds`."""
     name, table = f"{planned.name}-{planned.key}", datasets.table(manifest, seconds=seconds)

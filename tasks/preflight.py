@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from prefect import task
 from prefect.artifacts import acreate_table_artifact
 
 from launcher.checks.fitness import check_fitness, chosen_image
@@ -24,7 +23,7 @@ from launcher.runs.code import CodeArchive
 from litgpt_demo.findings import Finding
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import open_storage
-from tasks.steps import RETRIED, emit
+from tasks.steps import emit, step_task
 from tasks.training import ask
 
 
@@ -45,7 +44,7 @@ async def is_under_way(
     return False
 
 
-@task(name="preflight", task_run_name="preflight", **RETRIED)
+@step_task("preflight")
 async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: str) -> None:
     """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again."""
     # Some repeat what a service or a program said, and Prefect keeps them.
@@ -64,7 +63,7 @@ async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: st
     require(findings)
 
 
-@task(name=Step.IMAGE.task, task_run_name=Step.IMAGE.task, **RETRIED)
+@step_task(Step.IMAGE.task)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
@@ -98,14 +97,14 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     return identity
 
 
-@task(name=Step.CREDENTIALS.task, task_run_name=Step.CREDENTIALS.task, **RETRIED)
+@step_task(Step.CREDENTIALS.task)
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
     """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
     emit(StepStarted(step=Step.CREDENTIALS))
     emit(StepDone(step=Step.CREDENTIALS, what=await asyncio.to_thread(check_access, config)))
 
 
-@task(name="ship-code", task_run_name="ship-code", **RETRIED)
+@step_task("ship-code")
 async def ship_code(code: CodeArchive, root: str) -> None:
     """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
     storage = open_storage(root)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from uuid import UUID
 
 import httpx
-from prefect import get_client, get_run_logger, task
+from prefect import get_client, get_run_logger
 from prefect.artifacts import (
     acreate_link_artifact,
     acreate_markdown_artifact,
@@ -40,7 +40,7 @@ from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
-from tasks.steps import RETRIED, report_unreadable
+from tasks.steps import report_unreadable, step_task
 
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
 _UPDATE = 5.0
@@ -158,7 +158,7 @@ async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
     await could_show(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
 
 
-@task(name="publish-report", task_run_name="publish-report", **RETRIED)
+@step_task("publish-report")
 async def publish_report(
     run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
 ) -> str:

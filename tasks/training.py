@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.runtime import flow_run
 
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
@@ -35,7 +35,7 @@ from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LINE, LiveArtifacts, show_verdict
-from tasks.steps import ONCE, as_it_is, emit, report_unreadable
+from tasks.steps import as_it_is, emit, report_unreadable, step_task
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ _MOST_WARNINGS = 20  # of an attempt that are told
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 
-@task(name=Step.TRAINING.task, task_run_name=Step.TRAINING.task, **ONCE)
+@step_task(Step.TRAINING.task, again=False)
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
@@ -207,7 +207,7 @@ def flow_runs() -> list[str]:
     return [str(known) for known in dict.fromkeys(ids) if known]
 
 
-@task(name="submit-job", task_run_name="submit attempt {record.attempt}", **ONCE)
+@step_task("submit-job", run_name="submit attempt {record.attempt}", again=False)
 async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
     job = claim.job_of(record)
@@ -233,7 +233,7 @@ def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
     emit(JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job, platform=platform))
 
 
-@task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
+@step_task("await-job", run_name="run attempt {record.attempt}", again=False)
 async def await_job(
     claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None] = lambda row: None
 ) -> Verdict | None:
