@@ -316,11 +316,10 @@ class _Departure:
         while not self._signals.empty():
             self._signals.get()
         self._say(f"  press Ctrl-C once more now to cancel {'it' if len(jobs) == 1 else 'them all'}")
-        while left := self._left():
-            with suppress(Empty):
-                number = self._signals.get(timeout=left)
-                if number is not None:  # None: the pipeline has ended
-                    return number != signal.SIGHUP
+        with suppress(Empty):
+            while (number := self._signals.get(timeout=self._left())) is None:
+                continue  # the pipeline has ended
+            return number != signal.SIGHUP
         return False
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:

@@ -103,9 +103,9 @@ async def run_job(
                 verdicts = [counted[number] for number in sorted(counted)]
             if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
                 verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
-                step = max(step, verdicts[-1].after)
             decision = budget.after(verdicts)
             if mine and verdict is not None:
+                step = max(step, verdicts[-1].after)
                 if decision.wait is None:
                     if decision.why:
                         emit(Note(what=decision.why, severity="error"))
@@ -158,8 +158,9 @@ async def _turn(
         await asyncio.to_thread(watch.check)
         await asyncio.sleep(LOOK)
     last = await ask(claim, attempts.last) if told else None
-    ended_well = last is not None and last.number > before and last.status.state is JobState.SUCCEEDED
-    return True, last.record if last is not None and ended_well else None
+    if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
+        return True, last.record
+    return True, None
 
 
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
