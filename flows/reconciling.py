@@ -184,6 +184,5 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
     """The state type of each flow run that the server knows."""
     ids: list[Any] = list(flow_runs)
-    mine = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids))
-    found = await client.read_flow_runs(flow_run_filter=mine)
+    found = await client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids)))
     return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

@@ -192,21 +192,21 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
         seconds=trained_seconds(rows),
         ledger=ledger(times, rows, read_document(storage).price),
     )
-    manifest = RunManifest(
-        run=run.name,
-        key=run.key,
-        dataset=run.dataset.path,
-        config=config,
-        software=asdict(identity),
-        step=final.step,
-        tokens=final.tokens,
-        validation_loss=final.validation_loss,
-        attempts=made.attempts,
-        files=tuple(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files),
-    )
+    models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
     def with_report(stored: ObjectInfo) -> RunManifest:
-        return manifest.model_copy(update={"files": (*manifest.files, FileRecord.of(stored))})
+        return RunManifest(
+            run=run.name,
+            key=run.key,
+            dataset=run.dataset.path,
+            config=config,
+            software=asdict(identity),
+            step=final.step,
+            tokens=final.tokens,
+            validation_loss=final.validation_loss,
+            attempts=made.attempts,
+            files=(*models, FileRecord.of(stored)),
+        )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
         there = read_manifest(storage, RunManifest)
