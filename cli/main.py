@@ -37,9 +37,8 @@ from launcher.runs.run import trials
 from litgpt_demo.config import Settings
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
-from litgpt_demo.export import summary_lines, use_of
-from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
+from litgpt_demo.export import summary_lines, usage
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import open_storage
@@ -190,7 +189,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
                 _say(f"  {name:<8} {escape(where.address(path))}")
             _say("\n  use it")
-            for line in use_of(where.address(LITGPT), settings.name):
+            for line in usage(where.address(), huggingface=False).splitlines():
                 _say(f"    {escape(line)}")
 
 

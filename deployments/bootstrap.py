@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import socket
@@ -25,14 +26,14 @@ import yaml
 
 from flows import serving
 from flows.serving import AUTH, CHECKOUT, ORIGINS, SERVER_AUTH, environment_file, serving_home, settings_in
-from launcher.config import config_document
+from launcher.config import config_document, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import harmless
 from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.heartbeat import is_there, started
+from litgpt_demo.heartbeat import started
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.storage.private import close_folder, write_private
 
@@ -189,11 +190,11 @@ def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({}
 
 def _live(name: str) -> psutil.Process | None:
     """Return the server or the worker that was started here, if it lives."""
-    with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = _kept(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
         # A container may have nobody who reaps a zombie.
-        if is_there(process.pid, float(began)) and process.status() != psutil.STATUS_ZOMBIE:
+        if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 
@@ -265,17 +266,34 @@ async def _roots() -> set[str]:
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:
-    """Return the whole settings of a config as the parameters of a flow: a build step of prefect.yaml.
+    """Return the whole settings of a config as the parameters of a flow, and `try_it`: a build step of prefect.yaml.
 
     All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
+    `try_it` is Markdown for the description of the deployment that has the config's name: how to start it, its cost.
 
     Args:
         platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
-    from flows.parameters import parameters_with
+    from flows.parameters import KINDS, parameters_with
 
     profile = None if platform is None else CONFIGS / platform
-    return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
+    whole = parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
+    changes: dict[str, Any] = {"name": "first-try"}
+    if "train" in whole:
+        changes |= {"data.corpus": {"kind": "stdlib"}, "data.validation_fraction": 0.01}
+        changes |= {"train.max_steps": 20, "train.max_tokens": None, "train.warmup_steps": 2}
+    nodes = validated(KINDS[flow], whole, where=config).platform
+    cost, machine = "No list price is known of its machines.", nodes.machine_type
+    if machine is not None and (price := machine.price) is not None:
+        hour = f"{nodes.nodes} x {machine.name} cost ${nodes.nodes * price.usd:,.2f}"
+        cost = f"An hour of {hour} at list price on demand (in {price.region}, {price.date})."
+    return whole | {
+        "try_it": "First put your project, cluster, bucket and repository into "
+        f"`deployments/configs/{config}`, and call `make serve` again.\n\n"
+        f"- On the command line: `train-litgpt run deployments/configs/{config}`\n"
+        f"- To try it: `prefect deployment run '{flow}/{Path(config).stem}' -p 'overrides={json.dumps(changes)}'`\n"
+        f"- {cost}"
+    }
 
 
 if __name__ == "__main__":

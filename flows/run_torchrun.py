@@ -11,7 +11,7 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from flows.parameters import cancel_jobs, takes
 from launcher.benchmark import BenchmarkConfig, lead, markdown
-from launcher.checks.plan import findings_at
+from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.attempts import claim_at, known_image, script_of_flow_run
@@ -38,7 +38,7 @@ async def run_script(config: ScriptConfig) -> str:
     mine = flow_runs()[0]
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
     claim = claim_at(script)
-    lives = await is_under_way(claim, partial(findings_at, script))
+    lives = await is_under_way(claim, partial(findings_of, config, {"": script}))
     image = known_image(config.image) if lives else None
     if image is None:  # a live job's too, where this step names the image: a new attempt would need it
         image = (await build_image(config)).image

@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from flows.parameters import DATASET_FIELDS, cancel_jobs, takes
-from launcher.checks.plan import findings_at, findings_of_trials
+from launcher.checks.plan import findings_of
 from launcher.config import RunConfig, SweepConfig
 from launcher.curves import summary
 from launcher.errors import LauncherError
@@ -59,7 +59,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
     # submission needs (machines, image, access) is not looked at again.
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
-    find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
+    find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
     prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
@@ -93,7 +93,8 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     runs = await asyncio.to_thread(runs_of, planned, plan_dataset)
-    await report_findings(partial(findings_of_trials, config, planned, runs, trusted=True), artifact=sweep)
+    works = dict(zip(map(str, planned), runs, strict=True))
+    await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for planned_dataset in {run.dataset.key: run.dataset for run in runs}.values():

@@ -17,10 +17,9 @@ from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage
-from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, settle_others
 from launcher.runs.code import CodeArchive
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import open_storage
 from tasks.steps import emit, step_task
@@ -66,7 +65,7 @@ async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: st
 @step_task(Step.IMAGE.task)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
-    containers = Capability.IMAGES in config.platform.open().capabilities
+    containers = not config.platform.on_this_machine
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too

@@ -34,9 +34,9 @@ from launcher.runs.diagnosis import Verdict, node_reports
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage

@@ -19,7 +19,7 @@ from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, named_under
-from launcher.platforms.base import Capability, Platform
+from launcher.platforms.base import Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
@@ -153,7 +153,7 @@ class Attempts:
 
     def is_out_of_reach(self, record: AttemptRecord) -> bool:
         """Return whether only another machine, which submitted the attempt, can ask for it."""
-        return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
+        return not self.open(record.platform).anywhere and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.

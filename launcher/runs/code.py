@@ -23,7 +23,7 @@ from launcher.errors import ConfigProblem
 from launcher.formatting import bytes_text
 from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
-from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES, archive_name
+from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
@@ -73,7 +73,7 @@ class CodeArchive:
     def stored(cls, root: Storage, address: str) -> Self:
         """Return the archive that an attempt was started with, from under the root; a DataError if it is not there."""
         digest = PurePosixPath(address).stem
-        path = f"{CODE}/{archive_name(digest)}"
+        path = f"{CODE}/{digest}.tar"
         try:
             content = root.read(path, most=MOST_ARCHIVE)
         except FileNotFoundError:
@@ -89,7 +89,7 @@ class CodeArchive:
     @property
     def path(self) -> str:
         """Below the root."""
-        return f"{CODE}/{archive_name(self.sha256)}"
+        return f"{CODE}/{self.sha256}.tar"
 
     def ship(self, root: Storage) -> bool:
         """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.

@@ -20,8 +20,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import DataError, Fault, Finding, fault_of_exception, fault_of_exit_code
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 

@@ -23,8 +23,8 @@ from launcher.job import JobId, JobState
 from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest, plan_script, sweep_name
+from litgpt_demo.documents import read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.manifests import read_manifest
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import Storage, is_remote
 

@@ -26,8 +26,8 @@ from litgpt_demo.data.dataset import (
     preview_dataset,
     require_sample,
 )
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import TrainLitgptError, UserError
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document

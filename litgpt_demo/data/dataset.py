@@ -27,9 +27,8 @@ from litgpt_demo.data.corpus import corpus_identity, sources
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
-from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
-from litgpt_demo.findings import Finding
-from litgpt_demo.manifests import FileRecord, bring, read_manifest
+from litgpt_demo.documents import FileRecord, bring, read_manifest
+from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import explaining
 

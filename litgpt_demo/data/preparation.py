@@ -57,8 +57,8 @@ from litgpt_demo.data.workers import (
     skipped_ones,
     survey,
 )
+from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage, combined_crc32c, is_remote, open_storage
 from litgpt_demo.storage.private import own_temporary
 

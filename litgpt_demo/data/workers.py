@@ -28,9 +28,8 @@ from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.reading import BadDocument, Batch
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
-from litgpt_demo.documents import parse_json
+from litgpt_demo.documents import FileRecord, parse_json
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_temporary, own_temporary

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
+import shlex
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+import prefect
 import pytest
 import yaml
 from pydantic import BaseModel
 
-from deployments.bootstrap import AUTOMATIONS_FILE, CONFIGS, PREFECT_FILE, settings
+from deployments.bootstrap import AUTOMATIONS_FILE, CHECKOUT, CONFIGS, PREFECT_FILE, settings
 from launcher.config import read_yaml
 
 
@@ -39,20 +44,16 @@ def parsed() -> dict[str, Deployment]:
     return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in found}
 
 
-NAMES = [
-    "train-litgpt/local",
-    "prepare-dataset/dataset-local",
-    "run-torchrun/pi",
-    "sweep-litgpt/sweep-local",
-    "benchmark-network/network-local",
-]
-
-
-def test_runs_are_resumed_when_they_crash_and_what_reaps_jobs_is_not_reaped_itself() -> None:
-    """The automation that reaps answers the cancellation of whatever has the tag `litgpt`."""
+def test_every_config_has_a_deployment_which_is_resumed_when_it_crashes() -> None:
+    """The automation that reaps answers the cancellation of whatever has the tag `litgpt`, and is not reaped itself."""
     tags = {name: set(deployment.tags) for name, deployment in parsed().items()}
     assert "litgpt" not in tags.pop("reap/reap-local")
-    assert tags == {name: {"litgpt", "resume-on-crash"} for name in NAMES}
+    assert all(one >= {"litgpt", "resume-on-crash"} for one in tags.values())
+    configs = {step["config"] for one in parsed().values() for made in one.build for step in made.values()}
+    assert configs == {path.name for path in CONFIGS.glob("*.yaml")}
+
+
+NAMES = sorted({*parsed()} - {"reap/reap-local"})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,18 +63,42 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
     from prefect.utilities.schema_tools.validation import validate
     from prefect.utilities.templating import apply_values
 
-    from flows.parameters import KINDS
+    from flows.parameters import KINDS, parameters_with
 
     deployment = parsed()[name]
     [step] = deployment.build
     inputs = step["deployments.bootstrap.settings"]
     whole = KINDS[deployment.flow.name].model_validate(read_yaml(CONFIGS / inputs["config"])).model_dump(mode="json")
-    stored = apply_values(deployment.parameters, {inputs.pop("id"): settings(**inputs)})
+    made = {inputs.pop("id"): settings(**inputs)}
+    stored = apply_values(deployment.parameters, made)
+    told = apply_values(deployment.description, made)
+    for command in re.findall(r"prefect deployment run .*(?=`)", told):
+        words = shlex.split(command)
+        assert (words[3], words[4]) == (name, "-p")
+        parameters_with(deployment.flow.name, stored, json.loads(words[5].removeprefix("overrides=")))
     assert stored == {field: whole[field] for field in deployment.parameters}
     schema = parameter_schema(deployment.flow).model_dump()
     validate(stored, schema, raise_on_error=True)
     # `overrides` is for the moment of submission; with everything else given, the form shows what will run.
     assert set(schema["properties"]) - set(stored) == {"overrides"}
+
+
+def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_what_is_in_the_checkout() -> None:
+    from prefect.server.schemas.actions import WorkPoolCreate
+
+    template = json.loads((CHECKOUT / "deployments" / "kubernetes-pool.json").read_text())
+    WorkPoolCreate(name="litgpt-gke", type="kubernetes", base_job_template=template)
+    registry = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
+    theirs = json.loads(registry.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
+    for part in ("job_configuration", "variables"):
+        assert template[part].keys() - {"required"} <= theirs[part].keys()
+    known, job = theirs["variables"]["properties"], template["job_configuration"]["job_manifest"]
+    assert template["variables"]["properties"].keys() == known.keys() - {"cluster_config"}
+    assert job == theirs["job_configuration"]["job_manifest"]
+    account = template["variables"]["properties"]["service_account_name"]["default"]
+    roles = list(yaml.safe_load_all((CHECKOUT / "deployments" / "rbac.yaml").read_text()))
+    bound = [subject for role in roles for subject in role.get("subjects", ()) if subject["kind"] == "ServiceAccount"]
+    assert [one["name"] for one in bound] == [account, account]
 
 
 def accepted(automation: dict[str, Any]) -> Any:

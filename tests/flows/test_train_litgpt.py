@@ -28,7 +28,7 @@ from launcher.runs.attempts import claim_at, claim_of
 from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.manifests import read_manifest
+from litgpt_demo.documents import read_manifest
 
 pytestmark = pytest.mark.prefect
 

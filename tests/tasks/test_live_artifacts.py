@@ -11,8 +11,7 @@ from prefect import flow, get_client
 
 from launcher.errors import ConfigProblem
 from launcher.runs.diagnosis import Verdict
-from litgpt_demo.errors import Fault
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding
 from tasks import report
 from tasks.preflight import report_findings
 from tasks.report import LiveArtifacts

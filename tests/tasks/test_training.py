@@ -26,9 +26,8 @@ from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
-from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.findings import Finding
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.documents import FileRecord
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints

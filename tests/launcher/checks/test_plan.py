@@ -20,9 +20,9 @@ from launcher.runs.run import plan_run, preview_run, trials
 from litgpt_demo.data.corpus import Source
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, UserError
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.manifests import write_manifest
 from litgpt_demo.runs import FINAL, METRICS
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of

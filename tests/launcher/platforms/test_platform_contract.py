@@ -140,7 +140,7 @@ def runai_place(
             folder=folder,
             live_jobs=lambda: len(cluster.live()),
             written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
-            environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+            environment={"PATH": f"{program.parent}:{os.environ['PATH']}", **api.credentials()},
             runs=not simulate,
             lose=lambda: [runai.signal_pod(one.pods[1], signal.SIGKILL) for one in cluster.trainings.values()],
         )

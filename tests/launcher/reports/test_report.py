@@ -22,9 +22,9 @@ from launcher.runs.diagnosis import Verdict
 from launcher.runs.run import trained_seconds
 from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import marked, parsed
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)

@@ -17,7 +17,7 @@ from launcher.runs.attempts import claim_at
 from launcher.runs.run import Outcome, Run, Trial, best_yaml, plan_run, plan_script, ranking, run_of, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.training import checkpoints
 
 
