@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,8 @@ from typing import Any
 import pytest
 from prefect import get_client
 
-from flows import sweep_litgpt as module
-from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import _planned
+from flows import train_litgpt as module
+from flows.train_litgpt import _planned, sweep_litgpt
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 
@@ -84,7 +84,7 @@ def test_a_sweep_in_which_nothing_succeeds_says_why(swept: Swept) -> None:
 def test_an_error_that_is_no_failure_of_a_trial_ends_the_others_before_their_sweep(
     swept: Swept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ended, run_sweep = asyncio.Event(), list[str](), module.run_sweep
+    begun, ended, run_sweep = asyncio.Event(), list[str](), sweep_litgpt.fn
 
     async def train(**groups: Any) -> Any:
         if RunConfig(**groups).train.seed == 2:
@@ -96,13 +96,14 @@ def test_an_error_that_is_no_failure_of_a_trial_ends_the_others_before_their_swe
         finally:
             ended.append("trial")
 
-    async def watched(config: SweepConfig) -> Any:
+    @wraps(run_sweep)
+    async def watched(**groups: Any) -> Any:
         try:
-            await run_sweep(config)
+            await run_sweep(**groups)
         finally:
             ended.append("sweep")
 
-    monkeypatch.setattr(module, "run_sweep", watched)
+    monkeypatch.setattr(sweep_litgpt, "fn", watched)
     with pytest.raises(ZeroDivisionError):
         swept({"train.seed": [1, 2]}, train)
     assert ended == ["trial", "sweep"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cli.console import Watch
+from cli.foreground import Watch
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity

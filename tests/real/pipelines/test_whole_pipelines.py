@@ -15,9 +15,8 @@ from unittest.mock import patch
 import pytest
 from waiting import until
 
-from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
-from flows.sweep_litgpt import sweep_litgpt
+from flows.train_litgpt import prepare_dataset, sweep_litgpt
 from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, read_yaml
 from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
@@ -127,7 +126,7 @@ def died(*given: Any) -> None:
 def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.workers._results", died)
+    monkeypatch.setattr("tasks.dataset._results", died)
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
