@@ -33,7 +33,7 @@ T = TypeVar("T")
 #   a bucket that does not answer      litgpt_demo.storage, 10 minutes
 #   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
 #   a builder that does not answer     launcher.images, 10 minutes
-#   a worker's share of a dataset      the worker (tasks.workers)
+#   a worker's share of a dataset      the worker (tasks.dataset)
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
 #   an orchestrator that has died      the automation `resume-crashed`, or the same command
 #   anything else of a step            the step's task: RETRIED

@@ -16,12 +16,12 @@ import math
 import os
 import shutil
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +59,7 @@ from litgpt_demo.data.workers import (
 )
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord, write_manifest
-from litgpt_demo.storage import MANIFEST, Storage, combined_crc32c, is_remote, open_storage
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
 from litgpt_demo.storage.private import own_temporary
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validatio
 
 
 class MapFn(Protocol):
-    """A way to carry out steps: `step` on every item, in any place and order; results as they come.
+    """A way to carry out steps: `step` on every item, in any place and order; results in the order of the items.
 
     Closing the generator calls off what has not begun.
     """
@@ -96,8 +96,20 @@ class Preparation:
     all_bytes: int | None = None
     """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
+    began: float = field(default_factory=monotonic)
     seconds: float = 0.0
     """Since the phase began."""
+
+    def and_of(self, record: Survey | Encoded) -> Preparation:
+        """The progress when this shard is done too."""
+        tokens = record.train.tokens + record.validation.tokens if isinstance(record, Encoded) else 0
+        return replace(
+            self,
+            documents=self.documents + record.documents,
+            text_bytes=self.text_bytes + record.text_bytes,
+            tokens=self.tokens + tokens,
+            seconds=monotonic() - self.began,
+        )
 
     @property
     def rate(self) -> float:
@@ -114,26 +126,6 @@ class Preparation:
 Report = Callable[[Preparation], None]
 
 
-class _Progress:
-    """Reports the sums of a phase's records as they come."""
-
-    def __init__(self, report: Report, beginning: Preparation) -> None:
-        self._report, self._start, self._now = report, monotonic(), beginning
-
-    def add(self, record: Survey | Encoded) -> None:
-        now, tokens = self._now, 0
-        if isinstance(record, Encoded):
-            tokens = record.train.tokens + record.validation.tokens
-        self._now = replace(
-            now,
-            documents=now.documents + record.documents,
-            text_bytes=now.text_bytes + record.text_bytes,
-            tokens=now.tokens + tokens,
-            seconds=monotonic() - self._start,
-        )
-        self._report(self._now)
-
-
 def threads_for(root: str) -> int:
     """Return how many threads keep this machine's cores busy: two for each where half of them wait for a bucket."""
     return len(os.sched_getaffinity(0)) * (2 if is_remote(root) else 1)
@@ -144,13 +136,7 @@ def in_threads(workers: int) -> MapFn:
 
     def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(step, item) for item in items]
-            try:
-                for future in as_completed(futures):
-                    yield future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+            yield from pool.map(step, items)  # which calls off the rest when it is closed
 
     return each
 
@@ -168,32 +154,27 @@ def prepare(
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     work = Work(data=planned.data, root=root.root, path=planned.path)
-    if (done := finished_dataset(root, planned)) is None:
-        try:
-            done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
-            write_manifest(work.storage, done)
-        except (TrainLitgptError, OSError):
-            # Another preparation of it may have ended meanwhile, and swept what this one had begun.
-            if (done := finished_dataset(root, planned)) is None:
-                raise
-        finally:
-            _remove_if_empty(work.scratch)
-    # What the making of it has left:
-    for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
-        if name != MANIFEST and name not in {record.path for record in done.files}:
-            work.storage.remove(name)
-    work.storage.remove_unfinished()
-    shutil.rmtree(work.scratch, ignore_errors=True)
-    _remove_if_empty(work.scratch)
-    return done
-
-
-def _remove_if_empty(scratch: Path) -> None:
-    """Remove the folder and its parent if they are empty, but never the user's part of the temporary folder."""
-    for folder in (scratch, scratch.parent):
-        if folder != own_temporary():
-            with suppress(OSError):
-                folder.rmdir()
+    try:
+        if (done := finished_dataset(root, planned)) is None:
+            try:
+                done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
+                write_manifest(work.storage, done)
+            except (TrainLitgptError, OSError):
+                # Another preparation of it may have ended meanwhile, and swept what this one had begun.
+                if (done := finished_dataset(root, planned)) is None:
+                    raise
+        # What the making of it has left:
+        for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
+            if name != MANIFEST and name not in {record.path for record in done.files}:
+                work.storage.remove(name)
+        work.storage.remove_unfinished()
+        shutil.rmtree(work.scratch, ignore_errors=True)
+        return done
+    finally:
+        for folder in (work.scratch, work.scratch.parent):
+            if folder != own_temporary():  # the user's part of the temporary folder, which others are at
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
@@ -203,26 +184,26 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
     tokenizer = settle_tokenizer(planned, work, sampled)
     for by_footer in (True, False):
         surveyed = _survey_all(planned, work, partial(survey, work, by_footer=by_footer), each, report)
+        encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
+        progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
         with ExitStack() as stack:
             shared = work
             if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
                 folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
                 shared = replace(work, handover=Path(stack.enter_context(folder)))
-            hashes = _RunningSha256(shared)
-            stack.callback(hashes.stop)
-            all_bytes, encoded = sum(record.text_bytes for _, record in surveyed), list[Encoded]()
-            progress = _Progress(report, Preparation(phase="encode", all_bytes=all_bytes))
-            with closing(each(partial(encode, shared), _assignments(work, surveyed))) as records:
-                for record in records:
-                    if record is None:
-                        break  # there are empty documents, so that all of them have to be read to be counted
-                    progress.add(record)
-                    encoded.append(record)
-                    hashes.add(record)
-                else:
-                    report(Preparation(phase="publish"))
-                    encoded.sort(key=lambda record: record.number)
-                    return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+            thread = ThreadPoolExecutor(1)
+            stack.callback(thread.shutdown, cancel_futures=True)
+            for record in stack.enter_context(closing(each(partial(encode, shared), _assignments(work, surveyed)))):
+                if record is None:
+                    break  # there are empty documents, so that all of them have to be read to be counted
+                report(progress := progress.and_of(record))
+                encoded.append(record)
+                hashing.append(thread.submit(_hash, shared, record, files))
+            else:
+                report(Preparation(phase="publish"))
+                for done in hashing:
+                    done.result()
+                return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
     raise AssertionError("every document was read and counted, and there are others")
 
 
@@ -233,15 +214,16 @@ def _survey_all(
     planned: PlannedDataset, work: Work, step: Callable[[Shard], Survey], each: MapFn, report: Report
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
-    shards, progress = plan_shards(work.data.corpus, planned.sources), _Progress(report, Preparation(phase="survey"))
-    left, width, taken = work.max_bytes, 1, list[tuple[Shard, Survey]]()
+    shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
+    left, width, taken = work.max_bytes, 1, Surveyed()
 
     def surveys(chosen: Sequence[Shard]) -> Surveyed:
-        records = dict[int, Survey]()
-        for record in each(step, chosen):
-            progress.add(record)
-            records[record.number] = record
-        return [(shard, records[shard.number]) for shard in chosen]
+        nonlocal progress
+        found = Surveyed()
+        for shard, record in zip(chosen, each(step, chosen), strict=True):
+            report(progress := progress.and_of(record))
+            found.append((shard, record))
+        return found
 
     if left is None:
         return surveys(shards)
@@ -340,53 +322,32 @@ class _HashedFile:
     hash: Any = field(default_factory=sha256)
 
 
-class _RunningSha256:
-    """The sha256 of a split's files, taken from the pieces while later ones are still being encoded.
+_Files: TypeAlias = defaultdict[str, list[_HashedFile]]  # of each split: one, or several past the size cap
+
+
+def _hash(work: Work, record: Encoded, into: _Files) -> None:
+    """Take the sha256 of the splits' files on by a shard's pieces, while later ones are still being encoded.
 
     It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
     Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once.
-
-    `stop` calls off what is still to be hashed.
     """
-
-    def __init__(self, work: Work) -> None:
-        self._work, self._thread = work, ThreadPoolExecutor(1)
-        self._waiting, self._hashing = dict[int, Encoded](), list[Future[None]]()
-        self._files: dict[str, list[_HashedFile]] = {"train": [], "val": []}
-
-    def stop(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def add(self, record: Encoded) -> None:
-        """Take in a shard that is done; they may come in any order."""
-        self._waiting[record.number] = record
-        while (following := self._waiting.pop(len(self._hashing), None)) is not None:
-            self._hashing.append(self._thread.submit(self._hash, following))
-
-    def files(self, split: str) -> list[_HashedFile]:
-        """Return the split's files: one, or several past the size cap; waits for what is still to be hashed."""
-        for done in self._hashing:
-            done.result()
-        return self._files[split] or [_HashedFile()]
-
-    def _hash(self, record: Encoded) -> None:
-        ledger, folder = self._work.ledger, self._work.handover
-        for split, piece in (("train", record.train), ("val", record.validation)):
-            if piece.file is None:
-                continue
-            files = self._files[split]
-            taken = sum(before.size for before in files[-1].pieces) if files else 0
-            if not files or taken + piece.file.size > self._work.data.max_file_bytes:
-                files.append(_HashedFile())
-            files[-1].pieces.append(piece.file)
-            path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
-            if folder is not None:
-                ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
-            with path.open("rb") as content:
-                while block := content.read(_BLOCK):
-                    files[-1].hash.update(block)
-            if folder is not None:
-                path.unlink()
+    ledger, folder = work.ledger, work.handover
+    for split, piece in (("train", record.train), ("val", record.validation)):
+        if piece.file is None:
+            continue
+        files = into[split]
+        taken = sum(before.size for before in files[-1].pieces) if files else 0
+        if not files or taken + piece.file.size > work.data.max_file_bytes:
+            files.append(_HashedFile())
+        files[-1].pieces.append(piece.file)
+        path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+        if folder is not None:
+            ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+        with path.open("rb") as content:
+            while block := content.read(_BLOCK):
+                files[-1].hash.update(block)
+        if folder is not None:
+            path.unlink()
 
 
 def _published(
@@ -395,7 +356,7 @@ def _published(
     tokenizer: StoredTokenizer,
     surveys: Sequence[Survey],
     encoded: Sequence[Encoded],
-    hashes: _RunningSha256,
+    files: _Files,
 ) -> DatasetManifest:
     """Join the pieces and describe everything; the manifest itself is not written yet."""
     data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
@@ -419,26 +380,25 @@ def _published(
         validation_fraction=data.validation_fraction,
         split_seed=data.split_seed,
         text_bytes=sum(entry.text_bytes for entry in encoded),
-        train=_joined(work, "train", [entry.train for entry in encoded], hashes),
-        validation=_joined(work, "val", [entry.validation for entry in encoded], hashes),
+        train=_joined(work, "train", [entry.train for entry in encoded], files),
+        validation=_joined(work, "val", [entry.validation for entry in encoded], files),
         tokenizer=tokenizer_files,
     )
     check_totals(planned, manifest)
     return manifest
 
 
-def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: _RunningSha256) -> Split:
+def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
     """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
-    files, records = hashes.files(name), list[FileRecord]()
+    files, records = of_splits[name] or [_HashedFile()], list[FileRecord]()
     for number, file in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
         stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
-        expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), file.pieces, "00000000")
-        if (stored.crc32c, stored.size) != (expected, sum(piece.size for piece in file.pieces)):
-            where = work.storage.address(path)
+        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in file.pieces))
+        if stored != expected:
             raise DataError(
-                f"{where} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to {expected}; "
-                "the disk or the bucket damaged it: run again, and if that repeats, on another disk"
+                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to "
+                f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
             )
         records.append(FileRecord.of(stored, sha256=file.hash.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)

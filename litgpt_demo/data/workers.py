@@ -6,7 +6,6 @@ The ledger has a record of each thing that was made, which is written last: each
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from functools import cache
 from hashlib import blake2b, sha256
 from itertools import chain, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, TypeAlias, TypeVar
 
@@ -452,7 +452,12 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     held_out = np.zeros(int(staying.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
-    with _PieceFile(work, assignment, "train") as train, _PieceFile(work, assignment, "val") as validation:
+    with TemporaryDirectory(dir=work.make_scratch(), prefix="tokens-", ignore_cleanup_errors=True) as folder:
+        # With the assignment in its name, a preparation that counted otherwise writes another file.
+        train, validation = (
+            _Piece(Path(folder, file_name(shard.number, f"{assignment.digest}.{split}.bin")))
+            for split in ("train", "val")
+        )
         for batch in _batches(work, shard):
             read += len(batch.texts)
             if read > len(staying):
@@ -482,8 +487,8 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
             assignment=assignment.digest,
             documents=encoded,
             text_bytes=text_bytes,
-            train=train.stored(),
-            validation=validation.stored(),
+            train=_stored(work, train),
+            validation=_stored(work, validation),
             lengths=tuple(histogram.tolist()),
         )
     _note(work, name, record)
@@ -491,41 +496,29 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     return record
 
 
-class _PieceFile:
+@dataclass
+class _Piece:
     """The tokens of a shard's documents of one split, on their way into the storage."""
 
-    def __init__(self, work: Work, assignment: Assignment, split: str) -> None:
-        self._work = work
-        # With the assignment in its name, a preparation that counted otherwise writes another file.
-        self._name = file_name(assignment.shard.number, f"{assignment.digest}.{split}.bin")
-        self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
-        self._documents = self._tokens = 0
-
-    def __enter__(self) -> _PieceFile:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with suppress(OSError):  # of what is not stored by now, nothing is wanted
-            self._file.close()
-        self._path.unlink(missing_ok=True)
+    path: Path
+    documents: int = 0
+    tokens: int = 0
 
     def write(self, ids: Ids, documents: int) -> None:
-        with explaining(str(self._path), needed=ids.nbytes):
-            self._file.write(ids.data)
-        self._tokens += len(ids)
-        self._documents += documents
+        with explaining(str(self.path), needed=ids.nbytes), self.path.open("ab") as file:
+            file.write(ids.data)
+        self.tokens += len(ids)
+        self.documents += documents
 
-    def stored(self) -> TokenPiece:
-        """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
-        with explaining(str(self._path)):
-            self._file.close()
-        if not self._tokens:
-            return TokenPiece(documents=0, tokens=0, file=None)
-        folder = self._work.handover
-        if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
-            folder = None
-        stored = self._work.ledger.upload(self._path, self._name, move=folder is None)
-        if folder is not None:
-            self._path.replace(folder / self._name)
-        return TokenPiece(documents=self._documents, tokens=self._tokens, file=FileRecord.of(stored))
+
+def _stored(work: Work, piece: _Piece) -> TokenPiece:
+    """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
+    if not piece.tokens:
+        return TokenPiece(documents=0, tokens=0, file=None)
+    folder = work.handover
+    if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
+        folder = None
+    stored = work.ledger.upload(piece.path, piece.path.name, move=folder is None)
+    if folder is not None:
+        piece.path.replace(folder / piece.path.name)
+    return TokenPiece(documents=piece.documents, tokens=piece.tokens, file=FileRecord.of(stored))

@@ -18,10 +18,10 @@ from litgpt_demo.storage.base import (
     Position,
     Storage,
     bucket_path,
-    combined_crc32c,
     crc32c_of,
     is_remote,
     sha256_of,
+    whole_of,
 )
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
@@ -34,11 +34,11 @@ __all__ = [
     "Position",
     "Storage",
     "bucket_path",
-    "combined_crc32c",
     "crc32c_of",
     "is_remote",
     "open_storage",
     "sha256_of",
+    "whole_of",
 ]
 
 

@@ -33,13 +33,14 @@ from litgpt_demo.storage.base import (
     absent,
     clean_file,
     clean_path,
-    combined_crc32c,
+    content_of,
     copy_with_crc,
     is_partial,
     removable,
     require_size,
+    whole_of,
 )
-from litgpt_demo.storage.local import content_of, explaining, replacing
+from litgpt_demo.storage.local import explaining, replacing
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -176,7 +177,7 @@ class BucketStorage(Storage):
                 return io.BytesIO(file.read(len(place)))
 
         contents = [ObjectInfo("", *copy_with_crc(content(place))) for place in places]
-        wanted = _whole(name, contents)
+        wanted = whole_of(name, contents)
         key = _hidden(name, f"{wanted.size}-{wanted.crc32c}")
         parts = {
             replace(part, path=f"{key}-{number:05d}.partial"): place
@@ -414,10 +415,10 @@ class BucketStorage(Storage):
         """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
 
         def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
-            part = _whole("", map(metadata, group))
+            part = whole_of("", map(metadata, group))
             return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
-        wanted = _whole(name, map(metadata, blobs))
+        wanted = whole_of(name, map(metadata, blobs))
         there = self._look(name)
         if there is None or metadata(there) != wanted:
             while len(blobs) > _JOINED_AT_ONCE:
@@ -482,14 +483,6 @@ def _require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
 
 def _ranges(size: int, part_size: int) -> list[range]:
     return [range(start, min(start + part_size, size)) for start in range(0, size, part_size)]
-
-
-def _whole(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
-    """Return size and checksum of `parts` after one another."""
-    size, crc32c = 0, EMPTY
-    for part in parts:
-        size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)
-    return ObjectInfo(path, size, crc32c)
 
 
 def _hidden(name: str, rest: str = "") -> str:

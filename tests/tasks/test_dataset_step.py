@@ -14,7 +14,7 @@ from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
 from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from tasks import dataset
-from tasks.workers import Fanout
+from tasks.dataset import Fanout
 
 pytestmark = pytest.mark.prefect
 

@@ -127,7 +127,7 @@ def died(*given: Any) -> None:
 def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.workers._results", died)
+    monkeypatch.setattr("tasks.dataset._results", died)
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
