@@ -159,19 +159,14 @@ def documents(
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
 
     Args:
-        skipped: takes the bad ones; their `index` counts from their file's first.
+        skipped: takes the bad ones.
     """
-    left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
-    for number, source in enumerate(sources):
-        shard = Shard(number=number, parts=(Part(source=source),), limit=left)
-        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
-            if skipped is not None:
-                skipped += batch.bad
-            yield from filter(None, batch.texts.to_pylist())
-            if left is not None:
-                left -= _reaching(batch.texts, left)[1]
-        if left is not None and left <= 0:
-            return
+    limit = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
+    shard = Shard(number=0, parts=tuple(Part(source=source) for source in sources), limit=limit)
+    for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
+        if skipped is not None:
+            skipped += batch.bad
+        yield from filter(None, batch.texts.to_pylist())
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:

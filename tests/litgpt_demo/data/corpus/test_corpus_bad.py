@@ -169,7 +169,7 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl.zst": COMPRESS[".zst"](b'{"text": "' + b"x" * 200_000_000)})
     found = documents(files(tmp_path), sources(files(tmp_path)), scratch=tmp_path / "scratch", most=1_000_000)
-    with little_memory(), pytest.raises(DataError, match="line 1 has more than 1,000,000 bytes"):
+    with little_memory(), pytest.raises(DataError, match="line 1: has more than 1,000,000 bytes"):
         next(found)
 
 
@@ -197,7 +197,7 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
     write(tmp_path, {name: gzip.compress(content) if name.endswith(".gz") else content})
     corpus = files(tmp_path, separator=SEPARATOR)
     [shard] = plan_shards(corpus, sources(corpus))
-    with pytest.raises(DataError, match=rf"{name}.*: the document at {place}.* has more than 1,000,000 bytes"):
+    with pytest.raises(DataError, match=rf"{name}, {place}.*: has more than 1,000,000 bytes"):
         list(read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=False, most=1_000_000))
     [batch] = read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=True, most=1_000_000)
     assert batch.texts.to_pylist() == ["one", "", "three"]
