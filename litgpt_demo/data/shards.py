@@ -161,12 +161,15 @@ def documents(
     Args:
         skipped: takes the bad ones.
     """
-    limit = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
-    shard = Shard(number=0, parts=tuple(Part(source=source) for source in sources), limit=limit)
-    for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
-        if skipped is not None:
-            skipped += batch.bad
-        yield from filter(None, batch.texts.to_pylist())
+    left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
+    for number, source in enumerate(sources):  # one by one: none is fetched before it is wanted
+        shard = Shard(number=number, parts=(Part(source=source),), limit=left)
+        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
+            if skipped is not None:
+                skipped += batch.bad
+            yield from filter(None, batch.texts.to_pylist())
+            if left is not None and (left := left - _reaching(batch.texts, left)[1]) <= 0:
+                return
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.corpus import hub_endpoint
-from litgpt_demo.errors import DataError, Unreachable, UserError, words_of
+from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
 
 if TYPE_CHECKING:
@@ -80,32 +80,18 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
-    from httpx import TransportError
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    endpoint, files = hub_endpoint(), dict[str, bytes]()
+    from huggingface_hub.errors import EntryNotFoundError
 
     def fetch(name: str) -> bytes:
-        return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
+        place = hf_hub_download(settings.name, name, revision=settings.revision, endpoint=hub_endpoint())
+        return Path(place).read_bytes()
 
-    # What went wrong is not chained: a traceback may show the headers that were sent, and the token is one of them.
-    try:
-        files["tokenizer.json"] = fetch("tokenizer.json")
+    with asking_hub(settings.name, settings.revision):
+        files = {"tokenizer.json": fetch("tokenizer.json")}
         for name in _COMPANIONS[:3]:
             with suppress(EntryNotFoundError):
                 files[name] = fetch(name)
-    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
-    except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
-        raise Unreachable(
-            f"data.tokenizer: the hub cannot be reached for {settings.name} ({words_of(error)}); "
-            "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
-        ) from None
-    except HfHubHTTPError as error:
-        raise UserError(
-            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer that can be read "
-            f"({words_of(error)}); check the name, and `hf auth login` if the repository is gated"
-        ) from None
     return files
 
 

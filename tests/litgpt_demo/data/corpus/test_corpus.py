@@ -180,10 +180,10 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
     put(root, {"a.txt": b"one", "b/b/c.txt": b"two", "b/d.md": b"three", "b/.git/x": b"hidden", ".a.parquet": b""})
     selected = {"": ["one", "two", "three"], "a.txt": ["one"], "**/*.txt": ["one", "two"], "b/?/c.*": ["two"]}
     assert {path: read(files(f"{root}/{path}"), tmp_path / "scratch") for path in selected} == selected
-    with pytest.raises(UserError, match=r"no file under .* matches '\*\.parquet'"):
+    with pytest.raises(UserError, match=r"/\*\.parquet', and no file matches that"):
         sources(files(f"{root}/*.parquet"))
     for missing in ("missing", "missing/deep/**/*.txt"):
-        with pytest.raises(UserError, match=r"does not exist|no file under .*/missing/deep"):
+        with pytest.raises(UserError, match="no file matches that"):
             sources(files(f"{root}/{missing}"))
 
 
@@ -261,14 +261,13 @@ def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_file_that_changes_after_it_was_listed_is_refused(root: str, tmp_path: Path, gone: bool) -> None:
-    put(root, {"a.txt": b"one", "b.txt": b"two", "c.txt": b"three"})
+    put(root, {"a.txt": b"one", "b.txt": b"two"})
     corpus = files(root)
     found = documents(corpus, sources(corpus), scratch=tmp_path / "scratch")
-    with cut_into(1, batch=1):  # the second file is read before the first one's text is handed on
-        assert next(found) == "one"
-        open_storage(root).remove("c.txt") if gone else put(root, {"c.txt": b"threw"})
-        with pytest.raises(DataError, match=r"c\.txt .*is gone" if gone else r"c\.txt .*changed meanwhile"):
-            next(found)
+    assert next(found) == "one"
+    open_storage(root).remove("b.txt") if gone else put(root, {"b.txt": b"twp"})
+    with pytest.raises(DataError, match=r"b\.txt .*is gone" if gone else r"b\.txt .*changed meanwhile"):
+        next(found)
 
 
 def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_package(tmp_path: Path) -> None:
@@ -341,7 +340,7 @@ def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(
 
 def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(hub: Hub, tmp_path: Path) -> None:
     hub.cuts = 1000
-    with pytest.raises(NetworkError, match=r"b-large\.parquet could not be fetched from http://127\.0\.0\.1"):
+    with pytest.raises(NetworkError, match=r"b-large\.parquet could not be fetched .*http://127\.0\.0\.1"):
         read(repository(), tmp_path)
     hub.cuts = 2
     assert read(repository(), tmp_path) == TEXTS
@@ -358,16 +357,16 @@ def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(
 
 def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for corpus, words in (
-        (repository("someone/missing"), "has no dataset someone/missing, or it is private.*HF_TOKEN"),
-        (repository(revision="v9"), "someone/corpus has no branch, tag or commit 'v9'"),
+        (repository("someone/missing"), "refused someone/missing at main.* or it is private.*HF_TOKEN"),
+        (repository(revision="v9"), "someone/corpus at v9.* it has no such branch, tag or commit"),
         (repository(files="*.parquet"), r"matches no file of the dataset someone/corpus; it has README\.md, data/a-s"),
-        (repository("someone/gated"), "someone/gated is gated: accept its conditions"),
+        (repository("someone/gated"), "someone/gated at .* it is gated: accept its conditions"),
         (repository("a/mirror", files="../../*.jsonl"), r"lists '\.\./\.\./evil\.jsonl', which leads out of"),
     ):
         with pytest.raises(UserError, match=words):
             read(corpus, tmp_path)
     for hub.failing, error in ((503, NetworkError), (429, NetworkError), (401, UserError)):
-        with pytest.raises(error, match=f"dataset someone/corpus: .*{hub.failing}"):
+        with pytest.raises(error, match=f"someone/corpus at main: .*{hub.failing}"):
             sources(repository())
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the Hub at http://127\.0\.0\.1:9 cannot be reached"):
