@@ -52,16 +52,11 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
-    """The split in the files `paths`, memory-mapped; a UserError where it is shorter than one window."""
-    size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
-    require_sample(size, length=length, where=str(paths[0]))
-    return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
-
-
 def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
     """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
-    return open_windows([folder / record.path for record in split.files], dtype=manifest.dtype, length=length)
+    paths = [folder / record.path for record in split.files]
+    require_sample(split.tokens, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
 
 
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:

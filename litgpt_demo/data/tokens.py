@@ -11,10 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
 
@@ -97,16 +98,14 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
 def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
-    tokenizer = _object(files["tokenizer.json"], origin)
-    config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
     try:
-        definition = _Definition.model_validate(tokenizer)
+        definition = _Definition.model_validate_json(files["tokenizer.json"])
+        config = _CONFIG.validate_json(files.get("tokenizer_config.json", b"{}"))
     except ValidationError as error:
-        first = error.errors()[0]
         raise UserError(
-            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
-            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
-            "or {kind: hub, name: openai-community/gpt2}"
+            f"data.tokenizer: {origin} is no tokenizer, or cut short ({first_problem(error)}); give the tokenizer.json "
+            "that transformers' save_pretrained writes for a fast tokenizer, or "
+            "{kind: hub, name: openai-community/gpt2}"
         ) from error
     if isinstance(definition.model.vocab, list):
         raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
@@ -131,16 +130,6 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
 
 
-def _object(content: bytes, origin: str) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
-    if not isinstance(found, dict):
-        raise UserError(f"data.tokenizer: {origin} is no JSON object; give the tokenizer.json of a fast tokenizer")
-    return found
-
-
 _Id = Annotated[int, Field(ge=0)]
 
 
@@ -161,6 +150,9 @@ class _Definition(BaseModel):
 
     model: _Model
     added_tokens: list[_AddedToken] = []
+
+
+_CONFIG = TypeAdapter(dict[str, Any])
 
 
 def train_tokenizer(
