@@ -229,7 +229,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     if planned.unknown:
         return None
     corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
-    if not isinstance(corpus, OpenWebTextCorpus) and corpus.max_bytes is not None:
+    if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
     try:
         with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
@@ -263,8 +263,8 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
     sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
-    if work.max_bytes is not None:
-        sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
+    if (limit := planned.data.corpus.max_bytes) is not None:
+        sizes = sizes[: bisect_left(list(accumulate(sizes)), limit) + 1]
     sizes.sort(reverse=True)
     at_work, whose = 1, "for each worker "
     if not isinstance(workers, DaskWorkers):

@@ -215,7 +215,7 @@ def _survey_all(
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
-    left, width, taken = work.max_bytes, 1, Surveyed()
+    left, width, taken = work.data.corpus.max_bytes, 1, Surveyed()
 
     def surveys(chosen: Sequence[Shard]) -> Surveyed:
         nonlocal progress

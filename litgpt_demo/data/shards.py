@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus
 from litgpt_demo.data.corpus import local_copy
 from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -161,7 +161,7 @@ def documents(
     Args:
         skipped: takes the bad ones.
     """
-    left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
+    left = corpus.max_bytes
     for number, source in enumerate(sources):  # one by one: none is fetched before it is wanted
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
         for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b, sha256
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -22,14 +22,14 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import DataConfig, Filters, OpenWebTextCorpus, Settings, TrainedTokenizer, key_of
+from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, key_of
 from litgpt_demo.data.corpus import forget
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.reading import BadDocument, Batch
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
@@ -72,11 +72,6 @@ class Work:
         return replace(self.storage.within(SHARDS), durable=False)
 
     @property
-    def max_bytes(self) -> int | None:
-        """The UTF-8 bytes of text after which the corpus ends."""
-        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
-
-    @property
     def scratch(self) -> Path:
         """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
         name = self.path.rpartition("/")[2]
@@ -89,12 +84,8 @@ class Work:
         """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
         if self.scratch.parent == own_temporary():
             return make_temporary(self.scratch.name)
-        try:
+        with explaining(str(self.scratch)):
             self.scratch.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self.scratch} cannot be written ({error.strerror}); choose another root, or TMPDIR"
-            ) from error
         return self.scratch
 
 
@@ -211,10 +202,11 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
         texts = documents(
             data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=data.max_document_bytes, skipped=bad
         )
-        if (first := next(texts, None)) is None and bad:
+        try:
+            tokenizer = train_tokenizer(data.tokenizer, texts, report)
+        except DataError as error:
             told = skipped_ones(len(bad), [f"{one.place}: {one.reason}" for one in bad])
-            raise DataError(f"data.corpus ({data.corpus.kind}) holds no text{told}")
-        tokenizer = train_tokenizer(data.tokenizer, chain([] if first is None else [first], texts), report)
+            raise DataError(f"{error}{told}") from error
     files = tuple(
         FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
         for name, content in sorted(tokenizer.files.items())
@@ -265,7 +257,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
     name, data, scratch = file_name(shard.number, "survey.json"), work.data, work.make_scratch()
     if (done := _recorded(work, name, Survey, shard)) is not None:
         return done
-    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and work.max_bytes is None:
+    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
         counted = documents_by_footer(data.corpus, shard, scratch=scratch)
         if counted is not None:
             _free_copies(work, shard)
