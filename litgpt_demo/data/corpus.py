@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
-from hashlib import sha1, sha256
+from hashlib import file_digest, sha1, sha256
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.data.reading import CHUNK, Layout, Source, ending_of
+from litgpt_demo.data.reading import Layout, Source, ending_of
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected, redacted, translating
 from litgpt_demo.storage import ObjectInfo, bucket_path, crc32c_of, is_remote, open_storage, sha256_of
@@ -447,9 +447,7 @@ def _git_blob_of(path: Path) -> str:
     """The id that git gives a file: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects, "Object Storage"."""
     blob = sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)  # git's own choice
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            blob.update(chunk)
-    return blob.hexdigest()
+        return file_digest(file, lambda: blob).hexdigest()
 
 
 _CHECKSUMS: dict[str, Callable[[Path], str]] = {"crc32c": crc32c_of, "sha256": sha256_of, "git": _git_blob_of}

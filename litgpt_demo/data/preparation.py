@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -68,7 +68,6 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
-_BLOCK = 1 << 20  # bytes read at a time
 _PLACES = 1000  # of bad documents, that are written down in the manifest
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
@@ -344,8 +343,7 @@ def _hash(work: Work, record: Encoded, into: _Files) -> None:
         if folder is not None:
             ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
         with path.open("rb") as content:
-            while block := content.read(_BLOCK):
-                files[-1].hash.update(block)
+            file_digest(content, lambda: files[-1].hash)  # noqa: B023 (it is called at once)
         if folder is not None:
             path.unlink()
 

@@ -648,7 +648,7 @@ def _require_bounded(size: int, bound: int, where: str) -> None:
     if size > bound:
         raise DataError(
             f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
-            "times its size: no corpus is like that. Remove it, or write it anew without dictionary and compression"
+            "times its size; remove it, or write it anew without dictionary and compression"
         )
 
 
@@ -658,16 +658,12 @@ def _damage(where: str) -> Iterator[None]:
 
     try:
         yield
-    except MemoryError as error:
-        raise DataError(
-            f"{where}: a page of it needs more memory than there is ({error}): the file is damaged or made with huge "
-            "pages; write it anew with smaller row groups, or read it on a machine with more memory"
-        ) from error
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (MemoryError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the machine's trouble; Arrow gives no errno where the data are at fault
         raise _damaged(where, error) from error
 
 
 def _damaged(where: str, why: object) -> DataError:
-    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}; write or fetch it anew")
+    fix = "write or fetch it anew, with smaller row groups if its pages take all memory"
+    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}", fix=fix)

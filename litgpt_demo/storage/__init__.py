@@ -49,8 +49,6 @@ def open_storage(address: str) -> Storage:
     Raises:
         UserError: another scheme, no usable bucket or path, or a bucket where its client is not installed.
     """
-    if address.startswith("$"):
-        raise UserError(f"{address!r} begins with a variable, which no shell has replaced; write the path out, or ~/…")
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):
