@@ -239,9 +239,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
             if isinstance(corpus, OpenWebTextCorpus) or first.file is None or first.size > _OPENED:
                 return None
-            begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
-            texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
-            sizes = [len(text.encode()) for text in texts]
+            begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
+            sizes = [len(text.encode()) for text in documents(begun, planned.sources, Path(folder))]
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
     mean = sum(sizes) / len(sizes) if sizes else 0.0

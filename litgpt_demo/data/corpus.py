@@ -353,18 +353,13 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
     if (path := source.file) is None:
         yield _fetched(source, scratch)
         return
-    before, failure = _verified(path, source), None
+    before = _verified(path, source)
     try:
         yield path
-    except (DataError, OSError) as error:
-        failure = error
-    if _verified(path, source) != before:
-        raise DataError(
-            f"{source.address} was written anew while it was read, so that what was read may be neither the old nor "
-            "the new text: it changed meanwhile; run again to list it anew"
-        ) from failure
-    if failure is not None:
-        raise failure
+    except (DataError, OSError):
+        _verified(path, source, before)
+        raise
+    _verified(path, source, before)
 
 
 def _fetched(source: Source, scratch: Path) -> Path:
@@ -411,8 +406,9 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _verified(path: Path, source: Source) -> tuple[int, ...]:
-    """What tells this state of the file from another without reading it, if it holds what `source` says.
+def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """What tells this state of the file from another without reading it, if it holds what `source` says, as it did
+    when it was `before`.
 
     The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
     """
@@ -431,6 +427,8 @@ def _verified(path: Path, source: Source) -> tuple[int, ...]:
             f"{source.address} has {algorithm} {checksum} ({found.st_size} bytes), listed was {listed} "
             f"({source.size} bytes): it changed meanwhile or came damaged; run again to list it anew"
         )
+    if before not in {None, signature}:  # what was read may be neither the old nor the new text
+        raise DataError(f"{source.address} was written anew while it was read; run again to list it anew")
     return signature
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus
+from litgpt_demo.config import Corpus, DataConfig
 from litgpt_demo.data.corpus import local_copy
 from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -78,16 +78,11 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_shard(
-    corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool, most: int = MAX_DOCUMENT_BYTES
-) -> Iterator[Batch]:
+def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]:
     """The documents of a shard in their order, the same ones at each reading, until one reaches the shard's limit.
 
     Holds a few times BATCH_BYTES and the largest document. What is fetched stays in `scratch` for the next reading.
-
-    Args:
-        skip_bad: put an empty text for a document that is null, too long, not UTF-8 or no JSON, instead of raising.
-        most: bytes that a document may have.
+    A document that is null, too long, not UTF-8 or no JSON is raised, or an empty text if such ones are skipped.
     """
     import pyarrow as pa
 
@@ -100,7 +95,8 @@ def read_shard(
         return Batch(texts=texts, bad=tuple(bad))
 
     # As many documents at a time as fit BATCH_BYTES, or a single larger one.
-    layout, left = Layout.of(corpus), math.inf if shard.limit is None else shard.limit
+    layout, left = Layout.of(data.corpus), math.inf if shard.limit is None else shard.limit
+    skip_bad, most = data.on_bad_document == "skip", data.max_document_bytes
     held, size, done = list[Batch](), 0, 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
@@ -148,23 +144,17 @@ def _reaching(texts: pa.LargeStringArray, limit: float) -> tuple[int, int]:
 
 
 def documents(
-    corpus: Corpus,
-    sources: Sequence[Source],
-    *,
-    scratch: Path,
-    skip_bad: bool = False,
-    most: int = MAX_DOCUMENT_BYTES,
-    skipped: list[BadDocument] | None = None,
+    data: DataConfig, sources: Sequence[Source], scratch: Path, skipped: list[BadDocument] | None = None
 ) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
 
     Args:
         skipped: takes the bad ones.
     """
-    left = corpus.max_bytes
+    left = data.corpus.max_bytes
     for number, source in enumerate(sources):  # one by one: none is fetched before it is wanted
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
-        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
+        for batch in read_shard(data, shard, scratch):
             if skipped is not None:
                 skipped += batch.bad
             yield from filter(None, batch.texts.to_pylist())

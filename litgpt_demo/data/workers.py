@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, key_of
 from litgpt_demo.data.corpus import forget
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.data.reading import BadDocument, Batch
+from litgpt_demo.data.reading import BadDocument
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
 from litgpt_demo.documents import parse_json
@@ -198,10 +198,8 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
         with suppress(FileNotFoundError, DataError):  # DataError: damaged, or of another version of this code
             return _stored_tokenizer(work)
         assert isinstance(data.tokenizer, TrainedTokenizer)
-        bad, skip_bad, scratch = list[BadDocument](), data.on_bad_document == "skip", work.make_scratch()
-        texts = documents(
-            data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=data.max_document_bytes, skipped=bad
-        )
+        bad = list[BadDocument]()
+        texts = documents(data, planned.sources, work.make_scratch(), bad)
         try:
             tokenizer = train_tokenizer(data.tokenizer, texts, report)
         except DataError as error:
@@ -268,7 +266,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
             )  # fmt: skip
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
     bad, places, read_bytes, kept_bytes = 0, list[str](), 0, 0
-    for batch in _batches(work, shard):
+    for batch in read_shard(data, shard, scratch):
         kept, reasons = passing(batch.texts, data.filters)
         lengths = byte_lengths(batch.texts)
         masks.append(kept)
@@ -309,11 +307,6 @@ def _free_copies(work: Work, shard: Shard) -> None:
     room = shutil.disk_usage(work.scratch)
     if room.free < room.total * _ROOM:
         forget((part.source for part in shard.parts), work.scratch)
-
-
-def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
-    skip_bad, most = work.data.on_bad_document == "skip", work.data.max_document_bytes
-    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad, most=most)
 
 
 # --- filters: by length, by the share of letters, and because it was there before -------------------------------------
@@ -450,7 +443,7 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
             _Piece(Path(folder, file_name(shard.number, f"{assignment.digest}.{split}.bin")))
             for split in ("train", "val")
         )
-        for batch in _batches(work, shard):
+        for batch in read_shard(work.data, shard, work.scratch):
             read += len(batch.texts)
             if read > len(staying):
                 break

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from waiting import until
 
-from litgpt_demo.config import Corpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
+from litgpt_demo.config import Corpus, DataConfig, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, forget, sources
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, NetworkError, UserError
@@ -98,8 +98,8 @@ def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_docume
         for corpus in (files(folder, format="jsonl"), files(folder, format="text", separator="\n")):
             with pytest.raises(DataError, match=f"{name}, byte 0: is {what}"):
                 read(corpus, tmp_path)
-            shards = plan_shards(corpus, sources(corpus), 10)
-            found = [batch for one in shards for batch in read_shard(corpus, one, scratch=tmp_path, skip_bad=True)]
+            data, shards = DataConfig(corpus=corpus, on_bad_document="skip"), plan_shards(corpus, sources(corpus), 10)
+            found = [batch for one in shards for batch in read_shard(data, one, tmp_path)]
             assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
 
@@ -111,7 +111,7 @@ def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
     (shard,) = plan_shards(corpus, sources(corpus))
     pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
     try:
-        found = sum(batch.texts.nbytes for batch in read_shard(corpus, shard, scratch=tmp_path, skip_bad=False))
+        found = sum(batch.texts.nbytes for batch in read_shard(DataConfig(corpus=corpus), shard, tmp_path))
     finally:
         pa.set_memory_pool(before)
     assert found > 100_000_000
@@ -263,7 +263,7 @@ def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: 
 def test_a_file_that_changes_after_it_was_listed_is_refused(root: str, tmp_path: Path, gone: bool) -> None:
     put(root, {"a.txt": b"one", "b.txt": b"two"})
     corpus = files(root)
-    found = documents(corpus, sources(corpus), scratch=tmp_path / "scratch")
+    found = documents(DataConfig(corpus=corpus), sources(corpus), tmp_path / "scratch")
     assert next(found) == "one"
     open_storage(root).remove("b.txt") if gone else put(root, {"b.txt": b"twp"})
     with pytest.raises(DataError, match=r"b\.txt .*is gone" if gone else r"b\.txt .*changed meanwhile"):
@@ -276,7 +276,7 @@ def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_pa
     names = [source.name for source in listed]
     assert {"os.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if {"site-packages", "dist-packages", "__pycache__"} & set(name.split("/"))]
-    texts = list(documents(sample, listed, scratch=tmp_path))
+    texts = list(documents(DataConfig(corpus=sample), listed, tmp_path))
     assert 1_000_000 <= sum(len(text.encode()) for text in texts) < 3_000_000
     assert min(names[: len(texts)]) < "e" < "t" < max(names[: len(texts)])
 
@@ -310,7 +310,7 @@ def repository(name: str = "someone/corpus", **fields: object) -> HubCorpus:
 def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_is_forgotten(
     hub: Hub, tmp_path: Path
 ) -> None:
-    found = documents(repository(), sources(repository()), scratch=tmp_path)
+    found = documents(DataConfig(corpus=repository()), sources(repository()), tmp_path)
     assert next(found) == "one"
     assert hub.starts == []
     hub.gate.clear()
