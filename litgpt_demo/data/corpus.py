@@ -11,7 +11,6 @@ import fnmatch
 import os
 import re
 import shutil
-import stat
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -119,10 +118,6 @@ def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
     for path in corpus.paths:
         if not path.strip():
             raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
-        if bucket_path(path) is None and is_remote(path):
-            raise UserError(
-                f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
-            )
         if not (found := list(_in_bucket(path) if is_remote(path) else _on_this_machine(path, left_out))):
             raise UserError(
                 f"data.corpus.paths has {path!r}, and no file matches that (seen from {Path.cwd()}); `*` stays inside "
@@ -372,14 +367,12 @@ def _fetched(source: Source, scratch: Path) -> Path:
                 _fetch_from_hub(source, folder).rename(content)
             else:
                 parent, _, last = source.address.rpartition("/")
-                try:
+                with suppress(FileNotFoundError):
                     open_storage(parent).download(last, content)
-                except FileNotFoundError as error:
-                    raise _gone(source) from error
         try:
             _verified(content, source)
         except DataError:
-            content.unlink()  # so that the next try fetches it anew
+            content.unlink(missing_ok=True)  # so that the next try fetches it anew
             raise
     return content
 
@@ -412,12 +405,9 @@ def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None)
 
     The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
     """
-    try:
-        found = path.stat()
-    except FileNotFoundError as error:
-        raise _gone(source) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise _gone(source)
+    if not path.is_file():
+        raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
+    found = path.stat()
     signature = found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
     algorithm, _, listed = source.version.partition(":")
     settled = time.time_ns() - found.st_mtime_ns > _SETTLED
@@ -430,10 +420,6 @@ def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None)
     if before not in {None, signature}:  # what was read may be neither the old nor the new text
         raise DataError(f"{source.address} was written anew while it was read; run again to list it anew")
     return signature
-
-
-def _gone(source: Source) -> DataError:
-    return DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
 
 
 @cache

@@ -214,7 +214,8 @@ def _survey_all(
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
-    left, width, taken = work.data.corpus.max_bytes, 1, Surveyed()
+    most, taken = work.data.corpus.max_bytes, Surveyed()
+    left, width = (math.inf, len(shards)) if most is None else (most, 1)
 
     def surveys(chosen: Sequence[Shard]) -> Surveyed:
         nonlocal progress
@@ -224,13 +225,11 @@ def _survey_all(
             found.append((shard, record))
         return found
 
-    if left is None:
-        return surveys(shards)
     # One shard, two, four, …: a small `max_bytes` of a large corpus reads little, a large one is not held up.
     while wave := shards[len(taken) : len(taken) + width]:
         for shard, record in surveys(wave):
             if record.read_bytes >= left:
-                return taken + surveys([replace(shard, limit=left)])
+                return taken + surveys([replace(shard, limit=int(left))])
             taken.append((shard, record))
             left -= record.read_bytes
         width = min(2 * width, _WIDEST_WAVE)
@@ -242,12 +241,7 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     counts = [record.documents for record in surveys]
     unique: Sequence[int | None] = [None] * len(surveys)
     if data.filters.drop_duplicates:
-
-        def digests(position: int) -> bytes:
-            file = surveys[position].digests
-            return work.ledger.read(file.path) if file is not None else b""
-
-        masks = _first_of_each(counts, digests)
+        masks = _first_of_each(work.ledger, surveys)
         for record, mask in zip(surveys, masks, strict=True):
             work.ledger.write(file_name(record.number, "unique"), np.packbits(mask).tobytes())
         unique = counts = [int(mask.sum()) for mask in masks]
@@ -284,20 +278,21 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     ]
 
 
-def _first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> list[Mask]:
+def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
     """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
 
-    The digests of a shard's documents are asked for once for every `_AT_ONCE` documents there are in all, so that
-    memory is bounded by that and by a byte per document.
+    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
+    bounded by that and by a byte per document.
     """
-    first = np.zeros(sum(counts), dtype=bool)
+    starts = np.cumsum([0, *(record.documents for record in surveys)])
+    first = np.zeros(starts[-1], dtype=bool)
     groups = -(-len(first) // _AT_ONCE) or 1
-    starts = np.concatenate([[0], np.cumsum(counts)])
     for group in range(groups):
         # The digests that fall into the group, as pairs of numbers, and the numbers of their documents.
-        every_number, every_key = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
-        for shard, start in enumerate(starts[:-1]):
-            found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
+        every_number, every_key = list[Any](), list[Any]()
+        for start, record in zip(starts, surveys, strict=False):
+            assert record.digests is not None
+            found = np.frombuffer(ledger.read(record.digests.path), dtype="<u8").reshape(-1, 2)
             mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
             every_number.append(mine + start)
             every_key.append(found[mine])
@@ -307,7 +302,7 @@ def _first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> l
         leads = np.ones(len(ordered), dtype=bool)
         leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
         first[numbers[order[leads]]] = True
-    return np.split(first, starts[1:-1]) if len(counts) else []
+    return np.split(first, starts[1:-1])
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
