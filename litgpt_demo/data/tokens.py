@@ -34,7 +34,6 @@ TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 # merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
 # have no such words: the longest of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
-_REPORTED = 1_000_000  # bytes of the sample between two reports
 _COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
 _COMPARED_DOCUMENTS = 32  # of each shard
 
@@ -162,20 +161,18 @@ def train_tokenizer(
 ) -> TokenizerFiles:
     """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
 
-    `report` is called with the number of documents in the sample and their bytes, while it is read and before the
-    training, which takes about 0.1 s per megabyte of prose.
+    `report` is called with the number of documents in the sample and their bytes, before the training, which takes
+    about 0.1 s per megabyte of prose.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    sample, seen, reported = list[str](), 0, 0
+    sample, seen = list[str](), 0
     for document in documents:
         sample.append(document[: settings.sample_bytes])  # no more than twice that in all, however long one is
         seen += len(sample[-1].encode())
         if seen >= settings.sample_bytes:
             break
-        if seen - reported >= _REPORTED:
-            report(len(sample), reported := seen)
     report(len(sample), seen)
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")
