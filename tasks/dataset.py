@@ -149,13 +149,12 @@ class Fanout:
                     raise JobCancelled("the preparation was stopped; the same command goes on with what is left")
                 yield from self._result(future)
         except GeneratorExit:  # to be done otherwise: nothing of it may still be writing then
-            if self._workers.kind != "dask":  # which calls cancelled what its workers are at
-                self._call_off()
-            wait(futures)
+            if self._workers.kind == "dask":  # which calls cancelled what its workers are at
+                wait(futures)
             raise
-        except BaseException:
+        finally:
             self._call_off()
-            raise
+            wait(futures)
 
     def stop(self) -> None:
         """End it, from another thread: what has begun ends with the share in hand."""

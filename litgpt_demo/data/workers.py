@@ -276,7 +276,11 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
         places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
         dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if data.filters.drop_duplicates:
-            digests.append(_digests_of(_chosen(batch.texts, kept)))
+            texts = _chosen(batch.texts, kept)
+            _, offsets, content = texts.buffers()
+            edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
+            view = memoryview(content) if content is not None else memoryview(b"")
+            digests += [blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges)]
     mask = np.concatenate(masks)
 
     def stored(suffix: str, content: bytes) -> FileRecord:
@@ -360,15 +364,11 @@ def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
     """The share of letters and their marks, in any script, among what is not white space; 0 where all of it is."""
     import pyarrow.compute as pc
 
-    ends = np.cumsum(_numbers(pc.utf8_length(texts))).tolist()
-    characters = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
-    letters, spaces = (table[characters] for table in _letters_and_spaces())
-    ratios = np.zeros(len(texts))
-    for document, (start, end) in enumerate(pairwise([0, *ends])):
-        visible = end - start - np.count_nonzero(spaces[start:end])
-        if visible:
-            ratios[document] = np.count_nonzero(letters[start:end]) / visible
-    return ratios
+    edges = np.append(0, np.cumsum(_numbers(pc.utf8_length(texts))))
+    points = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
+    letters, spaces = (np.diff(np.append(0, np.cumsum(table[points]))[edges]) for table in _letters_and_spaces())
+    visible = np.diff(edges) - spaces
+    return np.divide(letters, visible, out=np.zeros(len(texts)), where=visible > 0)
 
 
 @cache
@@ -380,14 +380,6 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
     every = [chr(point) for point in range(sys.maxunicode + 1)]
     letters = np.fromiter((unicodedata.category(character)[0] in "LM" for character in every), dtype=bool)
     return letters, np.fromiter((character.isspace() for character in every), dtype=bool)
-
-
-def _digests_of(texts: Any) -> bytes:
-    """DIGEST_BYTES of each document, behind one another."""
-    _, offsets, content = texts.buffers()
-    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
-    view = memoryview(content) if content is not None else memoryview(b"")
-    return b"".join(blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges))
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
