@@ -177,10 +177,8 @@ def prepare(
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    def sampled(documents: int, text_bytes: int) -> None:
-        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
-
-    tokenizer = settle_tokenizer(planned, work, sampled)
+    sampled = partial(Preparation, phase="tokenizer")
+    tokenizer = settle_tokenizer(planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size)))
     for by_footer in (True, False):
         surveyed = _survey_all(planned, work, partial(survey, work, by_footer=by_footer), each, report)
         encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
@@ -400,14 +398,12 @@ def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Fil
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
-    data, usual = planned.data, ("validation_fraction", "split_seed", "filters")
+    usual = {"validation_fraction", "split_seed", "filters"}
+    as_usual = planned.data.model_dump(include=usual) == DataConfig().model_dump(include=usual)
     gpt2 = (manifest.vocab_size, manifest.end_of_text) == (50257, 50256)
-    as_usual = data.model_dump(include={*usual}) == DataConfig().model_dump(include={*usual})
-    if not (isinstance(data.corpus, OpenWebTextCorpus) and gpt2 and as_usual):
-        return
-    tokens = {"train": manifest.train.tokens, "validation": manifest.validation.tokens}
-    found = {"documents": manifest.documents} | tokens
-    if found != OPENWEBTEXT_TOTALS:
+    documents, train, validation = manifest.documents, manifest.train.tokens, manifest.validation.tokens
+    found = {"documents": documents, "train": train, "validation": validation}
+    if isinstance(planned.data.corpus, OpenWebTextCorpus) and gpt2 and as_usual and found != OPENWEBTEXT_TOTALS:
         raise DataError(
             f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
             "a source file is missing or changed: compare the revision of Skylion007/openwebtext"

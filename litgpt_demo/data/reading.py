@@ -94,7 +94,7 @@ class BadDocument:
     """A document that cannot be read."""
 
     index: int
-    """Its number in its batch; what `read_shard` gives counts from the shard's first, bad and empty ones too."""
+    """Its number in its batch, bad and empty ones too."""
     place: str
     """The file's name and the position in it, the same wherever the corpus lies: `part-1.jsonl, line 3`."""
     reason: str

@@ -4,7 +4,6 @@ documents in batches."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -88,50 +87,41 @@ def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]
 
     def gathered() -> Batch:
         texts = held[0].texts if len(held) == 1 else pa.concat_arrays([one.texts for one in held])
-        starts = accumulate((len(one.texts) for one in held), initial=done)
+        starts = accumulate((len(one.texts) for one in held), initial=0)
         bad = (
             replace(bad, index=start + bad.index) for start, one in zip(starts, held, strict=False) for bad in one.bad
         )
         return Batch(texts=texts, bad=tuple(bad))
 
     # As many documents at a time as fit BATCH_BYTES, or a single larger one.
-    layout, left = Layout.of(data.corpus), math.inf if shard.limit is None else shard.limit
-    skip_bad, most = data.on_bad_document == "skip", data.max_document_bytes
-    held, size, done = list[Batch](), 0, 0
+    layout, most, left = Layout.of(data.corpus), data.max_document_bytes, shard.limit
+    held, size = list[Batch](), 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
             for batch in read(path, part.source, layout, part.start, part.end, scratch=scratch, most=most):
-                end = len(batch.texts)
-                if shard.limit is not None:
+                if left is not None:
                     end, text = _reaching(batch.texts, left)
-                    left -= text
-                bad = None if skip_bad or not batch.bad or batch.bad[0].index >= end else batch.bad[0]
-                start, end = 0, end if bad is None else bad.index
-                while start < end:  # cut behind the documents that reach BATCH_BYTES
-                    rest = batch.texts.slice(start, end - start)
-                    count, more = (
-                        (len(rest), rest.nbytes) if rest.nbytes <= BATCH_BYTES else _reaching(rest, BATCH_BYTES)
-                    )
+                    batch, left = batch.slice(0, end), left - text
+                if batch.bad and data.on_bad_document == "fail":
+                    raise batch.bad[0].error
+                start = 0
+                while start < len(batch.texts):
+                    count, more = _reaching(batch.texts.slice(start), BATCH_BYTES)
                     if held and size + more > BATCH_BYTES:
                         yield gathered()
-                        done += sum(len(one.texts) for one in held)
                         held, size = [], 0
                     held.append(batch.slice(start, start + count))
                     size += more
                     start += count
-                if bad is not None:
-                    if held:
-                        yield gathered()
-                    raise bad.error
-                if left <= 0:
+                if left is not None and left <= 0:
                     break
-        if left <= 0:
+        if left is not None and left <= 0:
             break
     if held:
         yield gathered()
 
 
-def _reaching(texts: pa.LargeStringArray, limit: float) -> tuple[int, int]:
+def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
     """Return how many of the texts have `limit` bytes in total, or all of them, and how many bytes those have."""
     import numpy as np
     import pyarrow.compute as pc

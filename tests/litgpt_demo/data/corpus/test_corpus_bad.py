@@ -36,10 +36,9 @@ def skipping(
     bad: list[tuple[int, BadDocument]] = []
     data = DataConfig(corpus=corpus, on_bad_document="skip", max_document_bytes=most)
     for shard in plan_shards(corpus, sources(corpus), target):
-        first = len(texts)
         for batch in read_shard(data, shard, folder):
+            bad += [(len(texts) + one.index, one) for one in batch.bad]
             texts += batch.texts.to_pylist()
-            bad += ((first + one.index, one) for one in batch.bad)
     return texts, bad
 
 
