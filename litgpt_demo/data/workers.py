@@ -368,7 +368,7 @@ def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
     points = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
     letters, spaces = (np.diff(np.append(0, np.cumsum(table[points]))[edges]) for table in _letters_and_spaces())
     visible = np.diff(edges) - spaces
-    return np.divide(letters, visible, out=np.zeros(len(texts)), where=visible > 0)
+    return np.asarray(np.divide(letters, visible, out=np.zeros(len(texts)), where=visible > 0))
 
 
 @cache

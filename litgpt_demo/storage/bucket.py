@@ -12,6 +12,7 @@ import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from hashlib import sha256
@@ -328,16 +329,12 @@ class BucketStorage(Storage):
         """The objects whose names begin so, with generation, size and checksum; `direct`: without a further `/`."""
         from google.api_core.exceptions import NotFound
 
+        fields, delimiter = "items(name,generation,size,crc32c),nextPageToken", "/" if direct else None
+        found = self._handle.list_blobs(
+            prefix=prefix, delimiter=delimiter, max_results=limit, fields=fields, retry=self._retry()
+        )
         try:
-            return [
-                *self._handle.list_blobs(
-                    prefix=prefix,
-                    delimiter="/" if direct else None,
-                    max_results=limit,
-                    fields="items(name,generation,size,crc32c),nextPageToken",
-                    retry=self._retry(),
-                )
-            ]
+            return [*found]
         except NotFound:
             raise UserError(
                 f"{self._address('')}: there is no bucket {self._bucket!r}",
@@ -449,11 +446,9 @@ class BucketStorage(Storage):
         """Remove this generation of the object: a request that is carried out late must not take a newer one."""
         from google.api_core.exceptions import NotFound
 
-        try:
+        with suppress(NotFound):  # gone before, or by a delete whose answer was lost
             # By a handle that names no generation: else the object would be gone for good where versions are kept.
             self._handle.blob(blob.name).delete(if_generation_match=blob.generation, retry=self._retry())
-        except NotFound:
-            return  # gone before, or by a delete whose answer was lost
 
 
 def _is_ours(name: str) -> bool:
