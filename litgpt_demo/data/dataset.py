@@ -150,8 +150,7 @@ def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
-    if (problem := unseen_separator(planned.data.corpus, planned.sources)) is not None:
-        yield Finding("warning", "data.separator", *problem)
+    yield from unseen_separator(planned.data.corpus, planned.sources)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import psutil
 
-from litgpt_demo.config import Corpus, FileCorpus, HubCorpus
+from litgpt_demo.config import Corpus
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage.local import explaining
 
@@ -73,9 +73,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Corpus) -> Layout:
-        if isinstance(corpus, FileCorpus):
-            return cls(corpus.format, corpus.column, corpus.separator)
-        return cls(corpus.format, corpus.column) if isinstance(corpus, HubCorpus) else cls()
+        return cls(**corpus.model_dump(include={*cls._fields}))
 
     def format_of(self, name: str) -> Format:
         """Return the format that the user gave, else the one of the name."""
@@ -556,8 +554,8 @@ def _json_text(line: bytes, column: str, most: int) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"is no JSON: {error}") from error
     if not isinstance(record, dict):
-        reason = f"is no JSON object but {json.dumps(record)[:60]}"
-        raise DataError(reason, fix=f'a line reads {{{json.dumps(column)}: "…"}}')
+        fix = f'a line reads {{{json.dumps(column)}: "…"}}'
+        raise DataError(f"is no JSON object but {json.dumps(record)[:60]}", fix=fix)
     if column not in record:
         raise UserError(f"has no field {column!r}; it has {_quoted(record)}", fix="set data.corpus.column")
     text = record[column]

@@ -16,6 +16,7 @@ from litgpt_demo.config import Corpus, DataConfig
 from litgpt_demo.data.corpus import local_copy
 from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -174,14 +175,14 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
     return documents, size
 
 
-def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, where the separator is nowhere in the start of a corpus of text files.
+def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Finding]:
+    """Yield a warning where the separator is nowhere in the start of a corpus of text files.
 
     Looks at the first LOOKED_AT bytes, up to the first file that is not on this machine and has more.
     """
     layout, texts, left = Layout.of(corpus), list[bytes](), LOOKED_AT
     if (separator := layout.separator) is None:
-        return None
+        return
     with TemporaryDirectory(prefix="train-litgpt-") as scratch, suppress(TrainLitgptError, OSError):  # its reader tells
         for source in (source for source in sources if layout.format_of(source.name) == "text"):
             if left <= 0 or (source.file is None and source.size > left):
@@ -191,19 +192,15 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> tuple[str, st
                 texts.append(stream.read(left))
             left -= len(texts[-1])
     if not any(texts) or any(separator.encode() in text for text in texts):
-        return None
-    what = (
-        f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {LOOKED_AT - left:,} bytes of text, "
-        "so that each file is one document"
-    )
+        return
+    what = f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {LOOKED_AT - left:,} bytes of text"
+    fix = "look at what stands between the documents there, or leave it out if each file is one"
     # As a shell hands on what is typed there, and as Windows and Unix end lines.
     typed = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
     unix = typed.replace("\r\n", "\n")
     for other in (typed, unix, unix.replace("\n", "\r\n")):
         if any(other.encode() in text for text in texts):
-            found = json.dumps(other)
-            return (
-                f"{what}; found was {found}",
-                f"set data.corpus.separator={found}, in a shell all of it in quotes: '…'",
-            )
-    return what, "look at what stands between the documents there, or leave it out if each file is one"
+            what += f"; found was {json.dumps(other)}"
+            fix = f"set data.corpus.separator={json.dumps(other)}, in a shell all of it in quotes: '…'"
+            break
+    yield Finding("warning", "data.separator", what, fix)
