@@ -193,6 +193,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
             for record in stack.enter_context(closing(each(partial(encode, shared), _assignments(work, surveyed)))):
                 if record is None:
                     break  # there are empty documents, so that all of them have to be read to be counted
+                assert record.number == len(encoded), "results come in the order of the items"
                 report(progress := progress.and_of(record))
                 encoded.append(record)
                 hashing.append(thread.submit(_hash, shared, record, files))
@@ -219,6 +220,7 @@ def _survey_all(
         nonlocal progress
         found = Surveyed()
         for shard, record in zip(chosen, each(step, chosen), strict=True):
+            assert record.number == shard.number, "results come in the order of the items"
             report(progress := progress.and_of(record))
             found.append((shard, record))
         return found
