@@ -180,7 +180,7 @@ REFUSED = [
         "set image.platform to linux/arm64",
     ),
     ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
-    ("data.corpus.paths=[gone.txt]", "gone.txt does not exist"),
+    ("data.corpus.paths=[gone.txt]", "gone.txt', and no file matches that"),
     ("data.tokenizer={kind: file, path: pi.py}", "is not JSON"),
     ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
     ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
