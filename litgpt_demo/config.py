@@ -149,6 +149,7 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
     """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
     kind: Literal["openwebtext"] = Kind("openwebtext")
+    max_bytes: ClassVar[int | None] = None  # its totals are those of all of it
     revision: str = "main"
     """Branch, tag or commit of Skylion007/openwebtext."""
 

@@ -140,7 +140,8 @@ class Fanout(ExitStack):
         shares = [items[start : start + size] for start in range(0, len(items), size)]
         self._futures = begun = [self._executor.submit(_results, step, share) for share in shares]
         try:
-            for future in futures.as_completed(begun):
+            for future in begun:
+                futures.wait([future])
                 if self._over.is_set():
                     raise JobCancelled("the preparation was stopped; the same command goes on with what is left")
                 yield from self._result(future)

@@ -195,7 +195,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     if planned.unknown:
         return None
     corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
-    if not isinstance(corpus, OpenWebTextCorpus) and corpus.max_bytes is not None:
+    if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
     try:
         with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
@@ -204,8 +204,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
             if not isinstance(corpus, OpenWebTextCorpus) and first.file is not None and first.size <= _OPENED:
-                begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
-                deque(documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad), maxlen=0)
+                begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
+                deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
             return None
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
@@ -226,8 +226,8 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
     sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
-    if work.max_bytes is not None:
-        sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
+    if (limit := planned.data.corpus.max_bytes) is not None:
+        sizes = sizes[: bisect_left(list(accumulate(sizes)), limit) + 1]
     sizes.sort(reverse=True)
     at_work, whose = 1, "for each worker "
     if not isinstance(workers, DaskWorkers):

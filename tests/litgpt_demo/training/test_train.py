@@ -23,7 +23,7 @@ from states import training_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import numbers_of, open_windows
+from litgpt_demo.data.batches import Windows, numbers_of
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
@@ -270,11 +270,9 @@ def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_do
 
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def windows() -> Windows:
     """Of four tokens each."""
-    path = tmp_path_factory.mktemp("tokens") / "train.bin"
-    np.arange(161, dtype="<u2").tofile(path)
-    return open_windows([path], dtype="<u2", length=4)
+    return Windows(files=[np.arange(161, dtype=np.uint16)], length=4)
 
 
 @given(asked=st.lists(st.integers(0, 8), min_size=1, max_size=12), world_size=st.sampled_from([1, 3]))
