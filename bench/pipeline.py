@@ -31,12 +31,12 @@ from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
+from litgpt_demo.node import agent, rendezvous
 from litgpt_demo.training.checkpoints import committed
 
 CONFIG = Path("deployments/configs/local.yaml")
 ASKED = {"server up": (8.0, 5.0), "its own server": (20.0, 12.0)}  # DESIGN section 6: seconds added, and found done
-CLI = [sys.executable, "-m", "cli.main"]
+CLI = [sys.executable, "-m", "cli"]
 TICK = "import time\nfor number in range(6000):\n    print('tick', number, flush=True)\n    time.sleep(0.1)\n"
 
 
@@ -51,8 +51,8 @@ def bare(root: Path, settings: list[str]) -> float:
     began, nodes = time.monotonic(), []
     with root.with_suffix(".log").open("a") as log:  # an agent locks what it prints to, and anybody may lock /dev/null
         for rank in range(job.nodes):
-            meet = Rendezvous(nodes=job.nodes, node_rank=rank, host="127.0.0.1", port=port, run_id="bare")
-            command = torchrun_command(meet, processes=1, program=job.program, log_dir=f"{root}-{time.time()}-{rank}")
+            argv = job.node_command(node_rank=f"{rank}", master=f"127.0.0.1:{port}", directory=str(root), grace=1)
+            command = agent.torchrun_command(rendezvous.parse(argv[3:], {}), log_dir=f"{root}-{time.time()}-{rank}")
             nodes.append(subprocess.Popen(command, env=environment, stdout=log))
     codes = [node.wait() for node in nodes]
     if any(codes) or committed(run.storage)[0].step != run.config.train.max_steps:

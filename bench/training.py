@@ -22,7 +22,7 @@ import numpy as np
 
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Split
-from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.storage import open_storage
 
 # DESIGN section 6.

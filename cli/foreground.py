@@ -1,4 +1,4 @@
-"""A pipeline in the foreground of a terminal: what it has started, and how it is left.
+"""A pipeline in the foreground of a terminal: what is shown of it, what it has started, and how it is left.
 
 The pipeline runs in a thread, and the main thread waits for its end or for a signal. Ctrl-C is blocked in that thread,
 hence in every process that it starts: a terminal sends Ctrl-C to the whole process group, and Prefect's ephemeral
@@ -11,28 +11,30 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from contextvars import copy_context
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 from uuid import UUID
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.table import Table
 
 from cli import interrupts
-from cli.console import Watch
 from cli.terminal import Screen
+from launcher import events
 from launcher.config import RunConfig
-from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
+from launcher.curves import summary
+from launcher.events import Event, JobChanged, Listener, Step
+from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index
 
@@ -97,13 +99,13 @@ class Tracker:
 
     def receive(self, event: Event) -> None:
         match event:
-            case FlowRunStarted():
+            case events.FlowRunStarted():
                 self.flow_runs.append(event.id)
-            case StepStarted():
+            case events.StepStarted():
                 self.step = event.step
-            case StepDone():
+            case events.StepDone():
                 self.step = None
-            case JobChanged():
+            case events.JobChanged():
                 self._jobs[event.job_id] = event
 
     @property
@@ -111,15 +113,126 @@ class Tracker:
         """Return the jobs that have not ended, oldest first."""
         return [job for job in list(self._jobs.values()) if job.phase != "ended"]
 
-    def is_submitting(self, job: JobChanged) -> bool:
-        """Return whether the submission of a job is under way: nobody knows yet what comes of it."""
-        return self._jobs[job.job_id].phase == "submitting"
-
     def settle(self, seconds: float) -> None:
-        """Wait until no submission is under way, `seconds` at the most."""
+        """Wait until no submission is under way, of which nobody knows yet what comes, `seconds` at the most."""
         deadline = time.monotonic() + seconds
-        while any(map(self.is_submitting, self.jobs)) and time.monotonic() < deadline:
+        while any(job.phase == "submitting" for job in self.jobs) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+_QUICK = 3.0  # seconds that nobody minds
+_REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
+_BAR = BarColumn(bar_width=28)
+
+
+class Measured(ProgressColumn):
+    """A bar and a count, for what has a known end; the seconds that have passed for other work that is not quick."""
+
+    def render(self, task: Task) -> Table:
+        shown = Table.grid(padding=(0, 1))
+        if task.total is not None:
+            shown.add_row(_BAR.render(task), f"{task.completed:.0f}/{task.total:.0f}")
+        elif (task.elapsed or 0.0) >= _QUICK:
+            shown.add_row(f"[dim]({duration_text(task.elapsed)})[/]")
+        return shown
+
+
+class Watch:
+    """Listens to a pipeline's events while it is entered, and prints them for a person.
+
+    On a terminal the running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
+    """
+
+    def __init__(self, console: Console, *, output: bool = False) -> None:
+        """`output`: also print the lines that jobs print."""
+        self._console, self._output = console, output
+        self._rows: list[Mapping[str, Any]] = []
+        self._started: dict[str, float] = {}
+        self._line: TaskID | None = None
+        self._percent_shown = 0
+        columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._listener = Listener(self._receive)
+
+    def __enter__(self) -> Self:
+        self._listener.__enter__()
+        self._progress.start()
+        self._live(None, "starting")  # importing Prefect takes seconds
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._listener.__exit__()
+        with suppress(OSError):
+            self._progress.stop()
+
+    def waiting(self, what: str) -> None:
+        """Say what is waited for before the first step."""
+        self._clear()
+        self._live(None, what)
+        if not self._console.is_terminal:
+            self._print(f"  [dim]{escape(what)}[/]")
+
+    def _receive(self, event: Event) -> None:
+        """Show an event. A terminal that is gone must not end the pipeline."""
+        with suppress(OSError):
+            match event:
+                case events.StepStarted():
+                    self._rows, self._percent_shown = [], 0
+                    self._started[event.step] = time.monotonic()
+                    self._clear()
+                    self._live(event.step, event.what)
+                case events.StepProgress(fraction=None):
+                    self._live(event.step, event.what)
+                case events.StepProgress(fraction=float() | int() as fraction):
+                    percent = int(100 * fraction)
+                    self._live(event.step, event.what, done=percent, total=100)
+                    if percent < 100:  # then the step's own line follows
+                        self._tenth(percent, f"{percent} %  {escape(event.what)}")
+                case events.MetricsRow():
+                    self._rows.append(event.row)
+                    if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all
+                        self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
+                    if event.row.get("kind") in {"step", "start"}:
+                        seen = summary(self._rows)
+                        what = "  ".join(seen.facts)
+                        self._live(Step.TRAINING, what, done=seen.step, total=seen.steps)
+                        self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
+                case events.MetricsKnown(rows=[first, *others]):
+                    self._rows = [first, *others[-_REMEMBERED:]]
+                case events.StepDone():
+                    self._clear()
+                    seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
+                    how = "found done" if event.reused else duration_text(seconds)
+                    step = f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/]"
+                    self._print(f"{step} {escape(event.what)} [dim]({how})[/]")
+                case events.Note():
+                    self._print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
+                case events.Output() if self._output:
+                    self._print(f"  [dim]{escape(event.line)}[/]")
+
+    def _tenth(self, percent: int, line: str) -> None:
+        """Print the line where no terminal shows a live one, if another tenth is done since the last time."""
+        if not self._console.is_terminal and percent // 10 > self._percent_shown // 10:
+            self._percent_shown = percent
+            self._print(f"  {line}")
+
+    def _print(self, markup: str) -> None:
+        self._console.print(markup, soft_wrap=True)
+
+    def _clear(self) -> None:
+        if self._line is not None:
+            self._progress.remove_task(self._line)
+            self._line = None
+
+    def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
+        """Show a live line, whose time begins now if there was none."""
+        shown: dict[str, Any] = {"description": f"{step.place} {step}" if step else "", "what": escape(what)}
+        if self._line is None:
+            self._line = self._progress.add_task(total=total, **shown)
+        self._progress.update(self._line, completed=done, total=total, visible=True, **shown)
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -127,11 +240,7 @@ class Tracker:
 
 def program() -> list[str]:
     """The words that call this command line again from the same folder."""
-    called = Path(sys.argv[0])
-    found = shutil.which(called.name)
-    if found is not None and called.exists() and Path(found).samefile(called):
-        return [called.name]
-    if os.access(called, os.X_OK) and called.suffix != ".py":
+    if os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py"):
         return [sys.argv[0]]
     return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # python -m …
 
@@ -148,8 +257,7 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     """Tell an interrupted user what goes on, how to take it up (by the command `again`) and how to cancel it."""
     jobs = tracker.jobs
     if not jobs:
-        known = "no job is running; run again, what is done is found by its key"
-        known = known if tracker.step is None else _WITHOUT_A_JOB.get(tracker.step, known)
+        known = "no job is running; run again, and what is done is found, what was begun goes on where it was"
         return [known if tracker.flow_runs else "nothing was started", f"  run again  {again}"]
     standing = [
         f"the job goes on as {job.run} on {job.platform.kind}"
@@ -159,13 +267,6 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     ]
     commands = [f"take up    {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
     return [standing[0], *(f"  {line}" for line in [*standing[1:], *commands])]
-
-
-_WITHOUT_A_JOB = {
-    Step.DATASET: "no job was started; run again, the preparation of the dataset goes on where it was",
-    Step.IMAGE: "no job was started; run again, a build of the image that goes on elsewhere is taken up",
-    Step.CHECKPOINTS: "the job has ended; run again, its last checkpoint is collected",
-}
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
@@ -215,11 +316,10 @@ class _Departure:
         while not self._signals.empty():
             self._signals.get()
         self._say(f"  press Ctrl-C once more now to cancel {'it' if len(jobs) == 1 else 'them all'}")
-        while left := self._left():
-            with suppress(Empty):
-                number = self._signals.get(timeout=left)
-                if number is not None:  # None: the pipeline has ended
-                    return number != signal.SIGHUP
+        with suppress(Empty):
+            while (number := self._signals.get(timeout=self._left())) is None:
+                continue  # the pipeline has ended
+            return number != signal.SIGHUP
         return False
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
@@ -247,7 +347,7 @@ class _Departure:
             problems += cancel_each([attempts], tell=lambda what: self._say(f"  {escape(what)}"))[1]
         except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
             problems.append(error)
-        if not problems and self._tracker.is_submitting(job):
+        if not problems and any(one.job_id == job.job_id and one.phase == "submitting" for one in self._tracker.jobs):
             problems.append(f"its submission to {job.platform.kind} has not been answered")
         if problems:
             self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problems[0]}')}")
@@ -291,20 +391,17 @@ def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled
     them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
     """
     from prefect import get_client
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.objects import FlowRun, State, StateType
+    from prefect.client.schemas.objects import State, StateType
 
     kind, why = StateType.CANCELLED, "Cancelled by its user, with all of its jobs"
     if name == "Interrupted":
         kind, why = StateType.CRASHED, "Left by its user; a job that was started goes on by itself"
-    by_itself = filters.FlowRunFilterStateType(not_any_=[StateType.COMPLETED, StateType.FAILED])
-    mine = filters.FlowRunFilter(
-        id=filters.FlowRunFilterId(any_=[UUID(one) for one in ids]), state=filters.FlowRunFilterState(type=by_itself)
-    )
+    state = State[Any](type=kind, name=name, message=why)
     with get_client(sync_client=True) as client, ThreadPoolExecutor(max_workers=16) as pool:
 
-        def end(flow_run: FlowRun) -> None:
-            client.set_flow_run_state(flow_run.id, State[Any](type=kind, name=name, message=why), force=True)
+        def end(flow_run: UUID) -> None:
+            if client.read_flow_run(flow_run).state_type not in {StateType.COMPLETED, StateType.FAILED}:
+                client.set_flow_run_state(flow_run, state, force=True)
 
         # All at once: a sweep has many trials, and there is a second for all.
-        list(pool.map(end, client.read_flow_runs(flow_run_filter=mine)))
+        list(pool.map(end, map(UUID, ids)))

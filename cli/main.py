@@ -6,14 +6,12 @@ import asyncio
 import json
 import os
 import sys
-import time
-import tomllib
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import Annotated, Any, TypeAlias, get_args
 
@@ -22,63 +20,51 @@ from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from cli import interrupts
 from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
+from launcher.checks.doctor import examine_environment
+from launcher.checks.plan import findings_of, lost_steps, plan_of, previews, progress_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
+from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.runs import waiting
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import DamagedRecords, Index
-from launcher.runs.listing import Target, find, find_started_with
+from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.sweeps import trials
-from launcher.runs.waiting import readable
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
-from litgpt_demo.export import use_of
-from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.data.dataset import verify_dataset
+from litgpt_demo.documents import first_problem
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
+from litgpt_demo.export import summary_lines, usage
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import open_storage
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="From raw text to a verified, trained GPT, on whatever machines you have.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are no emoji.
 console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Screen(stderr=True, highlight=False, emoji=False)
 
 
-def _print_version(asked: bool) -> None:
-    """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
-    if not asked:
-        return
-    from launcher.images.identity import software_identity
-
-    identity = software_identity()
-    typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
-    typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
-    raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Versions and commit, then exit."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Versions and commit, then exit.")] = False,
 ) -> None:
-    """Declare the options that come before a command."""
+    """From raw text to a verified, trained GPT, on whatever machines you have."""
+    if version:  # from installed metadata: nothing heavy is imported
+        identity = software_identity()
+        typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
+        typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
+        raise typer.Exit
 
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings that override it: train.learning_rate=3e-4", show_default=False)
+    list[str] | None, typer.Argument(help="Settings that override it: train.max_steps=100", show_default=False)
 ]
 Profile = Annotated[
     Path | None,
@@ -125,42 +111,38 @@ def errors_for_people() -> Iterator[None]:
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
-    """Say which file has the settings that Prefect could not read when it was imported, and how to go on without."""
+    """Say which files have the settings that Prefect could not read when it was imported, and how to go on without."""
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
-    broken, others = list[str](), list[str]()
-    for file in (profiles, Path("prefect.toml").absolute(), Path("pyproject.toml").absolute()):
-        try:
-            found = tomllib.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            broken.append(str(file))
-        except OSError:
-            continue
-        else:
-            others += [str(file)] if file.name != "pyproject.toml" or "prefect" in found.get("tool", {}) else []
-    words, places = " ".join(str(error).split()), broken or [*others, "a variable PREFECT_…"]
-    if isinstance(error, ValidationError):  # the first setting that it is about; what was given may be a secret
-        first = error.errors()[0]
-        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
+    places = [str(file) for file in files if file.name != "pyproject.toml" or b"[tool.prefect" in file.read_bytes()]
+    # Of a validation not all is said: what was given may be a secret.
+    words = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
     return (
-        f"Prefect cannot read its settings: {words}; mend {' or '.join(places)}. To go on without: "
-        "PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the others"
+        f"Prefect cannot read its settings: {words}; mend {' or '.join([*places, 'a variable PREFECT_…'])}. To go on "
+        "without: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the "
+        "others"
     )
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
-def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
-    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
-    document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
-    kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
-    kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
-    return validated(kind, document, where=where)
+def read_config(
+    path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyKind] | None = None
+) -> AnyKind:
+    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training.
 
-
-def _where(path: Path, profile: Path | None) -> str:
-    return str(path) if profile is None else f"{path} with {profile}"
+    Args:
+        kind: what to read it as all the same; sections that such a config has not are left out.
+    """
+    document = config_document(path, assignments or [], profile=profile)
+    if kind is None:
+        kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
+        kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
+    else:
+        document = {name: value for name, value in document.items() if name in kind.model_fields}
+    return validated(kind, document, where=str(path) if profile is None else f"{path} with {profile}")
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
@@ -193,7 +175,7 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             trials(settings)  # one that cannot be is refused before anything is started for it
             _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
         case BenchmarkConfig():
-            made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
+            made = _watched("flows.run_torchrun:benchmark_network", dict(settings))
             _print_table(table(made))
             _print_table(pairs_table(made[0]))
         case ScriptConfig():
@@ -207,17 +189,14 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
                 _say(f"  {name:<8} {escape(where.address(path))}")
             _say("\n  use it")
-            for line in use_of(where.address(LITGPT), settings.name):
+            for line in usage(where.address(), huggingface=False).splitlines():
                 _say(f"    {escape(line)}")
 
 
 @app.command(name="benchmark-network")
 def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
-    document = config_document(config, overrides or [], profile=profile)
-    # Any config will do: of a training's, what it trains is left out.
-    mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
-    _run(validated(BenchmarkConfig, mine, where=_where(config, profile)))
+    _run(read_config(config, overrides, profile, kind=BenchmarkConfig))
 
 
 @app.command()
@@ -226,8 +205,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
     settings = read_config(config, overrides, profile)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
-    parameters = {"root": settings.root, "data": settings.data, "workers": settings.workers}
-    _watched("flows.prepare_dataset:prepare_dataset", parameters)
+    sections = {name: getattr(settings, name) for name in ("root", "data", "workers")}
+    _watched("flows.train_litgpt:prepare_dataset", sections)
 
 
 @app.command()
@@ -239,7 +218,7 @@ def sweep(
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
-            "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
+            "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"
         )
     _run(settings)
 
@@ -254,7 +233,6 @@ def collect(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
-    from litgpt_demo.export import summary_lines
     from litgpt_demo.export.models import export as collect_models
 
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
@@ -285,7 +263,7 @@ def submit(
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        name, full, page = asyncio.run(submit_deployment(deployment, changes, profile=sections))
+        name, full, page = submit_deployment(deployment, changes, profile=sections)
     _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
 
 
@@ -297,12 +275,8 @@ def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) 
     """
     from cli.foreground import in_foreground
 
-    def load() -> Callable[[], Coroutine[Any, Any, Any]]:
-        module, _, name = flow.partition(":")
-        return partial(getattr(import_module(module), name), **parameters)
-
     _quiet_prefect()
-    return in_foreground(load, console, output=output)
+    return in_foreground(lambda: partial(resolve_name(flow), **parameters), console, output=output)
 
 
 def _quiet_prefect() -> None:
@@ -332,8 +306,6 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    from launcher.checks.plan import previews
-
     shown = list(previews(read_config(config, overrides, profile)))
     unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
     if unknown and not explain:
@@ -355,8 +327,6 @@ def render(
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
-    from launcher.checks.plan import plan_of
-
     planned = plan_of(read_config(config, overrides, profile))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
@@ -429,9 +399,6 @@ def doctor(
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
     """Check this machine and what a config needs, and say how to fix what is wrong."""
-    from launcher.checks.doctor import examine_environment
-    from launcher.checks.plan import findings_of
-
     if config is None and profile is not None:
         raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
     settings = None if config is None else read_config(config, overrides, profile)
@@ -448,21 +415,15 @@ def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    from litgpt_demo.data.dataset import verify_dataset
-
-    start = time.monotonic()
     found = verify_dataset(dataset)
-    manifest, seconds = found.manifest, max(time.monotonic() - start, 1e-3)
     for problem in found.problems:
         _say(f"[bold red]✗[/] {escape(problem)}")
     if found.problems:
         _error(f"{dataset} is not what its manifest says: {found.remedy}")
         raise typer.Exit(EXIT_CODES[Fault.DATA])
-    size = sum(file.size for file in manifest.files)
-    _say(
-        f"[green]✓[/] {len(manifest.files)} files, {bytes_text(size)} at {bytes_text(size / seconds)}/s: "
-        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
-    )
+    manifest, size = found.manifest, bytes_text(sum(file.size for file in found.manifest.files))
+    told = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
+    _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {told}")
 
 
 @app.command()
@@ -471,12 +432,13 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
-    from flows.reconciling import contradicted
-    from launcher.runs.listing import run_rows, table_of
+    rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
+    if os.environ.get("PREFECT_API_URL") and any(row.live for row in rows):
+        from flows.reconciling import contradicted
 
-    rows = contradicted(run_rows(Index.of(root), bad=(bad := DamagedRecords())))
+        rows = contradicted(rows)
     if as_json:
-        if bad.count:
+        if bad:
             _say(escape(str(bad)), stderr)
         typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -489,9 +451,6 @@ def runs(
 @app.command()
 def status(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
-    from launcher.checks.plan import progress_of
-    from launcher.runs.listing import run_rows, table_of
-
     found = target_of(target, overrides, profile, root)
     if len(found.runs) > 1:
         _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := DamagedRecords()), open=found.open)))
@@ -520,8 +479,6 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    from launcher.runs import waiting
-
     found = target_of(target, overrides, profile, root)
 
     async def show(attempts: Attempts) -> None:
@@ -533,7 +490,7 @@ def logs(
 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
-                show_line(f"{prefix}{line if raw else readable(line)}")
+                show_line(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
             await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
@@ -551,15 +508,13 @@ def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, 
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled, problems = cancel_each(found.attempts, tell=lambda what: _print_notes(what))
+    cancelled, problems = cancel_each(found.attempts, tell=_print_notes)
     unread = f"a record that may be of a trial of {found.name} cannot be read"
     problems += [DataError(f"{unread}: {why}") for why in found.damaged]
     for job_id in cancelled:
         _say(f"cancelled {escape(job_id)}; nothing of it is left")
     if cancelled:
-        from launcher.checks.plan import lost_steps
-
-        for run in {attempts.run for attempts in found.attempts}:
+        for run in found.runs:
             if lost := lost_steps(found.storage(run)):
                 _say(f"{escape(run)}: {lost}")
     for problem in problems:
@@ -580,8 +535,6 @@ def reap(
 
     Runs that live, or whose state is not known, are never touched.
     """
-    from launcher.runs.listing import leftovers, remove_leftover
-
     unknown = False
     if not dry_run:
         _quiet_prefect()
@@ -600,22 +553,20 @@ def reap(
     those = [one for one in found if one.job_id is not None]
     unknown = unknown or len(those) < len(found)
     for one in found:
-        _say(escape(str(one)))
-    question = f"remove all of it, {len(those)} attempts?"
+        _say(escape(one.what))
     if not those:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
-    elif not dry_run and not (yes or (sys.stdin.isatty() and typer.confirm(question))):
+    elif dry_run or not (yes or (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?"))):
         _say("nothing was removed; --yes removes it")
-    elif not dry_run:
-        for one in those:
-            try:
-                gone = remove_leftover(index, one)
-            except TrainLitgptError as error:
-                _error(str(error))
-                unknown = True
-                continue
+        those = []
+    for one in those:
+        try:
+            gone = remove_leftover(index, one)
             lives = f"{one.run} lives again, and was left alone"
             _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
+        except TrainLitgptError as error:
+            _error(str(error))
+            unknown = True
     if unknown:
         raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
@@ -662,8 +613,3 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     console.print(table)
-
-
-if __name__ == "__main__":
-    interrupts.answer()
-    main()

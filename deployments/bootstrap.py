@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
@@ -32,7 +33,7 @@ from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.heartbeat import is_there, started
+from litgpt_demo.heartbeat import started
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.storage.private import close_folder, write_private
 
@@ -80,7 +81,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
                 f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
             )
         words = ("server", "start", "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING")
-        _start("server", *words, more=serving.server_environment(port, secret) | own_origins)
+        _start(*words, more=serving.server_environment(port, secret) | own_origins)
     give_up = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
         if _live("server") is None:  # something else may use its port
@@ -98,7 +99,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
     works = _live("worker") is not None
     if not works:
-        _start("worker", "worker", "start", "--pool", POOL, "--name", socket.gethostname())
+        _start("worker", "start", "--pool", POOL, "--name", socket.gethostname())
     _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date())
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
@@ -108,7 +109,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         f"In your shell:\n\n"
         f"    . {shlex.quote(str(file))}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
-        f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
+        f"    train-litgpt submit local train.max_steps=100\n\n"
         f"`make stop` ends server and worker; their logs are in {file.parent}."
     )
 
@@ -126,15 +127,12 @@ def stop() -> None:
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
-        if bad.count:
+        if bad:
             _report("job", "unknown", str(bad))
 
 
 def _report(part: str, what: str, which: str) -> None:
     typer.echo(harmless(f"{part:<12} {what:<12} {which}".rstrip()))
-
-
-# --- server and worker ------------------------------------------------------------------------------------------------
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -167,7 +165,7 @@ def _kept(name: str) -> Path:
     return environment_file(serving_home()).with_name(name)
 
 
-def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> None:
+def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
     """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
 
     Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
@@ -178,8 +176,8 @@ def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> Non
     log.touch(mode=0o600)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [*PYTHON, "-m", "prefect", "--no-prompt", *words],
-            env={**os.environ, **(more or {})},
+            [*PYTHON, "-m", "prefect", "--no-prompt", name, *words],
+            env={**os.environ, **more},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -192,11 +190,11 @@ def _start(name: str, *words: str, more: Mapping[str, str] | None = None) -> Non
 
 def _live(name: str) -> psutil.Process | None:
     """Return the server or the worker that was started here, if it lives."""
-    with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = _kept(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
         # A container may have nobody who reaps a zombie.
-        if is_there(process.pid, float(began)) and process.status() != psutil.STATUS_ZOMBIE:
+        if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 
@@ -213,9 +211,6 @@ def _end(name: str) -> bool:
         lived = True
         time.sleep(0.1)
     return lived
-
-
-# --- what is in the server --------------------------------------------------------------------------------------------
 
 
 async def _bring_up_to_date() -> None:
@@ -268,9 +263,6 @@ async def _roots() -> set[str]:
                 found = await client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200)
                 return {root_of(flow_run.parameters) for flow_run in found}
     return set()
-
-
-# --- prefect.yaml -----------------------------------------------------------------------------------------------------
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:

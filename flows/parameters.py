@@ -1,4 +1,6 @@
-"""A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
+"""What all flows share: their parameters, a guard that keeps a resumed one from running forever or twice, and a hook.
+
+A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
 
 A section that is given replaces the deployment's whole section, which is rarely what is meant; `overrides` changes
 single settings, as `train-litgpt submit` does: deep merge, our validation, then Prefect's.
@@ -6,30 +8,39 @@ single settings, as `train-litgpt submit` does: deep merge, our validation, then
 
 from __future__ import annotations
 
-import asyncio
+import fcntl
 import inspect
 import json
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from prefect.client.base import ServerType
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
-from prefect.settings import get_current_settings
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, ObjectNotFound
+from prefect.logging.loggers import flow_run_logger
+from prefect.runtime import flow_run as this_flow_run
+from prefect.utilities.urls import url_for
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
-from flows.hooks import deployed
 from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.events import Note
+from launcher.events import FlowRunStarted, Note, report
+from launcher.runs.attempts import Attempts, cancel_each, opening_beside
+from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.config import Settings
+from litgpt_demo.documents import first_problem
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.storage.private import make_temporary
 from tasks.steps import emit
 
-Flow = TypeVar("Flow", bound=Callable[..., Coroutine[Any, Any, Any]])
+T = TypeVar("T")
 
 # The model behind each flow's parameters; prepare-dataset takes three sections of a training's.
 KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | type[BenchmarkConfig]] = {
@@ -43,22 +54,32 @@ KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | t
 DATASET_FIELDS = ("root", "data", "workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
 
+# Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
+MAX_RESUMES = 20
+
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
     default={},
-    description='Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
+    description='Single settings by their dotted names: {"train.max_steps": 100}. They win over the sections; '
     "a section given with -p replaces the deployment's whole section.",
 )
 
 
-def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Flow]:
-    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`.
+def takes(
+    kind: type[AnyConfig], only: Sequence[str] = ()
+) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
+    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`; it gets the config of them.
 
-    The flow itself receives them as keywords and hands them to `config_from`. Prefect makes its form, and its check of
-    what is given, from a function's signature and from the `Args:` of its docstring, so that these are what is set.
+    Prefect makes its form, and its check of what is given, from a function's signature and from the `Args:` of its
+    docstring, so that these are what is set.
     """
 
-    def with_parameters(flow: Flow) -> Flow:
+    def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
+        @wraps(flow)
+        async def begun(**given: Any) -> T:
+            begin()
+            return await flow(config_from(kind, given))
+
         parameters, lines, kinds = [], [], inspect.Parameter
         fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
         for name, field in fields.items():
@@ -71,11 +92,71 @@ def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Fl
             parameters.append(kinds(name, kinds.KEYWORD_ONLY, annotation=annotation, default=default))
             lines.append(f"    {name}: {' '.join((field.description or '').split())}")
         returns = inspect.signature(flow).return_annotation
-        flow.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-        flow.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
-        return flow
+        begun.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+        begun.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
+        return begun
 
     return with_parameters
+
+
+def deployed() -> bool:
+    """Return True if this flow run is a deployment's. Prefect's `runtime.deployment` would ask the API each time."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
+
+
+def begin() -> None:
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
+    # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
+    # resumed once more while its engine is well.
+    if deployed() and not taken(this_flow_run.id):
+        get_run_logger().info("another process orchestrates this flow run already; this one stands down")
+        raise Abort  # on which Prefect ends this process and leaves the run's state alone
+    count = this_flow_run.run_count or 0
+    if count > MAX_RESUMES:
+        raise ConfigProblem(
+            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
+            "start a new one: a training that is under way is adopted"
+        )
+    report(FlowRunStarted(id=str(this_flow_run.id)))
+
+
+def taken(flow_run: str) -> bool:
+    """Take a flow run for this process and until its end, unless another process of this machine has it."""
+    lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    return True
+
+
+def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
+    """Cancel every live job that a cancelled flow run started or took up, and prove that nothing of them is left.
+
+    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
+    are found by the flow run's id, in the index of the root that its parameters name. A later attempt at the same run
+    that is another flow run's is left alone.
+    """
+    logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
+    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
+    mine: list[Attempts] = []
+    unread: list[TrainLitgptError] = []
+    for run, attempt in index.followed_by(str(flow_run.id)).items():
+        attempts = Attempts(index=index, run=run, open=beside)
+        try:
+            if attempts.records()[-1].attempt == attempt:
+                mine.append(attempts)
+        except TrainLitgptError as error:
+            unread.append(error)
+    cancelled, problems = cancel_each(mine, tell=logger.warning)
+    if problems := problems + unread:  # all others are cancelled by now
+        raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
+    for job_id in cancelled:
+        logger.info("cancelled %s; nothing of it is left", job_id)
+    if not cancelled:
+        logger.info("there was no live job to cancel")
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
@@ -87,9 +168,6 @@ def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConf
     return validated(kind, overridden(document, parameters.get("overrides") or {}), where="the parameters")
 
 
-# --- a section that is given in part ----------------------------------------------------------------------------------
-
-
 def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     """Validate a section; where it cannot be used, say how single settings are changed."""
     try:
@@ -97,11 +175,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
     except ValidationError as error:
         if not isinstance(value, Mapping):
             raise
-        problems = (
-            ": ".join(filter(None, [".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")]))
-            for one in error.errors(include_url=False)
-        )
-        raise ValueError(f"{'; '.join(problems)}. {_advice(info.field_name or 'section', value)}") from error
+        raise ValueError(f"{first_problem(error)}. {_advice(info.field_name or 'section', value)}") from error
 
 
 def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
@@ -123,12 +197,9 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
     )
 
 
-# --- a deployment's flow, with some settings changed ------------------------------------------------------------------
-
-
-async def submit_deployment(
+def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
-) -> tuple[str, str, str]:
+) -> tuple[str, str, str | None]:
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
 
     Args:
@@ -137,20 +208,17 @@ async def submit_deployment(
     Returns its name, the deployment's name in full, and its page.
     """
     full = name if "/" in name else f"train-litgpt/{name}"
-    await asyncio.to_thread(require_server)
-    async with get_client() as client:
+    require_server()
+    with get_client(sync_client=True) as client:
         try:
-            deployment = await client.read_deployment_by_name(full)
+            deployment = client.read_deployment_by_name(full)
         except ObjectNotFound as error:
-            flows = {flow.id: flow.name for flow in await client.read_flows()}
-            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+            flows = {flow.id: flow.name for flow in client.read_flows()}
+            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in client.read_deployments())
             raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
-        created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-        pages = (get_current_settings().ui_url or "").rstrip("/")
-        if client.server_type is not ServerType.CLOUD:  # of a server's own two UIs, the second draws our charts
-            pages = f"{pages.removesuffix('/v2')}/v2"
-    return created.name, full, f"{pages}/runs/flow-run/{created.id}"
+        created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+    return created.name, full, url_for("flow-run", created.id)
 
 
 def parameters_with(
@@ -158,14 +226,14 @@ def parameters_with(
 ) -> dict[str, Any]:
     """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
 
-    Prefect merges top-level names only, and would take a lone `train: {learning_rate: …}` for the whole section.
+    Prefect merges top-level names only, and would take a lone `train: {max_steps: …}` for the whole section.
     """
     kind = KINDS.get(flow)
     if kind is None:
         raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
     given = {name: value for name, value in parameters.items() if name != "overrides"}
-    deployed = overridden(given, parameters.get("overrides") or {})
-    document = overridden({**deployed, **(profile or {})}, overrides)
+    stored = overridden(given, parameters.get("overrides") or {})
+    document = overridden({**stored, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
         raise ConfigProblem(

@@ -11,25 +11,29 @@ that waits for heartbeats has forgotten them. `make serve` looks at their leases
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
+from prefect import flow, get_run_logger
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas import filters
+from prefect.client.schemas.objects import TERMINAL_STATES, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import Crashed
+
+from flows.parameters import KINDS
+from flows.server import use_secret
+from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.lease import DEAD, Lease
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import TrainLitgptError
-
-if TYPE_CHECKING:
-    from prefect.client.orchestration import PrefectClient
-    from prefect.client.schemas.objects import StateType
-
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
+from litgpt_demo.errors import TrainLitgptError, was_given_up
 
 # The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
 _LOOK_BACK = timedelta(days=14)
@@ -55,9 +59,6 @@ async def reap_jobs() -> list[Reaped]:
 
     A problem with one flow run does not keep the others from being looked at.
     """
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.objects import StateType
-
     found = []
     async with get_client() as client:
         for flow_run in await _flow_runs(client, StateType.CANCELLED):
@@ -70,13 +71,21 @@ async def reap_jobs() -> list[Reaped]:
     return found
 
 
+# An automation starts this where a flow run was cancelled.
+@flow(name="reap", persist_result=False, retries=15, retry_delay_seconds=60)
+async def reap() -> list[str]:
+    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words."""
+    found = await reap_jobs()
+    for reaped in found:
+        get_run_logger().warning(str(reaped))
+    silent = [one for one in found if isinstance(one.problem, PlatformUnreachable) and not was_given_up(one.problem)]
+    if silent:  # a platform may answer a minute later, and nobody else may look
+        raise PlatformUnreachable("; ".join(map(str, silent)))
+    return [str(reaped) for reaped in found]
+
+
 async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
     """Every flow run of ours of the last days that is in this state, the newest first."""
-    from prefect.client.schemas import filters
-    from prefect.client.schemas.sorting import FlowRunSort
-
-    from flows.parameters import KINDS
-
     found: list[Any] = []
     state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[of_state]))
     lately = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
@@ -117,7 +126,7 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
             command line with a server of its own, may be at work.
     """
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
-    return "CANCELLED" in known and all(state in _ENDED for state in known)
+    return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
 
 
 async def crash_orphans(
@@ -127,9 +136,6 @@ async def crash_orphans(
 
     Dead is who holds the lease of a run and gives no sign of life meanwhile. Who holds none yet is left to heartbeats.
     """
-    from prefect.client.schemas.objects import StateType
-    from prefect.states import Crashed
-
     running = {str(flow_run.id): flow_run for flow_run in await _flow_runs(client, StateType.RUNNING)}
     before = await asyncio.to_thread(lambda: {number: _beats(number, one) for number, one in running.items()})
     if not any(before.values()):
@@ -155,17 +161,8 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
 
 
 def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
-    """Return the rows with a note where a job lives though Prefect calls its flow run cancelled.
-
-    Prefect is asked only if a job lives and PREFECT_API_URL says where the server is. One that is away is passed over.
-    """
+    """Return the rows with a note where a job lives though Prefect calls its flow run cancelled, if it answers."""
     asked = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
-    if not asked or not os.environ.get("PREFECT_API_URL"):
-        return list(rows)
-    import httpx
-    from prefect.client.orchestration import get_client
-
-    from flows.server import use_secret
 
     async def states_here() -> dict[str, str]:
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
@@ -186,8 +183,6 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
     """The state type of each flow run that the server knows."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-
     ids: list[Any] = list(flow_runs)
-    found = await client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)))
+    found = await client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids)))
     return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

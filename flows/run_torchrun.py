@@ -1,33 +1,35 @@
-"""Any script on several nodes, launched and watched as a training is."""
+"""Any script on several nodes, launched and watched as a training is, and the network benchmark, which is one."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from prefect import flow
+from prefect.artifacts import acreate_markdown_artifact
 
-from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, takes
-from launcher.checks.plan import findings_at
+from flows.parameters import cancel_jobs, takes
+from launcher.benchmark import BenchmarkConfig, lead, markdown
+from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.attempts import claim_at, known_image, script_of_flow_run
 from launcher.runs.run import plan_script
-from tasks.image import build_image, ship_code
-from tasks.preflight import get_credentials, is_under_way
-from tasks.steps import as_it_is, emit
+from litgpt_demo.node.gate import RESULT, Result, read_result
+from litgpt_demo.storage import open_storage
+from tasks.preflight import build_image, get_credentials, is_under_way, ship_code
+from tasks.steps import as_it_is, emit, step_task
 from tasks.training import flow_runs, run_job
+
+_FIGURES = f"node-0/{RESULT}"
 
 
 @flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(ScriptConfig)
-async def run_torchrun(**parameters: Any) -> str:
+async def run_torchrun(config: ScriptConfig) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
-    begin()
-    return await run_script(config_from(ScriptConfig, parameters))
+    return await run_script(config)
 
 
 async def run_script(config: ScriptConfig) -> str:
@@ -36,7 +38,7 @@ async def run_script(config: ScriptConfig) -> str:
     mine = flow_runs()[0]
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
     claim = claim_at(script)
-    lives = await is_under_way(claim, partial(findings_at, script))
+    lives = await is_under_way(claim, partial(findings_of, config, {"": script}))
     image = known_image(config.image) if lives else None
     if image is None:  # a live job's too, where this step names the image: a new attempt would need it
         image = (await build_image(config)).image
@@ -51,3 +53,23 @@ async def run_script(config: ScriptConfig) -> str:
     emit(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
     emit(Note(what=f"logs: {record.directory}"))
     return record.directory
+
+
+@flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@takes(BenchmarkConfig)
+async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
+    """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
+    attempts = [await run_script(job) for job in config.jobs()]
+    made = await publish_benchmark(config.name, attempts)
+    emit(Note(what=f"{lead(made[0])}\n  figures: {open_storage(attempts[0]).address(_FIGURES)}"))
+    return made
+
+
+@step_task("publish-benchmark")
+async def publish_benchmark(name: str, attempts: list[str]) -> list[Result]:
+    """Show in Prefect as tables what node 0 left in the folders of these attempts; all nodes leave the same."""
+    folders = [open_storage(attempt) for attempt in attempts]
+    read = [await asyncio.to_thread(folder.read, _FIGURES) for folder in folders]
+    made = [read_result(text, folder.address(_FIGURES)) for text, folder in zip(read, folders, strict=True)]
+    await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
+    return made

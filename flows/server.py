@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from tempfile import TemporaryFile
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
@@ -28,7 +27,6 @@ T = TypeVar("T")
 Pipeline: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
 _ANSWER_SECONDS = 5.0
-_DATABASE_BYTES = 4_000_000  # more than a fresh database of Prefect 3.8 takes with its journal
 
 
 def server_address() -> httpx.URL | None:
@@ -63,10 +61,6 @@ def require_server() -> None:
         ):
             client.raise_for_api_version_mismatch()
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        if os.environ.get("PREFECT_API_URL"):
-            given, unset = f"PREFECT_API_URL={address}", "unset PREFECT_API_URL"
-        else:  # a profile's or a prefect.toml's
-            given, unset = f"PREFECT_API_URL={address} in Prefect's settings", "prefect config unset PREFECT_API_URL"
         fix = "Start it with `make serve`, or correct the address, which ends in /api"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
             fix = (
@@ -74,8 +68,8 @@ def require_server() -> None:
                 "`make serve` says how for the server that it starts"
             )
         raise ServerUnreachable(
-            f"{given} cannot be used as Prefect's server: {_why(error)}. {fix}; or `{unset}`, and a training starts a "
-            "server of its own"
+            f"PREFECT_API_URL={address} cannot be used as Prefect's server: {_why(error)}. {fix}; or unset it (in "
+            "Prefect's settings by `prefect config unset PREFECT_API_URL`), and a training starts a server of its own"
         ) from None  # a traceback may show the headers that were sent
 
 
@@ -105,21 +99,12 @@ class OwnServer:
 
     def __init__(self) -> None:
         settings = get_current_settings()
-        if not settings.server.ephemeral.enabled:
-            raise ServerUnreachable(
-                "no Prefect server is configured, and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=false forbids to "
-                "start one here: run `make serve` and set PREFECT_API_URL as it says"
-            )
-        try:  # a server that cannot keep its data dies, and Prefect starts it again forever
+        try:
             close_folder(settings.home)
-            with TemporaryFile(dir=settings.home) as probe:
-                probe.write(bytes(_DATABASE_BYTES))
-                probe.flush()
         except OSError as error:
-            why = error.strerror or error
             raise ServerUnreachable(
-                f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={settings.home}: {why}. "
-                "Make room there, or set PREFECT_HOME to a folder that can be written"
+                f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={settings.home}: "
+                f"{error.strerror or error}. Set PREFECT_HOME to a folder that can be written"
             ) from error
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -133,7 +118,8 @@ class OwnServer:
         self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
         self._seconds = settings.server.ephemeral.startup_timeout_seconds
         self._deadline = time.monotonic() + self._seconds
-        atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
+        # It ends with its input: after Prefect's threads, which end by telling it the last events.
+        atexit.register(self._process.communicate)
         _configure({"PREFECT_API_URL": self._address, serving.AUTH: secret})
 
     def wait(self) -> None:
@@ -154,14 +140,6 @@ class OwnServer:
             f"or a slow disk below PREFECT_HOME={get_current_settings().home}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_"
             f"TIMEOUT_SECONDS={2 * self._seconds}, or start a server that stays: `make serve`"
         )
-
-    def _stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def _configure(settings: Mapping[str, str]) -> None:

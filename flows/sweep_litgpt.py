@@ -16,10 +16,9 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, takes
+from flows.parameters import cancel_jobs, takes
 from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
-from launcher.checks.plan import findings_of_trials
+from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.errors import LauncherError
 from launcher.events import Note
@@ -49,23 +48,16 @@ GPUS = "gpus"
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(SweepConfig)
-async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
-    """Train several variants of a training; returns the table, best trial first."""
-    begin()
-    return await run_sweep(config_from(SweepConfig, parameters))
-
-
-async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others.
-
-    A sweep that goes on reads what its trials have left: finished ones stay, and live ones are followed.
-    """
+async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
+    """Train several variants of a training; returns the table, best first. One that fails does not end the others."""
+    # A sweep that goes on reads what its trials have left: finished ones stay, and live ones are followed.
     index, sweep = Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(settle_others, config, sweep=sweep)
     first = await asyncio.to_thread(trials, config)
     plan = cache(plan_dataset)
     runs = await asyncio.to_thread(runs_of, first, plan)
-    await report_findings(partial(findings_of_trials, config, first, runs, trusted=True), artifact=sweep)
+    works = dict(zip(map(str, first), runs, strict=True))
+    await report_findings(partial(findings_of, config, works), artifact=sweep)
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])

@@ -1,4 +1,4 @@
-"""The main job: raw text in, a verified checkpoint out."""
+"""The main job: raw text in, a verified checkpoint out; its first step on its own."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Callable
 from contextlib import closing
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 from prefect import flow
 
-from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, takes
-from launcher.checks.plan import findings_at
+from flows.parameters import DATASET_FIELDS, cancel_jobs, takes
+from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
 from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
+from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
-from tasks.dataset import prepare_dataset
-from tasks.image import build_image
-from tasks.preflight import get_credentials, is_under_way
+from tasks.preflight import build_image, get_credentials, is_under_way
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit
 from tasks.training import flow_runs, train
@@ -41,16 +39,14 @@ def _planned(config: RunConfig, flow_run: str | None) -> Run:
 
 @flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(RunConfig)
-async def train_litgpt(**parameters: Any) -> FinalManifest:
+async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect."""
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
     # submission needs (machines, image, access) is not looked at again.
-    begin()
-    config = config_from(RunConfig, parameters)
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
-    find, done = partial(findings_at, run, trusted=True), partial(exported, run.storage)
+    find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
-    dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
+    prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
         identity = await build_image(config)
@@ -62,8 +58,18 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
             collector.follow(row)
             ON_ROW.get()(row)
 
-        await train(as_it_is(run), as_it_is(dataset), identity, on_row=on_row)
+        await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
-    address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))
+    address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
     emit(Note(what=f"report: {address}"))
     return final
+
+
+@flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
+@takes(RunConfig, only=DATASET_FIELDS)
+async def prepare_dataset(config: RunConfig) -> DatasetManifest:
+    """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
+    planned = await asyncio.to_thread(plan_dataset, config.data)
+    for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
+        emit(Note(what=str(finding), severity=finding.severity))
+    return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)

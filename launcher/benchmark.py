@@ -47,9 +47,7 @@ class BenchmarkConfig(Settings):
     @model_validator(mode="after")
     def _has_links(self) -> Self:
         if self.platform.nodes * self.platform.processes < 2:
-            raise ValueError(
-                "platform has one node of one process, and nothing to measure between them; raise nodes or processes"
-            )
+            raise ValueError("platform has one node of one process: nothing to measure; raise nodes or processes")
         return self
 
     def jobs(self) -> list[ScriptConfig]:
@@ -72,10 +70,8 @@ class BenchmarkConfig(Settings):
 
 
 def table(results: Sequence[Result]) -> list[dict[str, str]]:
-    """One row per number of ranks: busbw is what links compare with, algbw what a training sees.
-
-    The results are those of the jobs: the second is over plain sockets, if that was asked for.
-    """
+    """One row per number of ranks: busbw is what links compare with, algbw what a training sees. Of two results the
+    second is over plain sockets."""
     per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
     # By what is measured and ranks, the largest busbw of any size, which comes last.
     best = {

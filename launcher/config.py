@@ -74,9 +74,7 @@ class DaskWorkers(Settings):
 
 def _kind_by_what_is_given(workers: object) -> object:
     """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
-
-    Other unions have to name it, because their branches differ in what they make and cost.
-    """
+    Other unions have to name it, because their branches differ in what they make and cost."""
     if not isinstance(workers, Mapping) or "kind" in workers:
         return workers
     return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
@@ -184,10 +182,7 @@ class ScriptConfig(Settings):
     @property
     def program(self) -> tuple[str, ...]:
         """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
-
-        Elsewhere than here it is a path in the image, which this machine knows nothing about; with `code` it is one
-        in the mounted folder.
-        """
+        Elsewhere than here it is a path in the image; with `code` it is one in the mounted folder."""
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
         if self.code is not None or not self.platform.on_this_machine:
@@ -198,9 +193,7 @@ class ScriptConfig(Settings):
     def _script_is_in_its_code(self) -> Self:
         path = PurePosixPath(self.script)
         if self.code is not None and (path.is_absolute() or ".." in path.parts):
-            raise ValueError(
-                f"script={self.script!r} leads out of code.mount={self.code.mount!r}; give its path within that folder"
-            )
+            raise ValueError(f"script={self.script!r} leads out of code.mount; give its path within that folder")
         return self
 
 
@@ -243,7 +236,7 @@ class SweepSettings(Settings):
 
     model_config = ConfigDict(title="Sweep")
 
-    grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
+    grid: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
     space: dict[str, Annotated[Space, Field(discriminator="kind")]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to what is drawn from: {"train.learning_rate": {kind: log-uniform, low: 1e-4, high: 1e-2}}."""
@@ -267,11 +260,6 @@ class SweepSettings(Settings):
 
     @model_validator(mode="after")
     def _has_trials(self) -> Self:
-        empty = [name for name, values in self.grid.items() if not values]
-        if empty:
-            raise ValueError(
-                f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one"
-            )
         for name, space in self.space.items():
             if not isinstance(space, Choice) and not (space.low < space.high and (space.low > 0 or not _is_log(space))):
                 above = " and above 0" if _is_log(space) else ""
@@ -318,8 +306,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        held = {type(None): "is empty", list: "holds a list"}.get(type(document), "holds a single value")
-        raise ConfigProblem(f"{path} {held}, and settings belong there; write `name: …`, `train: …` and so on")
+        raise ConfigProblem(f"{path} holds no settings; write `name: …`, `train: …` and so on")
     return document
 
 
@@ -335,15 +322,11 @@ def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Pat
 
 def read_profile(path: Path) -> dict[str, Any]:
     """The sections of a profile, each of which takes the place of a config's whole section. A ConfigProblem where it
-    says more than where a config runs, or not even that.
-    """
+    says more than where a config runs, or not even that."""
     sections = read_yaml(path)
     if others := [str(name) for name in sections if name not in PROFILE]:
-        raise ConfigProblem(
-            f"{path} is given as a profile and has {', '.join(others)}: a profile says where a config runs, by "
-            f"{', '.join(PROFILE)} alone; take the others out, or give the file as the config. The shipped ones are "
-            "deployments/configs/profiles/*.yaml"
-        )
+        what = f"{path} is given as a profile and has {', '.join(others)}: a profile has {', '.join(PROFILE)} alone"
+        raise ConfigProblem(f"{what}; take the others out, or give the file as the config")
     if "platform" not in sections:
         raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
     return sections
@@ -355,15 +338,12 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not all(name.strip().split(".")):
-            raise ConfigProblem(
-                f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4"
-            )
+            example = "write section.setting=value, as in train.learning_rate=3e-4"
+            raise ConfigProblem(f"{assignment!r} is not an override; {example}")
         try:
             values[name.strip()] = load_yaml(text)
-        except DuplicateKeys as error:
-            raise ConfigProblem(f"{assignment!r}: {error}") from error
         except yaml.YAMLError as error:
-            raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); quote it") from error
+            raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); a text may need quotes") from error
     return values
 
 
@@ -381,8 +361,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """Deep merge: what `changes` says wins, mapping by mapping; everything else is replaced.
 
     An empty mapping empties what was there, as `model.config={}` does for a model that is to be as its name says.
-
-    A union's branch is changed by giving another `kind`: what belonged to the old branch is dropped.
+    Another `kind` drops what belonged to the old branch of a union.
     """
     result = dict(base)
     for name, new in changes.items():
@@ -415,8 +394,7 @@ _GONE = {
     "image.kind=cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
     "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
     "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
-    "image.push": "it could leave an image in this machine's engine, which is gone: every image is pushed; leave it "
-    "out, and name a registry in image.repository (one on this machine will do: localhost:5000/train)",
+    "image.push": "it left images in this machine's engine, which is gone; leave it out, and name a registry",
     "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
 
@@ -476,35 +454,30 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 # --- YAML as people write it ------------------------------------------------------------------------------------------
 
 
-class DuplicateKeys(yaml.YAMLError):
-    """Some keys are given twice in one mapping, where PyYAML takes the last; the message names each with its lines."""
-
-
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML has it, but for two readings of numbers that YAML 1.2 has dropped: 010 is ten and not eight,
     and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""
 
-    def number(self, node: yaml.ScalarNode) -> int:
+    def number(self, node: yaml.ScalarNode) -> float | str:
         text = node.value.replace("_", "")
-        return int(text, 0 if re.match(r"[-+]?0[xob]", text) else 10)
+        if ":" in text:
+            return str(node.value)
+        if node.tag == _FLOAT:
+            return float(self.construct_yaml_float(node))
+        return int(text, 0 if re.match(r"[-+]?0[xb]", text) else 10)
 
 
-_WHOLE = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+|[0-9][0-9_]*)$")
-_FRACTION = re.compile(
-    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-)
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in {_INT, _FLOAT}]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_FLOAT, _FRACTION, list("-+0123456789."))
-_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
-_Loader.add_constructor(_INT, _Loader.number)
+for _tag in (_INT, _FLOAT):
+    _Loader.add_constructor(_tag, _Loader.number)
+
+# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
+_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none."""
+    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none, or a
+    mapping has a key twice, of which PyYAML takes the last."""
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
@@ -512,13 +485,10 @@ def load_yaml(text: str) -> Any:
             return None
         twice: list[str] = []
         # A few lines of aliases can stand for what fills all memory.
-        if (count := _look_over(root, "", {}, twice)) > _LARGEST:
+        if (count := _look_over(root, {}, twice)) > _LARGEST:
             raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
         if twice:
-            raise DuplicateKeys("; ".join(twice) + ": keep one of them")
-        for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
-            if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
-                raise yaml.YAMLError(_odd_blank(odd[0], token.start_mark.line))
+            raise yaml.YAMLError("; ".join(twice) + ": keep one of them")
         return loader.construct_document(root)
     except RecursionError:
         raise yaml.YAMLError("its lists or mappings are nested too deep") from None
@@ -534,36 +504,32 @@ def load_yaml(text: str) -> Any:
         loader.dispose()
 
 
-# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
-_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
-
-
 def _odd_blank(character: str, before: int) -> str:
     name = unicodedata.name(character, "a blank").lower()
     code = f"line {before + 1} has U+{ord(character):04X} ({name})"
     return f"{code}, which is no space for YAML; type a space instead, or quote the value"
 
 
-def _look_over(node: yaml.Node, name: str, known: dict[int, int], twice: list[str]) -> int:
+def _look_over(node: yaml.Node, known: dict[int, int], twice: list[str]) -> int:
     """Return the number of values that a node stands for once its aliases are written out, and add to `twice` where a
     mapping has a key that it has already. An anchored node is looked at once."""
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = 0  # for an alias within what it stands for, which the settings refuse
-    count = 1
+    parts: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
-        count += sum(_look_over(item, f"{name}[{number}]", known, twice) for number, item in enumerate(node.value))
+        parts = node.value
     elif isinstance(node, yaml.MappingNode):
-        given: dict[tuple[str, str], yaml.Node] = {}
+        lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
-            dotted = name
+            parts += [key, value]
             # `<<` is no key: several of them merge several mappings.
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                dotted = f"{name}.{key.value}" if name else key.value
-                first = given.setdefault((key.tag, key.value), key)
-                if first is not key:
-                    lines = f"in line {first.start_mark.line + 1} and again in line {key.start_mark.line + 1}"
-                    twice.append(f"{dotted} is given {lines}")
-            count += _look_over(key, name, known, twice) + _look_over(value, dotted, known, twice)
-    known[id(node)] = count
-    return count
+                line = key.start_mark.line + 1
+                if before := lines.get((key.tag, key.value)):
+                    twice.append(f"{key.value} is given in line {before} and again in line {line}")
+                lines[key.tag, key.value] = line
+    elif isinstance(node, yaml.ScalarNode) and not node.style and (odd := _ODD_BLANK.search(node.value)):
+        raise yaml.YAMLError(_odd_blank(odd[0], node.start_mark.line))
+    known[id(node)] = 1 + sum(_look_over(part, known, twice) for part in parts)
+    return known[id(node)]

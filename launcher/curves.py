@@ -1,7 +1,4 @@
-"""Progress and curves of a training, read from its metrics rows, with fewer points for the eye.
-
-Pure: rows in, values out. The rows are described in litgpt_demo.metrics.
-"""
+"""Progress and curves of a training, read from its rows (litgpt_demo.metrics), with fewer points for the eye."""
 
 from __future__ import annotations
 
@@ -113,8 +110,7 @@ def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float
     edges = [len(inner) * number // buckets for number in range(buckets + 1)]
     kept = {steps[0], steps[-1]}
     for first, past in pairwise(edges):
-        kept.add(min(inner[first:past], key=points.__getitem__))
-        kept.add(max(inner[first:past], key=points.__getitem__))
+        kept |= {extreme(inner[first:past], key=points.__getitem__) for extreme in (min, max)}
     return {step: points[step] for step in sorted(kept)}
 
 

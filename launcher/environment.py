@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
-from launcher.networks.profile import Variable
+from launcher.job import Job
+from launcher.networks.profile import Network, Variable
+from litgpt_demo.node.network import NETWORK
 
 Origin = Literal["profile", "platform", "user", "job", "script"]
 """`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
 of a script. `script`: not in the pod's specification; a script of the network sets it on the node."""
+_SETTERS: dict[str, str] = {
+    "platform": "the launcher", "user": "platform.overrides", "profile": "the network profile",
+    "script": "a script of the network profile",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,35 @@ def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
+def node_environment(
+    job: Job, settings: Any, network: Network, more: Sequence[Entry] = (), *, before: Sequence[Entry] = (),
+    named: bool = True, **own: Any,
+) -> list[Entry]:  # fmt: skip
+    """The variables of a node in a container: the platform's, and between them what it has to know of its network.
+
+    `own` are fields of its NodeNetwork that not all platforms set alike; the name of a network may go without saying.
+    """
+    alike = {
+        "gpus": settings.node_gpus,
+        "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
+        # What the user and the job set has to win over the scripts, which the node sources later than the pod sets
+        # anything.
+        "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
+        # Plain TCP has no figure that it could be held to.
+        "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
+    }
+    told = network.node.model_copy(update={**alike, **own}).model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps({"name": network.name, **told} if named else told, separators=(",", ":"))
+    rows = [
+        *before,
+        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
+        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+        *more,
+    ]
+    profile, scripted = network.environment, network.scripted
+    return combined(rows, profile=profile, scripted=scripted, overrides=settings.overrides, job=job.env)
+
+
 def combined(
     platform: Iterable[Entry],
     *,
@@ -56,18 +92,15 @@ def combined(
     """All variables of the node's container; those of scripts are last, and only to be told.
 
     What the user overrides replaces the profile's. What the job sets must agree with all others, because a program
-    that asks for another transport than its network's would be slow and not say so.
-
-    Raises:
-        ConfigProblem: names every clash, and what to do.
+    that asks for another transport than its network's would be slow and not say so; a ConfigProblem names every clash.
     """
-    mine = {entry.name: entry for entry in platform}
 
     def named(variables: Sequence[Variable], origin: Origin) -> dict[str, Entry]:
         rows = [(one.name, one.value, "; ".join(filter(None, (one.why, one.source)))) for one in variables]
         return {name: Entry(name=name, value=value, origin=origin, why=why) for name, value, why in rows}
 
-    network, by_script, users = named(profile, "profile"), named(scripted, "script"), {}
+    mine, network, by_script = {one.name: one for one in platform}, named(profile, "profile"), named(scripted, "script")
+    users = {}
     for name, value in overrides.items():
         replaced = network.get(name) or by_script.get(name)
         why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
@@ -83,11 +116,8 @@ def combined(
         other = known[name]
         if other.field is None and other.value == job[name]:
             continue
-        where, fix = "the launcher", "leave it out of env"
-        if other.origin == "user":
-            where = "platform.overrides"
-        elif other.origin != "platform":
-            where = "the network profile" if other.origin == "profile" else "a script of the network profile"
+        where, fix = _SETTERS[other.origin], "leave it out of env"
+        if other.origin in {"profile", "script"}:
             fix = "if that is meant, set it in platform.overrides instead"
         problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
     if problems:
@@ -100,12 +130,5 @@ def combined(
 
 def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:
     """The variables as a table, for people."""
-    return [
-        {
-            "variable": one.name,
-            "value": f"({one.field})" if one.field else one.value,
-            "from": one.origin,
-            "why": one.why,
-        }
-        for one in entries
-    ]
+    rows = [(one.name, f"({one.field})" if one.field else one.value, one.origin, one.why) for one in entries]
+    return [dict(zip(("variable", "value", "from", "why"), row, strict=True)) for row in rows]

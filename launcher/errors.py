@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from litgpt_demo.errors import DataError, Fault, NetworkError, TrainLitgptError, Unreachable
-from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.errors import DataError, Fault, Finding, NetworkError, TrainLitgptError, Unreachable, fault_of_findings
 
 
 class LauncherError(TrainLitgptError):
@@ -40,9 +39,7 @@ class ImageProblem(LauncherError):
 
 class ImageOutOfSight(ImageProblem):
     """The image cannot be looked at from this machine: no way leads to its registry, or this account may not read it.
-
-    Nodes may have another way and another account.
-    """
+    Nodes may have another way and another account."""
 
 
 class ImageUnreachable(ImageProblem):
@@ -110,11 +107,8 @@ def finding_of(error: Exception, code: str) -> Finding:
 
 
 def require(findings: Iterable[Finding]) -> list[Finding]:
-    """Return all findings if none is an error, and nothing is unknown.
-
-    Else one ConfigProblem names every problem, so that one round of changes is enough; its class is the findings'. It
-    is a DataError where the corpus is all that is wrong.
-    """
+    """Return all findings if none is an error or unknown. Else one ConfigProblem of the findings' class names every
+    problem, so that one round of changes is enough; a DataError where the corpus is all that is wrong."""
     found = list(findings)
     problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
     if problems:

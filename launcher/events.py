@@ -1,14 +1,11 @@
-"""Events of a pipeline: values on a logger, so that no step knows who listens.
-
-The command line shows them as steps and a progress bar; without a listener they cost nothing.
-"""
+"""Events of a pipeline, so that no step knows who listens: the command line shows them as steps and a progress bar."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from threading import RLock
 from typing import Any, Literal, Self, TypeAlias
 
 from launcher.job import JobId
@@ -120,29 +117,26 @@ Event: TypeAlias = (
     StepStarted | StepProgress | StepDone | MetricsRow | MetricsKnown | Output | Note | FlowRunStarted | JobChanged
 )
 
-_LOGGER = logging.getLogger("train_litgpt.events")
-_LOGGER.setLevel(logging.INFO)
-_LOGGER.propagate = False
+_LISTENERS: list[Callable[[Event], None]] = []
+_LOCK = RLock()
 
 
 def report(event: Event) -> None:
-    """Hand an event to the listeners."""
-    _LOGGER.info("%s", event, extra={"event": event})
+    """Hand an event to the listeners, one event at a time: they come from several threads."""
+    with _LOCK:
+        for receive in [*_LISTENERS]:
+            receive(event)
 
 
-class Listener(logging.Handler):
+@dataclass(frozen=True)
+class Listener:
     """Calls `receive` with each event while it is entered."""
 
-    def __init__(self, receive: Any) -> None:
-        super().__init__()
-        self._receive = receive
+    receive: Callable[[Event], None]
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self._receive(record.__dict__["event"])
-
-    def __enter__(self) -> Listener:
-        _LOGGER.addHandler(self)
+    def __enter__(self) -> Self:
+        _LISTENERS.append(self.receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _LOGGER.removeHandler(self)
+        _LISTENERS.remove(self.receive)

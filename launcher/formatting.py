@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from itertools import pairwise
 
 NOTHING = "–"
 """The sign that stands in for a missing number."""
@@ -46,15 +47,11 @@ def duration_text(seconds: float | None) -> str:
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
     # Round to the smaller of the two units that will be shown first, so that nothing ever reads "59 min 60 s".
-    for (size, _), (below, _) in zip(_SECONDS, (*_SECONDS[1:], _SECONDS[-1]), strict=True):
-        rounded = round(seconds / below) * below
-        if rounded >= size:
-            parts = []
-            for each, name in [unit for unit in _SECONDS if unit[0] <= size][:2]:
-                whole, rounded = divmod(rounded, each)
-                parts += [f"{whole} {name}"] if whole else []
-            return " ".join(parts)
-    raise AssertionError(seconds)  # ten seconds are more than one
+    for (size, name), (below, small) in pairwise(_SECONDS):
+        whole, rest = divmod(round(seconds / below), size // below)
+        if whole:
+            return f"{whole} {name} {rest} {small}" if rest else f"{whole} {name}"
+    return f"{round(seconds)} s"
 
 
 def loss_text(loss: float | None) -> str:
@@ -78,18 +75,15 @@ def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
     return ""
 
 
-BIDI = "\u202a-\u202e\u2066-\u2069"
-"""Characters, as a regular expression's range, that show what follows in another order than it has."""
+ACTIVE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+"""Characters, as a regular expression's ranges, that are no text: controls but for tab and newline, what shows text in
+another order than it has, and halves of characters, which no encoding takes."""
 
-# A colour, which may stay; else a control character but for tab and newline, an override of the direction, or half a
-# character, which no terminal's encoding takes.
-_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f{BIDI}\ud800-\udfff]")
+_COLOUR_OR_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[{ACTIVE}]")
 
 
 def harmless(text: str) -> str:
     """Return text that a terminal shows and does not obey: what could steer it is written out, as `\\x1b`.
-
-    Colours stay, and end with the text.
-    """
-    shown = _ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
+    Colours stay, and end with the text."""
+    shown = _COLOUR_OR_ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from launcher.errors import LauncherError, LoginProblem, NoCredentials, NotInstalled
@@ -14,34 +15,30 @@ from litgpt_demo.secrets import translating
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A service of Google's, and how its errors are told."""
+    """A service of Google's, the extra of this project that installs its client, and how its errors are told: a no as
+    `refused` (with `roles` as the fix where a permission is missing), and no answer as `away`."""
 
     extra: str
-    """The extra of this project that installs its client."""
     roles: str
-    """The fix where a permission is missing."""
-    settings: str
-    """The section of the config that a refusal is about."""
     refused: type[LauncherError]
-    """The error of a no."""
     away: type[LauncherError]
-    """The error of no answer."""
     emulator: str
     """The variable with host:port of a stand-in that speaks without TLS and asks for no credentials."""
 
-    def transport(self, client: Any) -> Any:
-        """Return the client's transport to a stand-in, or None for Google's own."""
-        address = os.environ.get(self.emulator)
-        if not address:
-            return None
-        import grpc
+    def client(self, name: str) -> Any:
+        """Return the client of that name, `module:class`: of Google's own service, or of a stand-in for it."""
+        with google_errors(self, "signing in"):
+            kind = resolve_name(name)
+            if not (address := os.environ.get(self.emulator)):
+                return kind()
+            import grpc
 
-        return client.get_transport_class("grpc")(channel=grpc.insecure_channel(address))
+            return kind(transport=kind.get_transport_class("grpc")(channel=grpc.insecure_channel(address)))
 
 
 @translating
-def google_errors(service: Service, doing: str) -> Iterator[None]:
-    """Errors of Google's libraries as ours, saying what was being done.
+def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
+    """Errors of Google's libraries as ours, saying what was being done; those named in `unless` just end the block.
 
     Raises:
         NotInstalled: a library is missing.
@@ -55,21 +52,20 @@ def google_errors(service: Service, doing: str) -> Iterator[None]:
 
         try:
             yield
-        except (auth.GoogleAuthError, api.Unauthenticated) as error:
-            if isinstance(error, auth.TransportError):
-                raise service.away(f"{doing}: {words_of(error)}") from None
-            kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
-            fix = "run `gcloud auth application-default login`, or name a key in GOOGLE_APPLICATION_CREDENTIALS"
-            raise kind(f"{doing}: {words_of(error)}", fix=fix) from None
-        except api.PermissionDenied as error:
-            raise service.refused(f"{doing}: {words_of(error.message)}", fix=service.roles) from None
-        except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
-            raise service.away(f"{doing}: {words_of(error.message)}") from None
-        except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: later no better
-            fix = f"fix what it names in the {service.settings} settings"
-            raise service.refused(f"{doing}: {words_of(error.message)}", fix=fix) from None
-        except (api.GoogleAPICallError, api.RetryError) as error:
-            raise service.away(f"{doing}: {words_of(error)}") from None
+        except (auth.GoogleAuthError, api.GoogleAPICallError, api.RetryError) as error:
+            if type(error).__name__ in unless:
+                return
+            what = f"{doing}: {words_of(getattr(error, 'message', error))}"
+            unknown = isinstance(error, (auth.GoogleAuthError, api.Unauthenticated))
+            if unknown and not isinstance(error, auth.TransportError):
+                kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+                fix = "run `gcloud auth application-default login`, or name a key in GOOGLE_APPLICATION_CREDENTIALS"
+                raise kind(what, fix=fix) from None
+            later = isinstance(error, (api.TooManyRequests, api.Conflict, api.Cancelled))
+            if isinstance(error, api.ClientError) and not later:
+                fix = service.roles if error.code == 403 else "fix what it names in the config"
+                raise service.refused(what, fix=fix) from None
+            raise service.away(what) from None
     except ImportError as error:
         extra = f'pip install "train-litgpt[{service.extra}]"'
         raise NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}") from error

@@ -11,8 +11,7 @@ from typing import Annotated, Any, NewType, TypeAlias
 import yaml
 from pydantic import AfterValidator, Field
 
-from litgpt_demo.errors import JOB_FAULTS, Fault
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import JOB_FAULTS, Fault, Finding
 
 JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK
-
+# At the commits that were read; networks take values from them too.
+CEA = "https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812"
+CTK = "https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037"
+AI_HYPERCOMPUTER = "https://docs.cloud.google.com/ai-hypercomputer/docs"
 # Sizes, and for N1 which GPUs may be attached to it.
 _SIZES = "https://docs.cloud.google.com/compute/docs/accelerator-optimized-machines"
 _LABELS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpus"
@@ -71,7 +73,6 @@ _TCPX = (_SIZES, f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml", _POOLS)
 _TCPXO = (_SIZES, f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml", _POOLS)
 _RDMA = (_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml")
 _A4X = (_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml", AI_HYPERCOMPUTER)
-# https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-rdma-installer-a4x.yaml
 _ARM: dict[str, Any] = {
     "arch": "arm64",
     "labels": {"kubernetes.io/arch": "arm64"},
@@ -118,11 +119,10 @@ def machine_named(name: str) -> Machine:
     """The machine type of that name; a ValueError says which come close, and what to do about one not listed."""
     if name in MACHINES:
         return MACHINES[name]
-    near = difflib.get_close_matches(name, MACHINES, n=3)
-    meant = f"did you mean {' or '.join(near)}? " if near else f"there are {', '.join(MACHINES)}. "
+    near = difflib.get_close_matches(name, MACHINES, n=3) or MACHINES
     raise ValueError(
-        f"platform.machine={name!r} is not in the table of machines; {meant}Any other machine: leave it out and give "
-        "platform.gpus, and cpus and memory if they matter"
+        f"platform.machine={name!r} is not in the table of machines; did you mean {' or '.join(near)}? Any other "
+        "machine: leave it out and give platform.gpus, and cpus and memory if they matter"
     )
 
 
@@ -133,7 +133,5 @@ def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:
         raise ValueError(f"platform.gpus={gpus}, but a {name} has {machine.gpus}; leave platform.gpus out")
     there = machine.gpus if machine else gpus
     if there and processes > there:
-        raise ValueError(
-            f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one; "
-            "leave platform.processes out"
-        )
+        what = f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one"
+        raise ValueError(f"{what}; leave platform.processes out")

@@ -9,23 +9,20 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from types import MappingProxyType
 
 from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception
 from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
-COMMANDS = MappingProxyType(
-    {
-        "node": "litgpt_demo.node.main:main",
-        "train": "litgpt_demo.training.loop:main",
-        "prepare": "litgpt_demo.data.preparation:main",
-        "verify": "litgpt_demo.data.dataset:main",
-        "windows": "litgpt_demo.data.batches:main",
-        "collect": "litgpt_demo.export.models:main",
-        "collectives": "litgpt_demo.node.collectives:main",
-    }
-)
+COMMANDS = {
+    "node": "litgpt_demo.node.main",
+    "train": "litgpt_demo.training.loop",
+    "prepare": "litgpt_demo.data.preparation",
+    "verify": "litgpt_demo.data.dataset",
+    "windows": "litgpt_demo.data.batches",
+    "collect": "litgpt_demo.export.models",
+    "collectives": "litgpt_demo.node.collectives",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,11 +31,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{__doc__}\n\ncommands: {', '.join(COMMANDS)}; each has --help")
         return 0
     if not argv or argv[0] not in COMMANDS:
-        asked = f"{argv[0]!r} is not a command. " if argv else ""
-        print(f"{asked}usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)
+        print(f"usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)
         return 2
-    module, _, name = COMMANDS[argv[0]].partition(":")
-    command: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+    command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
     try:
         settle_proxies(os.environ)
         return command(argv[1:])

@@ -65,10 +65,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         hint = f"did you mean {' or '.join(near)}?" if near else "`litgpt download list` prints the catalogue"
         raise ValueError(f"model.name={name!r} is not a LitGPT model; {hint}")
     if name is None and not {"n_layer", "n_embd", "n_head"} <= set(changes):
-        raise ValueError(
-            "model.name is empty and model.config does not describe a model; "
-            "name one, or give at least n_layer, n_embd and n_head"
-        )
+        raise ValueError("model.name is empty: name one, or give at least n_layer, n_embd and n_head in model.config")
     # Refuse what LitGPT's Config takes as it is and a model cannot be made of: text for a number, a size below 1.
     hints = get_type_hints(config_class)
     for field, value in changes.items():
@@ -105,8 +102,6 @@ def fields_of(
     """All that LitGPT's Config has to be told of a model, with what comes from the data filled in."""
     fields = settings(name, changes)
     if padded_vocabulary(name, changes) is None:
-        if vocab_size is None:
-            raise ValueError("a model without a name has the tokenizer's vocabulary; say how many ids that is")
         fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
     return {"block_size": sequence_length} | fields
 

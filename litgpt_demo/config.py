@@ -15,16 +15,7 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from litgpt_demo import catalogue
 
@@ -76,30 +67,17 @@ def _duration(value: object) -> object:
     return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
 
 
-def _some_time(value: timedelta) -> timedelta:
-    if value <= timedelta():
-        raise ValueError(f"a time of {value} is none; give one above 0, such as 8h, or leave it out")
-    return value
-
-
 # What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
-Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
+Duration = Annotated[timedelta, Field(gt=timedelta()), BeforeValidator(_duration)]
 
 
 def _written_out(place: str) -> str:
     if variable := re.search(r"\$(\w+|\{\w+\})", place):
-        raise ValueError(
-            f"{place!r} has {variable[0]}, which no shell has replaced; write the path out, or begin it with ~"
-        )
+        raise ValueError(f"{place!r} has {variable[0]}, which no shell has replaced; write it out, or begin with ~")
     return place
 
 
 Place = Annotated[str, AfterValidator(_written_out)]
-
-
-def _formerly(**words: bool) -> BeforeValidator:
-    """Accept the switch, true or false, that a choice between words once was."""
-    return BeforeValidator(lambda value: next((word for word, old in words.items() if value is old), value))
 
 
 def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
@@ -171,6 +149,7 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
     """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
     kind: Literal["openwebtext"] = Kind("openwebtext")
+    max_bytes: ClassVar[int | None] = None  # its totals are those of all of it
     revision: str = "main"
     """Branch, tag or commit of Skylion007/openwebtext."""
 
@@ -238,10 +217,7 @@ class Filters(Settings, title="Filters"):
     def _leave_something(self) -> Self:
         low, high = self.min_characters, self.max_characters
         if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"data.filters.min_characters={low} is above data.filters.max_characters={high}, "
-                "so that no document passes; are the two swapped?"
-            )
+            raise ValueError(f"data.filters.min_characters={low} is above max_characters={high}; are the two swapped?")
         return self
 
 
@@ -296,6 +272,15 @@ class ModelConfig(Settings, title="Model"):
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _is_a_name(secret: str | None) -> str | None:
+    if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
+        raise ValueError(  # without what was given: it may be the key
+            "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
+            "and name that here, as WANDB_API_KEY"
+        )
+    return secret
+
+
 class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True):
     """The Weights & Biases project for the training. The key is never written here: a secret goes by its name."""
 
@@ -303,18 +288,8 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
     """The project there."""
     entity: str | None = None
     """User or team; empty is the key's own."""
-    secret: str | None = "WANDB_API_KEY"
+    secret: Annotated[str | None, AfterValidator(_is_a_name)] = "WANDB_API_KEY"
     """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
-
-    @field_validator("secret")
-    @classmethod
-    def _is_a_name(cls, secret: str | None) -> str | None:
-        if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
-            raise ValueError(  # without what was given: it may be the key
-                "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
-                "and name that here, as WANDB_API_KEY"
-            )
-        return secret
 
 
 class RestartRule(Settings, title="New attempts"):
@@ -412,10 +387,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     reshard_after_forward: bool = True
     """Free a block's gathered weights until the backward pass (fsdp). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
-    activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
-    compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
+    compile: Literal["none", "blocks", "model"] = "none"
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
@@ -451,43 +426,24 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.max_steps is not None and self.max_tokens is not None:
-            raise ValueError(
-                f"train.max_steps={self.max_steps} and train.max_tokens={self.max_tokens} are both given, "
-                "and they need not agree; keep one"
-            )
-        if self.global_batch < self.micro_batch:
-            raise ValueError(
-                f"train.global_batch={self.global_batch} is smaller than train.micro_batch={self.micro_batch}; "
-                "are the two swapped? A micro-batch is one process's share of one forward pass"
-            )
+        steps, tokens, warmup, fsdp = self.max_steps, self.max_tokens, self.warmup_steps, self.strategy == "fsdp"
+        if steps is not None and tokens is not None:
+            raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
+        if (whole := self.global_batch) < (part := self.micro_batch):
+            raise ValueError(f"train.global_batch={whole} is below train.micro_batch={part}; are the two swapped?")
         if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"train.min_learning_rate={self.min_learning_rate} is above train.learning_rate={self.learning_rate}; "
-                "the cosine goes down from the second to the first"
-            )
-        if self.strategy == "fsdp" and self.precision == "16-mixed":
-            raise ValueError(
-                "train.strategy=fsdp does not scale losses, which train.precision=16-mixed needs; take bf16-mixed"
-            )
-        if self.strategy == "fsdp" and self.compile == "model":
-            raise ValueError(
-                "train.compile=model sees through none of what train.strategy=fsdp does between blocks; "
-                "take train.compile=blocks"
-            )
+            low, high = self.min_learning_rate, self.learning_rate
+            raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
+        if fsdp and self.precision == "16-mixed":
+            raise ValueError("train.precision=16-mixed scales losses, and train.strategy=fsdp cannot; take bf16-mixed")
+        if fsdp and self.compile == "model":
+            raise ValueError("train.compile=model does not see through train.strategy=fsdp; take train.compile=blocks")
         if self.float8 and self.compile == "none":
-            raise ValueError(
-                "train.float8=true without train.compile is slower than bfloat16; take train.compile=blocks"
-            )
+            raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
-            raise ValueError(
-                f"train.float8=true rounds what train.precision={self.precision} wants exact; take bf16-mixed"
-            )
-        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
-            raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.max_steps={self.max_steps}; "
-                "a tenth of the steps is a usual warm-up"
-            )
+            raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
+        if steps is not None and warmup >= steps:
+            raise ValueError(f"train.warmup_steps={warmup} leaves nothing of train.max_steps={steps}; take a tenth")
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
@@ -498,6 +454,15 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         if self.max_tokens is not None:
             return math.ceil(self.max_tokens / per_step)
         return max(1, tokens // per_step)
+
+    def rate(self, step: int, *, steps: int) -> float:
+        """The learning rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last."""
+        high = self.learning_rate
+        low = high / 10 if self.min_learning_rate is None else self.min_learning_rate
+        if step < self.warmup_steps:
+            return high * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
+        return low + (high - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
     def accumulation(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""
@@ -511,10 +476,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         return self.global_batch // share
 
     def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
-        """The fields that decide what the model becomes: the part of the run's key that training contributes.
-
-        With `in_old_keys`, those that were in the keys of earlier versions.
-        """
+        """The fields that decide what the model becomes, training's part of the run's key, or of an old one."""
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
         return self.model_dump(mode="json", exclude=set(left_out))
 

@@ -7,24 +7,28 @@ says so in words that name the place.
 from __future__ import annotations
 
 import io
+import json
 import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from litgpt_demo.config import Settings
 from litgpt_demo.errors import DataError
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of
 from litgpt_demo.storage.base import copy_with_crc
 
 T = TypeVar("T")
+Manifest = TypeVar("Manifest", bound=Settings)
 _adapter = cache(TypeAdapter)
 
 MOST_BYTES = 64 << 20
 """Bytes of the largest document that is parsed. The manifest of 100,000 files takes 20 MB."""
-_LARGEST_NUMBER = 2**64
-# What is printed, divided or made a float; Python refuses to do so with numbers of many digits.
-_LONG_NUMBER = re.compile(rb"\d{20}")
 
 
 @dataclass
@@ -48,17 +52,15 @@ class Unreadable:
 
 def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
     """The value that stored bytes hold, with their seal taken off if they have one; `kind` is a pydantic model, a
-    dataclass, or a type such as `dict[str, Any]`.
-
-    A DataError with the address `where` and the advice `fix`: they are not JSON, not of this kind, not as they were
-    written, or beyond what is parsed.
+    dataclass, or a type such as `dict[str, Any]`. Else a DataError with the address `where` and the advice `fix`.
     """
     if len(content) > MOST_BYTES:
         raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")
     try:
         text = _unsealed(content)
         value: T = _adapter(cast(Any, kind)).validate_json(text)
-        _check_numbers(text)
+        if re.search(rb"\d{20}", text):
+            json.loads(text, parse_int=_whole)
     except ValidationError as error:
         name = "JSON object" if kind.__module__ == "builtins" else kind.__name__
         problems = f"{error.error_count()} problems, first: {first_problem(error)}"
@@ -75,18 +77,11 @@ def first_problem(error: ValidationError) -> str:
     return f"{first['msg'][:500]}{f' at {place[:100]}' if place else ''}"
 
 
-def _check_numbers(text: bytes) -> None:
-    """Refuse whole numbers beyond 64 bits. Only a text with as many digits in a row is looked through."""
-    if _LONG_NUMBER.search(text) is None:
-        return
-    from pydantic_core import from_json
-
-    left = [from_json(text)]
-    while left:
-        value = left.pop()
-        if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
-            raise ValueError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _whole(digits: str) -> int:
+    """A number that Python also prints, divides and makes a float, which it refuses to do with one of many digits."""
+    if len(digits) > 20:
+        raise ValueError(f"it holds a number of {len(digits)} digits")
+    return int(digits)
 
 
 Sealed: TypeAlias = Literal["manifest", "config", "record"]
@@ -113,3 +108,81 @@ def _unsealed(content: bytes) -> bytes:
 
 def _crc32c(text: bytes) -> bytes:
     return copy_with_crc(io.BytesIO(text))[1].encode()
+
+
+# --- manifests: written last into an output folder, listing every file; no manifest, not done -------------------------
+
+
+class FileRecord(Settings):
+    """One file of an output: where it lies, relative to the manifest, and what its bytes must be."""
+
+    path: str
+    size: int
+    """Bytes."""
+    crc32c: str
+    """Eight lower-case hexadecimal digits."""
+    sha256: str | None = None
+    """Given where the file is meant to be compared between machines."""
+
+    @classmethod
+    def of(cls, stored: ObjectInfo, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
+        path = stored.path.removeprefix(relative_to).lstrip("/")
+        return cls(path=path, size=stored.size, crc32c=stored.crc32c, sha256=sha256)
+
+
+_FILES_AT_ONCE = 4  # a bucket's large file comes in parallel ranges by itself
+
+
+def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
+    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done."""
+    try:
+        content = storage.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    return parse_json(content, kind, where=storage.address(MANIFEST), fix=f"remove {storage.address()} and run again")
+
+
+def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
+    """Commit the folder: every file the manifest names must be there already."""
+    return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
+
+
+def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return list(filter(None, pool.map(lambda record: _difference(folder, record), records)))
+
+
+def _difference(folder: Path, record: FileRecord) -> str | None:
+    path = folder / record.path
+    if not path.is_file():
+        return f"{path} is missing"
+    if (size := path.stat().st_size) != record.size:
+        return f"{path} has {size} bytes, its manifest says {record.size}"
+    if (crc32c := crc32c_of(path)) != record.crc32c:
+        return f"{path} has crc32c {crc32c}, its manifest says {record.crc32c}"
+    return None
+
+
+def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
+    """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
+
+    A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.
+    """
+    records = list(records)
+    if (folder := storage.local_path()) is None:
+        folder = scratch()
+
+        def fetch(record: FileRecord) -> None:
+            try:
+                if _difference(folder, record) is not None:
+                    storage.download(record.path, folder / record.path)
+            except FileNotFoundError as error:
+                raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
+
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            list(pool.map(fetch, records))
+    if wrong := differences(folder, records):
+        fix = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before"
+        raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
+    return folder

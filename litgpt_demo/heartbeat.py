@@ -1,15 +1,8 @@
 """Signs of life: a rank says after every step that it lives, and its node finds the one that has fallen silent.
 
-    from litgpt_demo.heartbeat import Heartbeat
-
-    with Heartbeat(allow=600) as heart:      # seconds of silence
-        for step in range(steps):
-            heart.beat(step, "training")
-            ...
-
-Any script under `python -m litgpt_demo node` may do so; a rank that never does is never found silent. A sign of life is
-a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all its threads, even
-if it hangs in native code, for the answer comes from a signal handler and not from Python.
+Any script under `python -m litgpt_demo node` may do so (docs/failures.md); one that never does is never found silent.
+A sign of life is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all
+its threads, even if it hangs in native code, for the answer comes from a signal handler and not from Python.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +29,7 @@ from litgpt_demo.storage.local import explaining
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
 """The environment variable of every process below a node with the node's own folder."""
 
-_BEATS = "heartbeats"
+BEATS = "heartbeats"
 _LENGTH = 1024  # bytes: each sign of life is written over the last one, in one write and blanks to this length
 
 
@@ -49,7 +42,7 @@ class Beat:
     local_rank: int
     pid: int
     started: float
-    """When that process began: the pid alone may be another's by now."""
+    """When that process began (`started`)."""
     step: int
     doing: str
     time: float
@@ -73,7 +66,7 @@ class Heartbeat:
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
         rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
-        self._path = Path(node) / _BEATS / f"{local_rank}.json"
+        self._path = Path(node) / BEATS / f"{local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
         stacks = (Path(errors).parent if errors else self._path.parent) / f"stacks-of-rank-{rank}.txt"
         # What each sign of life has of the fields of Beat, whatever is done.
@@ -109,16 +102,10 @@ class Heartbeat:
         self._stacks = None
 
 
-def clear_beats(node: Path) -> None:
-    """Remove what ranks of an earlier life of this node have left."""
-    for path in (node / _BEATS).glob("*.json"):
-        path.unlink()
-
-
 def read_beats(node: Path) -> list[Beat]:
     """The last sign of life of every rank of the node that lives and gives any."""
     found = []
-    for path in sorted((node / _BEATS).glob("*.json")):
+    for path in sorted((node / BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
         with suppress(FileNotFoundError, DataError):
             beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
@@ -129,9 +116,9 @@ def read_beats(node: Path) -> list[Beat]:
 
 def status_of(beat: Beat) -> str:
     """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
         status = psutil.Process(beat.pid).status()
-        if is_there(beat.pid, beat.started):
+        if started(beat.pid) == beat.started:
             return str(status)
     return "gone"
 
@@ -165,9 +152,10 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
     """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
-        with suppress(ProcessLookupError):
-            # A stopped process answers when it goes on; it is about to be killed.
-            send_signals(beat.pid, beat.started, (signal.SIGUSR1, signal.SIGCONT))
+        for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it goes on
+            with suppress(ProcessLookupError):
+                if started(beat.pid) == beat.started:
+                    os.kill(beat.pid, number)
     deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -197,11 +185,8 @@ def waits(beat: Beat) -> bool:
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None
 
 
-# --- a process of this machine and no other: a pid alone may belong to another by the time that it is used -----------
-
-
 def started(pid: int) -> float:
-    """Return when a process began, by a clock that nobody sets; with its pid that tells it from every other.
+    """Return when a process began, by a clock that nobody sets: a pid alone may be another's by the time it is used.
 
     On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
     moves when the machine's clock is set.
@@ -213,33 +198,3 @@ def started(pid: int) -> float:
         return psutil.Process(pid).create_time()
     except (FileNotFoundError, psutil.NoSuchProcess) as error:
         raise ProcessLookupError(f"there is no process {pid}") from error
-
-
-def is_there(pid: int, began: float) -> bool:
-    """Return whether `pid` is still the process that began then."""
-    with suppress(ProcessLookupError):
-        return started(pid) == began
-    return False
-
-
-def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
-    """Send signals to the process of this pid that began then, and to no other."""
-    process = None
-    try:
-        if hasattr(os, "pidfd_open"):  # no other system has a descriptor that keeps what it means whatever a pid does
-            process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        pass  # kernels before 5.3 and some sandboxes know no such call, and old seccomp profiles refuse it
-    try:
-        for number in numbers:
-            if not is_there(pid, began):
-                raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")
-            if process is None:  # what is left is the moment between the look and the signal
-                os.kill(pid, number)
-            else:
-                signal.pidfd_send_signal(process, number)
-    finally:
-        if process is not None:
-            os.close(process)

@@ -22,14 +22,13 @@ from litgpt_demo.storage.local import NO_ROOM, explaining, replacing
 METRICS_MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
-"""`kind` says what it is, and all have `step`.
+"""`kind` says what it is, and all have `step`; docs/training.md tells what the figures are.
 
 - `start`: steps, tokens_per_step, parameters, world_size, device, device_name, precision, flops_per_token, peak_flops
   (of one device, null where it is not known), memory_estimate; its step is the one resumed from. On a node of ours
   also attempt, node_started (since the epoch), gate_seconds and stage_seconds, which came before.
-- `step`: loss, learning_rate, grad_norm, tokens (seen so far), tokens_per_second, step_seconds, data_seconds (spent
-  waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known;
-  the first of an attempt has first_step_seconds, in which that step also compiled.
+- `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second, step_seconds, data_seconds, memory, and mfu where
+  it is known; the first of an attempt has first_step_seconds, in which that step also compiled.
 - `evaluation`: validation_loss, perplexity, seconds.
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
@@ -37,9 +36,8 @@ Row: TypeAlias = Mapping[str, Any]
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
-On a node of ours all have `elapsed`: seconds since the node began, when the row was written.
-Times are in seconds; memory in bytes, the most that rank 0 held so far: tensors on a GPU, its process on a CPU. Tokens,
-their rate and losses (nats per token) are of the whole job."""
+On a node of ours all have `elapsed`: seconds since the node began, when the row was written. Times are in seconds,
+memory in bytes; tokens, their rate and losses (nats per token) are of the whole job."""
 
 
 MOST_LINE = 1 << 20

@@ -18,36 +18,27 @@ _SOCKS_MODULES = ("socksio", "socks")
 def settle_proxies(environ: MutableMapping[str, str]) -> None:
     """Exempt this machine from the proxies in `environ`, as a Prefect server or an emulator here is behind none.
 
-    Every process of ours calls this first; the processes that it starts inherit the exemption.
-
-    Raises:
-        UserError: there is a proxy that HTTP clients cannot be made with, not even to reach other hosts.
+    Every process of ours calls this first; those that it starts inherit the exemption. A proxy that HTTP clients
+    cannot be made with, not even to reach other hosts, is a UserError.
     """
     kinds = ("http_proxy", "https_proxy", "all_proxy")
     named = [name for kind in kinds for name in (kind, kind.upper()) if environ.get(name, "").strip()]
     if not named:
         return
     for name in named:
-        # It may hold a password: only its scheme is shown.
         address = environ[name].strip()
-        address = address if "://" in address else f"http://{address}"
-        scheme = address.partition("://")[0].lower()
         try:
-            proxy = urlsplit(address)
+            proxy = urlsplit(address if "://" in address else f"http://{address}")
             beyond = proxy.path.strip("/") or proxy.query or proxy.fragment
-            usable = bool(proxy.hostname) and proxy.port != 0 and not beyond
+            usable = proxy.scheme in _SCHEMES and proxy.hostname and proxy.port != 0 and not beyond
         except ValueError:
             usable = False
-        if not usable:
-            raise UserError(
-                f"{name} is no address of a proxy, as http://user:password@host:port",
-                fix="write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A",
-            )
-        if scheme not in _SCHEMES:
-            what = f"{name} names a proxy by {scheme}://, which HTTP clients do not know"
-            raise UserError(what, fix=f"write socks5:// or http:// instead, or unset {name}")
+        if not usable:  # it may hold a password, and is not shown
+            what = f"{name} is no address of a proxy, as http://user:password@host:port or socks5://host:port"
+            fix = f"write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A, or unset {name}"
+            raise UserError(what, fix=fix)
         missing = [module for module in _SOCKS_MODULES if find_spec(module) is None]
-        if scheme.startswith("socks") and missing:
+        if proxy.scheme.startswith("socks") and missing:
             what = f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)})"
             raise UserError(what, fix=f"run `pip install socksio PySocks`, or unset {name}")
     # Lower case wins in all clients, and an empty value is no value.

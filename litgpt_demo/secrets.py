@@ -34,10 +34,7 @@ _PATTERNS = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, whatever a name server says: an address of it, or `localhost`.
-
-    A name that only looks like one, as 127.evil.example, is not.
-    """
+    """Whether a host is this machine, whatever a name server says: `localhost` or an address, not 127.evil.example."""
     try:
         return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:

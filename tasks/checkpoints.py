@@ -8,13 +8,11 @@ import os
 import subprocess
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import IO, cast
-
-from prefect import task
 
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
-from launcher.reports import charts
 from launcher.runs.attempts import claim_at
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.index import Index
@@ -26,7 +24,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.private import environment_of_readers
-from tasks.steps import RETRIED, emit
+from tasks.steps import emit, step_task
 from tasks.training import run_job
 
 _HEAD_START = 8.0
@@ -49,7 +47,7 @@ class Collector:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._is_needed = run, not is_collected_by_a_job(run)
+        self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._steps, self._begun = math.inf, False
 
@@ -62,10 +60,8 @@ class Collector:
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
-        if not self._is_needed:
-            return
         match row:
-            case {"kind": "start", "steps": int(steps)}:
+            case {"kind": "start", "steps": int(steps)} if not is_collected_by_a_job(self._run):
                 self._steps = steps
             case {"kind": "step", "step": int(step), "step_seconds": int() | float() as seconds}:
                 if (self._steps - step) * seconds < _HEAD_START:
@@ -94,7 +90,7 @@ class Collector:
         try:
             (output, _), _ = await asyncio.gather(
                 asyncio.to_thread(process.communicate, b"finish\n"),
-                asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
+                asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
             )
         except BaseException:
             process.kill()  # the thread that reads its output sees its end
@@ -106,13 +102,15 @@ class Collector:
         raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
 
 
-@task(name=Step.CHECKPOINTS.task, task_run_name=Step.CHECKPOINTS.task, **RETRIED)
+@step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
     emit(StepStarted(step=Step.CHECKPOINTS))
-    if is_collected_by_a_job(run):
-        final, reused = await _collected_by_a_job(run, image)
-    else:
+    final = await asyncio.to_thread(exported, run.storage)
+    reused = final is not None
+    if final is None and is_collected_by_a_job(run):
+        final = await _collected_by_a_job(run, image)
+    elif final is None:
         final, reused = await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
@@ -136,13 +134,8 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
         return (await collector.collect(), False) if done is None else (done, True)
 
 
-async def _collected_by_a_job(run: Run, image: str | None) -> tuple[FinalManifest, bool]:
-    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is.
-
-    Returns the same as `_collected`.
-    """
-    if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-        return done, True
+async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
+    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is."""
     config, program = run.config, ("-m", "litgpt_demo", "collect", "--run", run.storage.address())
     alone = replace(run, config=config.model_copy(update={"platform": config.platform.for_one_process()}))
 
@@ -153,7 +146,7 @@ async def _collected_by_a_job(run: Run, image: str | None) -> tuple[FinalManifes
     for _ in range(2):  # the first may be the training, which has saved all and has not ended
         await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restarts)
         if (final := await asyncio.to_thread(exported, run.storage)) is not None:
-            return final, False
+            return final
     raise DataError(
         f"the job that collects {run.name} ended well, and {run.storage.address(FINAL)} is not whole",
         fix="run it again; if it ends so again, something removes files there",

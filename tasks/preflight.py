@@ -1,22 +1,28 @@
-"""Before a job is started: everything that can be known to go wrong, reported at once, and step 3: may we?"""
+"""Before a job is started: what can be known to go wrong, the software that nodes run (step 2), and access (step 3)."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from prefect import task
 from prefect.artifacts import acreate_table_artifact
 
+from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.checks.preflight import check_access
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import require
-from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.events import Note, Output, Step, StepDone, StepStarted
+from launcher.images.build import prepare_image
+from launcher.images.identity import SoftwareIdentity
+from launcher.images.settings import NoImage
 from launcher.runs.attempts import Claim, settle_others
-from litgpt_demo.findings import Finding
+from launcher.runs.code import CodeArchive
+from litgpt_demo.errors import Finding
 from litgpt_demo.secrets import redacted
-from tasks.steps import RETRIED, emit
+from litgpt_demo.storage import open_storage
+from tasks.steps import emit, step_task
 from tasks.training import ask
 
 
@@ -37,7 +43,7 @@ async def is_under_way(
     return False
 
 
-@task(name="preflight", task_run_name="preflight", **RETRIED)
+@step_task("preflight")
 async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: str) -> None:
     """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again."""
     # Some repeat what a service or a program said, and Prefect keeps them.
@@ -56,8 +62,50 @@ async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: st
     require(findings)
 
 
-@task(name=Step.CREDENTIALS.task, task_run_name=Step.CREDENTIALS.task, **RETRIED)
+@step_task(Step.IMAGE.task)
+async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
+    """Build or resolve the image; where the platform runs this very environment, record that instead."""
+    containers = not config.platform.on_this_machine
+    image = chosen_image(config) if containers else NoImage(kind="none")
+    emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
+    stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
+
+    def pause(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise asyncio.CancelledError
+
+    def log(line: str) -> None:
+        pause(0)
+        emit(Output(line=line))
+
+    try:
+        identity = await asyncio.to_thread(prepare_image, image, log=log, root=config.root, pause=pause)
+    finally:
+        stopped.set()
+    if containers and identity.image:
+        # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
+        # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
+        found = await asyncio.to_thread(list, check_fitness(config, identity.image))
+        require(finding for finding in found if finding.severity != "unknown")
+        for finding in found:
+            if finding.severity in {"warning", "unknown"}:
+                emit(Note(what=str(finding), severity="warning"))
+    known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
+    here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
+    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else here))
+    return identity
+
+
+@step_task(Step.CREDENTIALS.task)
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
     """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
     emit(StepStarted(step=Step.CREDENTIALS))
     emit(StepDone(step=Step.CREDENTIALS, what=await asyncio.to_thread(check_access, config)))
+
+
+@step_task("ship-code")
+async def ship_code(code: CodeArchive, root: str) -> None:
+    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
+    storage = open_storage(root)
+    put = await asyncio.to_thread(code.ship, storage)
+    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))

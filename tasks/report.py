@@ -1,16 +1,27 @@
-"""The artifacts that people see in Prefect: progress and curves while a job runs, the report when it is done."""
+"""The artifacts that people see in Prefect, updated in place while there is work, and the report when it is done."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
+from uuid import UUID
 
-from prefect import get_run_logger, task
-from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
+import httpx
+from prefect import get_client, get_run_logger
+from prefect.artifacts import (
+    acreate_link_artifact,
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    aupdate_progress_artifact,
+)
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
 
 from launcher.curves import summary
 from launcher.formatting import loss_text
@@ -22,32 +33,94 @@ from launcher.runs.diagnosis import Verdict, node_reports
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.errors import DataError
+from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
+from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
-from tasks.live import Live, could_show
-from tasks.steps import RETRIED, report_unreadable
+from tasks.steps import report_unreadable, step_task
 
+# Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
+_UPDATE = 5.0
+# Seconds between two lines in the log: a week of work stays readable.
+LINE = 60.0
+_ANSWER = 10.0  # seconds that Prefect's server has: who waits for it may hold machines that are paid for
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 _RESTART = re.compile(r"restart-[0-9]{1,9}/")
 # What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
 _COLUMNS = frozenset({
-    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "learning_rate", "tokens",
-    "tokens_per_second", "mfu", "memory", "step_seconds", "seconds",
+    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "tokens", "tokens_per_second",
+    "mfu", "memory", "step_seconds", "seconds",
 })  # fmt: skip
+
+
+async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
+    """Update what Prefect shows; False, with a warning, where its server is away: that must not hold up the work."""
+    try:
+        await asyncio.wait_for(update, _ANSWER)
+    except (TimeoutError, httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning("%s (%s)", otherwise, words_of(error) or "no answer")
+        return False
+    return True
+
+
+class Live(ABC):
+    """While it is entered, an artifact shows how far the work is, and a line in the log at times."""
+
+    def __init__(self, key: str, what: str) -> None:
+        self.news = 0
+        """Grows with everything that could be shown."""
+        self.line_is_due = False
+        self._key, self._what, self._shown, self._line_at = key, what, 0, time.monotonic()
+        self._ended = asyncio.Event()
+        self._progress: UUID | None = None
+
+    async def __aenter__(self) -> Self:
+        self._updates = asyncio.create_task(self._update_till_the_end())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        # Not cancelled: an update cut in the middle would leave one artifact of two.
+        self._ended.set()
+        await self._updates
+
+    async def _update_till_the_end(self) -> None:
+        """Show what is new, and once more at the end; what a server that is away has missed is in the next update."""
+        ended = False
+        while not ended:
+            ended = self._ended.is_set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _UPDATE)
+            news = self.news
+            if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
+                self._shown = news
+
+    @abstractmethod
+    def look(self) -> tuple[float, str]:
+        """Return how many percent are done, and the same in words; none before there is something to say."""
+
+    async def show(self) -> None:
+        """Show what is to be seen now."""
+        percent, words = self.look()
+        if words and (self.line_is_due or time.monotonic() > self._line_at + LINE):
+            self.line_is_due, self._line_at = False, time.monotonic()
+            get_run_logger().info(words)
+        told = f"{self._what}: {words}" if words else self._what
+        if self._progress is None:
+            self._progress = await acreate_progress_artifact(percent, key=self._key, description=told)
+        else:
+            await aupdate_progress_artifact(self._progress, percent, description=told)
 
 
 class LiveArtifacts(Live):
     """While a job runs: a progress artifact and a page with the loss curve; at times a log line."""
 
     def __init__(self, job_name: str) -> None:
-        super().__init__()
-        self._name = job_name
+        super().__init__(f"progress-{job_name}", f"Training of {job_name}")
+        self._page_key = f"training-{job_name}"
+        self._page: UUID | None = None
         self._rows: list[Mapping[str, Any]] = []
-        self._line_loss: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
@@ -59,18 +132,22 @@ class LiveArtifacts(Live):
             # The newest `start` row stays in front: it says how many steps there are.
             self._rows = [*[row for row in older if row["kind"] == "start"][-1:], *newer]
         self.news += 1
+        self.line_is_due = self.line_is_due or row.get("kind") == "evaluation"
+
+    def look(self) -> tuple[float, str]:
+        seen = summary(list(self._rows))
+        validation = [] if seen.validation_loss is None else [f"validation loss {loss_text(seen.validation_loss)}"]
+        words = ", ".join([f"step {seen.step}/{seen.steps}", *seen.facts, *validation])
+        return seen.percent, words if seen.step else ""
 
     async def show(self) -> None:
-        rows = list(self._rows)
-        progress = summary(rows)
-        held_out = progress.validation_loss
-        if progress.step and self.line_is_due(anyway=held_out != self._line_loss):
-            validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
-            get_run_logger().info(", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation]))
-            self._line_loss = held_out
-        told = f"Training of {self._name}"
-        await self.show_progress(progress.percent, key=f"progress-{self._name}", description=told)
-        await self.show_page(report.live_markdown(rows), key=f"training-{self._name}", description="Loss so far")
+        await super().show()
+        page = report.live_markdown(list(self._rows))
+        if self._page is None:
+            self._page = await acreate_markdown_artifact(page, key=self._page_key, description="Loss so far")
+        else:
+            async with get_client() as client:
+                await client.update_artifact(self._page, ArtifactUpdate(data=page))
 
 
 async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
@@ -80,14 +157,13 @@ async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
     await could_show(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
 
 
-@task(name="publish-report", task_run_name="publish-report", **RETRIED)
+@step_task("publish-report")
 async def publish_report(
     run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
 ) -> str:
     """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
     made = await asyncio.to_thread(_written, run, dataset, identity, final)
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
-    await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
     address = run.storage.address(REPORT)
     if (there := bucket_path(address)) is not None:  # no page of a server may link to a local file
         link = f"https://storage.cloud.google.com/{there}"
@@ -114,21 +190,21 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
         seconds=trained_seconds(rows),
         ledger=ledger(times, rows, read_document(storage).price),
     )
-    manifest = RunManifest(
-        run=run.name,
-        key=run.key,
-        dataset=run.dataset.path,
-        config=config,
-        software=asdict(identity),
-        step=final.step,
-        tokens=final.tokens,
-        validation_loss=final.validation_loss,
-        attempts=made.attempts,
-        files=tuple(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files),
-    )
+    models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
     def with_report(stored: ObjectInfo) -> RunManifest:
-        return manifest.model_copy(update={"files": (*manifest.files, FileRecord.of(stored))})
+        return RunManifest(
+            run=run.name,
+            key=run.key,
+            dataset=run.dataset.path,
+            config=config,
+            software=asdict(identity),
+            step=final.step,
+            tokens=final.tokens,
+            validation_loss=final.validation_loss,
+            attempts=made.attempts,
+            files=(*models, FileRecord.of(stored)),
+        )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
         there = read_manifest(storage, RunManifest)

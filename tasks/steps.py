@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
-from prefect import get_run_logger
+from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
@@ -22,6 +22,7 @@ from launcher.events import Event, MetricsKnown, MetricsRow, Note, Output, StepD
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, give_up, was_given_up
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
@@ -33,10 +34,10 @@ T = TypeVar("T")
 #   a bucket that does not answer      litgpt_demo.storage, 10 minutes
 #   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
 #   a builder that does not answer     launcher.images, 10 minutes
-#   a worker's share of a dataset      the worker (tasks.workers)
+#   a worker's share of a dataset      the worker (tasks.dataset)
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
 #   an orchestrator that has died      the automation `resume-crashed`, or the same command
-#   anything else of a step            the step's task: RETRIED
+#   anything else of a step            the step's task (step_task)
 TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
 
 
@@ -67,23 +68,17 @@ def as_it_is(value: T) -> T:
     return cast(T, opaque(value))
 
 
-class TaskOptions(TypedDict):
-    """The part of `@task(…)` that all tasks share."""
-
-    cache_policy: Any
-    persist_result: bool
-    retries: int
-    retry_delay_seconds: list[float]
-    retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
-
-
 # Seconds before each further try: what a bucket or an API server usually needs to come back.
 DELAYS = [2.0, 15.0, 60.0]
-RETRIED: TaskOptions = {
-    "cache_policy": NO_CACHE, "persist_result": False, "retry_condition_fn": worth_retrying,
-    "retries": len(DELAYS), "retry_delay_seconds": DELAYS,
-}  # fmt: skip
-ONCE: TaskOptions = {**RETRIED, "retries": 0, "retry_delay_seconds": []}
+
+
+def step_task(name: str, *, run_name: str = "", again: bool = True) -> Callable[[Callable[P, T]], Task[P, T]]:
+    """Make a task of a function, with what all of ours share; one that is not tried `again` starts or follows a job."""
+    delays = DELAYS if again else []
+    return task(
+        name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False,
+        retries=len(delays), retry_delay_seconds=delays, retry_condition_fn=worth_retrying,
+    )  # fmt: skip
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

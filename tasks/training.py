@@ -9,25 +9,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from launcher import events
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.platforms.base import Platform
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
-from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
+from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, training_spec, write_bill, write_config
+from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
@@ -36,9 +34,8 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.live import LINE
-from tasks.report import LiveArtifacts, show_verdict
-from tasks.steps import ONCE, as_it_is, emit, report_unreadable
+from tasks.report import LINE, LiveArtifacts, show_verdict
+from tasks.steps import as_it_is, emit, report_unreadable, step_task
 
 T = TypeVar("T")
 
@@ -50,7 +47,7 @@ _MOST_WARNINGS = 20  # of an attempt that are told
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 
-@task(name=Step.TRAINING.task, task_run_name=Step.TRAINING.task, **ONCE)
+@step_task(Step.TRAINING.task, again=False)
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
@@ -62,8 +59,7 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
-        await asyncio.to_thread(write_config, run, spec, asdict(identity))
-        await asyncio.to_thread(write_bill, run, identity)
+        await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
             claim_at(run, steps=spec.steps),
@@ -90,16 +86,31 @@ async def run_job(
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
+    # Those on the attempts that this flow run has counted, oldest first.
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
+    step = max((one.after for one in verdicts), default=step)
+    ended, verdict = verdicts[-1].attempt if verdicts else 0, None
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
-        step = max((one.after for one in verdicts), default=step)
-        run = _Orchestration(claim, budget, lease, watch, verdicts, step)
-        ended, verdict = verdicts[-1].attempt if verdicts else 0, None
         while True:
-            if (done := await run.turn(ended, verdict)) is not None:
+            mine, done = await _turn(claim, lease, watch, ended, verdict)
+            if done is not None:
                 return done
-            decision = budget.after(run.verdicts)
+            if mine and lease.inherited is not None:
+                theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
+                counted = {one.attempt: one for one in [*verdicts, *theirs]}
+                verdicts = [counted[number] for number in sorted(counted)]
+            if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
+                verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
+            decision = budget.after(verdicts)
+            if mine and verdict is not None:
+                step = max(step, verdicts[-1].after)
+                if decision.wait is None:
+                    if decision.why:
+                        emit(Note(what=decision.why, severity="error"))
+                    await asyncio.to_thread(lease.release, stopped=ended)
+                    raise JobFailed(str(verdict), fault=verdict.fault)
+                emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
             if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
                 what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
@@ -121,66 +132,45 @@ async def run_job(
             ended = record.attempt
 
 
-@dataclass
-class _Orchestration:
-    """What the orchestrator of a run's attempts counts, and its side of the lease."""
+async def _turn(
+    claim: Claim, lease: Lease, watch: CancelWatch, ended: int, verdict: Verdict | None
+) -> tuple[bool, AttemptRecord | None]:
+    """Return when this orchestrator may start what comes after `ended`, or another one has started it.
 
-    claim: Claim
-    budget: Budget
-    lease: Lease
-    watch: CancelWatch
-    verdicts: list[AttemptVerdict]
-    """The verdicts on the attempts that this flow run has counted, oldest first."""
-    step: int
-    """The run's newest checkpoint."""
+    Returns whether the lease is this one's, and the attempt that ended well meanwhile, if one did.
 
-    async def turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
-        """Return when this orchestrator may start what comes after `ended`, or another one has started it.
-
-        It counts the attempt that ended badly, for the reason `verdict` if this orchestrator has followed it, and those
-        of a holder that died. Returns the attempt that ended well meanwhile, if one did.
-        """
-        attempts, lease, before, told = self.claim.attempts, self.lease, ended, False
-        decided = ended if verdict is not None else 0
-        while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
-            last = await ask(self.claim, attempts.last)
-            if last is not None and last.number > ended and last.status.state.live:
-                return None
-            if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
-                raise JobFailed(str(verdict), fault=verdict.fault)
-            if not told:
-                told, before = True, max(ended, last.number if last is not None else 0)
-                holder = lease.holder or "another process"
-                emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
-            await asyncio.to_thread(self.watch.check)
-            await asyncio.sleep(LOOK)
-        last = await ask(self.claim, attempts.last) if told else None
-        if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
-            return last.record
-        if lease.inherited is not None:
-            theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
-            counted = {one.attempt: one for one in [*self.verdicts, *theirs]}
-            self.verdicts[:] = [counted[number] for number in sorted(counted)]
-        if verdict is None:
-            return None
-        if ended not in {one.attempt for one in self.verdicts}:
-            # Why the attempt ended, and how far it got, is written down: a resumed flow run counts it.
-            after = await asyncio.to_thread(self.claim.progress)
-            own, machine = self.claim.orchestrator, verdict.machine
-            judged = AttemptVerdict(
-                attempt=ended, fault=verdict.fault, before=self.step, after=after, machine=machine, flow_run=own
-            )
-            await asyncio.to_thread(attempts.index.judge, attempts.run, judged)
-            await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
-            self.verdicts.append(judged)
-        self.step = max(self.step, self.verdicts[-1].after)
-        if (decision := self.budget.after(self.verdicts)).wait is None:
-            if decision.why:
-                emit(Note(what=decision.why, severity="error"))
-            await asyncio.to_thread(lease.release, stopped=ended)
+    Args:
+        verdict: why `ended` ended badly, if this orchestrator has followed it.
+    """
+    attempts, before, told = claim.attempts, ended, False
+    decided = ended if verdict is not None else 0
+    while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
+        last = await ask(claim, attempts.last)
+        if last is not None and last.number > ended and last.status.state.live:
+            return False, None
+        if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
             raise JobFailed(str(verdict), fault=verdict.fault)
-        emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
-        return None
+        if not told:
+            told, before = True, max(ended, last.number if last is not None else 0)
+            holder = lease.holder or "another process"
+            emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
+        await asyncio.to_thread(watch.check)
+        await asyncio.sleep(LOOK)
+    last = await ask(claim, attempts.last) if told else None
+    if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
+        return True, last.record
+    return True, None
+
+
+async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
+    """Write down why an attempt ended, and how far it got: a resumed flow run counts it."""
+    after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
+    judged = AttemptVerdict(
+        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
+    )
+    await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
+    await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
+    return judged
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
@@ -217,36 +207,33 @@ def flow_runs() -> list[str]:
     return [str(known) for known in dict.fromkeys(ids) if known]
 
 
-@task(name="submit-job", task_run_name="submit attempt {record.attempt}", **ONCE)
+@step_task("submit-job", run_name="submit attempt {record.attempt}", again=False)
 async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
     job = claim.job_of(record)
     platform = claim.attempts.open(record.platform)
+
+    def submit() -> None:  # it tells so from the same thread, which goes on when this task is cancelled
+        _tell(claim, record, "submitting")
+        claim.platform.submit(claim.platform.render(job))
+        _tell(claim, record, "started")
+
     lives = (await ask(claim, partial(platform.status, record.job_id))).state.live
     if lives:
         _tell(claim, record, "started")
     else:
-        await ask(claim, partial(_submit, claim, record))
+        await ask(claim, submit)
     verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
 
-def _submit(claim: Claim, record: AttemptRecord) -> None:
-    """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
-    _tell(claim, record, "submitting")
-    claim.platform.submit(claim.platform.render(claim.job_of(record)))
-    _tell(claim, record, "started")
-
-
 def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
     root, platform = claim.config.root, claim.config.platform
-    job = JobChanged(
-        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=platform
-    )
-    events.report(job)
+    job, run, sweep = record.job_id, record.run, record.sweep
+    emit(JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job, platform=platform))
 
 
-@task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
+@step_task("await-job", run_name="run attempt {record.attempt}", again=False)
 async def await_job(
     claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None] = lambda row: None
 ) -> Verdict | None:
@@ -259,11 +246,18 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
     index = claim.attempts.index
-    position = await asyncio.to_thread(_place_in_log, index, record, platform)
+    # What an orchestrator before has handed on is not told again.
+    if position := await asyncio.to_thread(index.place_in_log, record):
+        try:
+            with suppress(PlatformUnreachable):
+                await asyncio.to_thread(platform.logs, job_id, position)
+        except (TypeError, ValueError):  # a place that somebody else wrote: the log is read from its beginning
+            position = ""
     async with LiveArtifacts(job.name) as live:
         lines = Lines(job, live, on_row)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
+        refused = None
         try:
             status = await follow(
                 platform,
@@ -275,18 +269,16 @@ async def await_job(
                 position=position,
                 on_position=partial(index.read_up_to, record),
             )
-        except JobRefused:
-            await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it
-            refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
-            await asyncio.to_thread(index.end, record, refused)
-            _tell(claim, record, "ended")
-            raise
+        except JobRefused as error:  # it lingers: it would start when nobody watches it
+            refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)
     lines.log()
     report_unreadable(lines.damaged)
     if status.lingers:
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
     _tell(claim, record, "ended")
+    if refused is not None:
+        raise refused
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
@@ -386,19 +378,3 @@ class Lines:
 
 def _cut(line: LogLine) -> LogLine:
     return replace(line, text=line.text[:_LONGEST])
-
-
-def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> str:
-    """Return from where to read the attempt's log: what an orchestrator before has handed on is not told again.
-
-    A place that the platform cannot read was written by somebody else; the log is then read from its beginning.
-    """
-    if not (position := index.place_in_log(record)):
-        return ""
-    try:
-        platform.logs(record.job_id, position)
-    except PlatformUnreachable:
-        return position
-    except (TypeError, ValueError):
-        return ""
-    return position

@@ -99,7 +99,7 @@ def of_each(address: str | Path, *ends: str) -> list[str]:
 
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:
-    return list(documents(corpus, sources(corpus), scratch=scratch))
+    return list(documents(DataConfig(corpus=corpus), sources(corpus), scratch))
 
 
 def put_objects(bucket: BucketStorage, *names: str) -> None:

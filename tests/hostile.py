@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest
 

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 32_736,
-    "launcher": 15_568,
-    "launcher/platforms/kubernetes": 3_218,
-    "litgpt_demo": 13_265,
+    "source": 30_343,
+    "launcher": 14_295,
+    "launcher/platforms/kubernetes": 2_988,
+    "litgpt_demo": 12_429,
     "bench": 813,
-    "tests": 23_577,
+    "tests": 23_684,
     "test data": 3_490,
 }
 

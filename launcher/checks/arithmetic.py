@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.machines import ListPrice, Machine
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
@@ -61,20 +62,40 @@ def place_of(config: RunConfig) -> Place | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """The memory that one process of a training takes."""
+    """The memory that one process of a training takes, in bytes."""
 
-    memory: estimates.Memory
+    model: Any
+    """LitGPT's Config."""
+    train: TrainConfig
+    length: int
+    world_size: int
     place: Place | None
-    saved: int
-    """Bytes: a save on a CPU copies the state into the same memory."""
-    likely: int
-    """Bytes in all."""
+
+    @cached_property
+    def memory(self) -> estimates.Memory:
+        device = "cuda" if self.place is None else self.place.kind
+        return estimates.memory(self.model, self.train, length=self.length, world_size=self.world_size, device=device)
+
+    @property
+    def saved(self) -> int:
+        """A save on a CPU copies the state into the same memory."""
+        return self.memory.saved if self.place is not None and self.place.kind == "cpu" else 0
+
+    @property
+    def likely(self) -> int:
+        return self.memory.total + self.saved
+
+    @property
+    def fits(self) -> bool:
+        return self.place is None or self.likely <= self.place.memory
 
 
 def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
     """Return the memory that each process takes; None where the vocabulary is not known yet."""
-    model = model_of(config, vocab_size)
-    return None if model is None else _needs(config, model, config.train, place_of(config))
+    if (model := model_of(config, vocab_size)) is None:
+        return None
+    length, world_size = config.model.sequence_length, config.world_size
+    return Needs(model=model, train=config.train, length=length, world_size=world_size, place=place_of(config))
 
 
 def model_of(config: RunConfig, vocab_size: int | None) -> Any:
@@ -86,32 +107,12 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
     return catalogue.config_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
 
 
-def _needs(
-    config: RunConfig, model: Any, train: TrainConfig, place: Place | None, *,
-    length: int | None = None, world_size: int | None = None,
-) -> Needs:  # fmt: skip
-    memory = estimates.memory(
-        model,
-        train,
-        length=length or config.model.sequence_length,
-        world_size=world_size or config.world_size,
-        device="cuda" if place is None else place.kind,
-    )
-    saved = memory.saved if place is not None and place.kind == "cpu" else 0
-    return Needs(memory=memory, place=place, saved=saved, likely=memory.total + saved)
-
-
-def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
+def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
-
-    Args:
-        vocab_size: of the tokenizer, which a model without a name takes over.
-        tokens: to train on, where it is known already.
-    """
-    model, place = model_of(config, vocab_size), place_of(config)
-    if model is None:
+    `tokens` are those to train on, 0 where that is not known yet."""
+    if (needed := needs(config, vocab_size=vocab_size)) is None:
         return []
-    length = config.model.sequence_length
+    model, length, place, memory = needed.model, needed.length, needed.place, needed.memory
     sizes = sorted(estimates.block(model, layer).held for layer in range(model.n_layer))
     each = count_text(sizes[0]) if sizes[0] == sizes[-1] else f"{count_text(sizes[0])} to {count_text(sizes[-1])}"
     embedding = f"embedding and output of {model.padded_vocab_size:,} x {model.n_embd:,} each"
@@ -120,17 +121,14 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int | None = N
     products = f"6 x {count_text(estimates.used_parameters(model))} weights in products"
     how = f"{products} + {count_text(attention)} for attention over {length:,} tokens"
     rows.append(("FLOPs per token", count_text(per_token), how))
-    if tokens is not None:
+    if tokens:
         how, seconds = f"{count_text(tokens)} tokens", seconds_for(config, per_token * tokens)
         if place is not None and place.peak is not None and seconds is not None:
             peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
-    needed = _needs(config, model, config.train, place)
-    memory = needed.memory
-    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered}
-    if memory.kept:
-        parts["gradients"] = memory.gradients
+    gradients = memory.gradients if memory.kept else 0
+    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered, "gradients": gradients}
     moment, most = max(memory.moments.items(), key=lambda item: item[1])
     parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
@@ -165,11 +163,10 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
     estimate could make it fit.
     """
-    model, place = model_of(config, vocab_size), place_of(config)
-    needed = None if model is None else _needs(config, model, config.train, place)
-    if needed is None or place is None or needed.likely <= place.memory:
+    needed = needs(config, vocab_size=vocab_size)
+    if needed is None or needed.place is None or needed.fits:
         return
-    likely, certain = needed.likely, needed.memory.least
+    place, likely, certain = needed.place, needed.likely, needed.memory.least
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
     surely = certain > place.memory or likely > margin * place.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
@@ -178,46 +175,40 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
         "train.memory",
         f"the training takes about {bytes_text(likely)} per process, {bytes_text(certain)} whatever the batch and the "
         f"rest for {tokens}, and {place.name} has {bytes_text(place.memory)}",
-        _fitting(config, model, place),
+        _fitting(needed, place),
     )
 
 
-def _fitting(config: RunConfig, model: Any, place: Place) -> str:
+def _fitting(needed: Needs, place: Place) -> str:
     # The change that fits and costs least; where none is enough, shorter samples, more processes, or a smaller model.
-    train, least = config.train, dict[str, Any]()
-    for least in _cheaper(config):
-        likely = _needs(config, model, train.model_copy(update=least), place).likely
-        if likely <= place.memory:
-            return f"set {_changed(train, least)}, which takes about {bytes_text(likely)}"
-    leanest = train.model_copy(update=least)
-    length = config.model.sequence_length
+    train, leanest, least = needed.train, needed, dict[str, Any]()
+    for least in _cheaper(train, needed.world_size):
+        leanest = replace(needed, train=train.model_copy(update=least))
+        if leanest.fits:
+            return f"set {_changed(train, least)}, which takes about {bytes_text(leanest.likely)}"
+    length = needed.length
     while (length := length // 2) >= _SHORTEST:
-        if _needs(config, model, leanest, place, length=length).likely <= place.memory:
+        if replace(leanest, length=length).fits:
             return f"set model.sequence_length={length} {_changed(train, least)}".rstrip()
     # The processes of a CPU share one memory: more of them share no model.
-    count, spread = config.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
+    count, spread = needed.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
     more = ""
     while not more and place.kind == "cuda" and train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
-        tried = train.model_copy(update=spread | {"global_batch": count})
-        if _needs(config, model, tried, place, world_size=count).likely <= place.memory:
+        if replace(needed, train=train.model_copy(update=spread | {"global_batch": count}), world_size=count).fits:
             more = f"take {count} processes and set {_changed(train, spread)}".removesuffix(" and set ")
-    held = _needs(config, model, leanest, place, length=_SHORTEST).likely
-    parameters = count_text(estimates.parameters(model) * place.memory // held)
+    held = replace(leanest, length=_SHORTEST).likely
+    parameters = count_text(estimates.parameters(needed.model) * place.memory // held)
     smaller = f"take a model of at most about {parameters} parameters"
     return f"{more}, or {smaller}" if more else f"{smaller}, or devices with more memory"
 
 
-def _cheaper(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield the settings that take less memory, the ones that cost least first.
-
-    Micro-batches are those up to the present one that divide a process's share of the batch. Sharding takes several
-    processes, and a precision that it knows.
-    """
-    train = config.train
-    share = train.global_batch // config.world_size
+def _cheaper(train: TrainConfig, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield the settings that take less memory, the ones that cost least first. Micro-batches divide a process's share
+    of the batch; sharding takes several processes, and a precision that it knows."""
+    share = train.global_batch // world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}
-    shards = config.world_size > 1 and train.precision != "16-mixed" and train.compile != "model"
+    shards = world_size > 1 and train.precision != "16-mixed" and train.compile != "model"
     for strategy in dict.fromkeys([train.strategy, *(["fsdp"] if shards else [])]):
         for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
             for size in sorted(sizes, reverse=True):

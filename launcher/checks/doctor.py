@@ -9,7 +9,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
@@ -20,44 +19,33 @@ import psutil
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
-from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding
-from litgpt_demo.node.network import version
+from litgpt_demo.errors import Finding, words_of
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
 # What has to be there, and the range that is known to work together.
 _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
-_TOOLS = {
-    "git": Finding(
-        "warning", "tool.git", "git is not installed", "without it the commit of the code is not recorded with a run"
-    ),
-    "docker": Finding("info", "tool.docker", "docker is not installed", "needed for image.kind=docker only"),
-}
+_TOOLS = {"git": "without it the commit of the code is not recorded with a run", "docker": "for image.kind=docker only"}
 
 
 def examine_environment(root: str = "output") -> Iterator[Finding]:
-    """Yield the environment, good news included: what is there, what is missing, how to fix it."""
     yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
     for name, known in _NEEDED.items():
-        found = version_of(name)
-        if found is None:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
             fix = "make train installs everything into .venv"
             yield Finding("error", f"package.{name}", f"{name} is not installed", fix)
-        elif found.startswith(known):
+            continue
+        if found.startswith(known):
             yield Finding("info", f"package.{name}", f"{name} {found}")
         else:
             yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
-    if (fastapi := version_of("fastapi")) and version(fastapi) >= version("0.151"):
-        what = f"fastapi {fastapi} breaks Prefect's server at import"
-        yield Finding("error", "package.fastapi", what, "pip install 'fastapi<0.151'")
     yield from check_root(root)
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
-    if memory.available < 4 * _GIB:
-        yield Finding("warning", "machine.memory", what, "close something: four ranks of torch alone take 2 GB")
-    else:
-        yield Finding("info", "machine.memory", what)
+    fix = "close something: four ranks of torch alone take 2 GB" if memory.available < 4 * _GIB else ""
+    yield Finding("warning" if fix else "info", "machine.memory", what, fix)
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
         fix = "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g"
@@ -85,13 +73,8 @@ def examine_environment(root: str = "output") -> Iterator[Finding]:
     except (URLError, HTTPException, OSError, ValueError) as error:
         what = f"{given} does not answer ({words_of(error)})"
         yield Finding("error", "prefect.server", what, "make serve, or unset PREFECT_API_URL")
-    for name, missing in _TOOLS.items():
-        where = shutil.which(name)
-        yield Finding("info", f"tool.{name}", f"{name}: {where}") if where else missing
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package, None where it is not there."""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+    for name, why in _TOOLS.items():
+        if where := shutil.which(name):
+            yield Finding("info", f"tool.{name}", f"{name}: {where}")
+        else:
+            yield Finding("warning" if name == "git" else "info", f"tool.{name}", f"{name} is not installed", why)

@@ -12,13 +12,13 @@ from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
 from launcher.networks.profile import Network
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NcclFit, check_nccl_version, version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
 PATIENCE = 5.0
-"""Seconds that a registry has for each answer, and in which it is asked again."""
+"""Seconds for which a registry that does not answer is asked again."""
 
 
 def stack_for(network: Network | None) -> Stack | None:
@@ -81,9 +81,9 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
         return
     found: list[Finding] = []
     if network is not None:
-        better = stack_for(network)
-        instead = f"leave image.stack out: stack {better.name} has NCCL {better.nccl}" if better else ""
-        instead = instead or network.without_stack
+        instead = network.without_stack
+        if better := stack_for(network):
+            instead = f"leave image.stack out: stack {better.name} has NCCL {better.nccl}"
         found += _softened(config, network, _check_contents(image.contents, network, owner=str(stack), instead=instead))
         if image.dockerfile is not None:
             what = f"that {image.dockerfile} installs {stack} is what image.stack says: nobody has looked"
@@ -106,21 +106,17 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
     machine = config.platform.machine_type
     try:
-        said = read_config(
-            reference, architecture=machine.arch if machine else "amd64", timeout=PATIENCE, patience=PATIENCE
-        )
+        said = read_config(reference, architecture=machine.arch if machine else "amd64", patience=PATIENCE)
     except ImageProblem as error:
         found = finding_of(error, "image.unread")
-        unknown = found.severity == "unknown"
-        yield replace(found, what=f"which NCCL the image has is not known: {found.what}") if unknown else found
+        yield replace(found, what=f"which NCCL the image has is not known: {found.what}")
         return
     contents = Contents.of_labels(said.labels, architecture=said.architecture)
     against: list[Finding] = []
     if machine is not None and contents.architecture not in {"", machine.arch}:
         what = f"{reference} is for {contents.architecture}, and a {machine.name} is {machine.arch}"
         against.append(Finding("error", "image.architecture", what, f"name an image for linux/{machine.arch}"))
-    trains = isinstance(config, RunConfig)
-    if trains and contents.torch and version(contents.torch) < version(TRAINS_FROM):
+    if isinstance(config, RunConfig) and contents.torch and version(contents.torch) < version(TRAINS_FROM):
         what = f"{reference} has torch {contents.torch}, and our trainer is tested with {TRAINS_FROM} and newer"
         fix = "name a newer image, or run a script of yours in this one"
         against.append(Finding("error", "image.torch", what, fix))
@@ -135,10 +131,7 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
     if contents.nccl:
         yield from check_nccl_version(node, contents.nccl, owner=owner, instead=instead)
     elif ranges := node.nccl_versions or node.nccl_elsewhere:
-        what = (
-            f"{owner} has no label {LABELS}nccl that says which NCCL it has, and the {node.name} plug-in is qualified "
-            f"for {' or '.join(ranges)}"
-        )
+        what = f"{owner} has no label {LABELS}nccl, and the {node.name} plug-in is qualified for {' or '.join(ranges)}"
         # This needs no GPU and nothing of ours.
         command = "import torch; print(torch.__version__, torch.cuda.nccl.version())"
         fix = f"ask its torch: docker run --rm --entrypoint python {owner} -c '{command}'"

@@ -5,7 +5,7 @@ What this machine cannot ask is named, and shown as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -21,16 +21,14 @@ from launcher.events import Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import UNBUILT, Submission
-from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
-from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
-from launcher.runs.sweeps import Trial, runs_of, trials
-from litgpt_demo.config import key_of
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
+from launcher.runs.sweeps import runs_of, trials
+from litgpt_demo.config import TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
-from litgpt_demo.errors import TrainLitgptError, Unreachable
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
-from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
@@ -60,51 +58,53 @@ class Plan:
 
 def plan_of(config: AnyConfig) -> Plan:
     """Return what a config would do, as far as this machine can tell, and all that a run would be refused for.
-
     Of a sweep that is every trial with what it takes, and the sum of them; what all trials share is told once.
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
         DataError: its dataset is damaged.
     """
-    if not isinstance(config, RunConfig):
-        found: list[Finding] = []
-        for script in _scripts(config):
-            there = _look(plan_script(script))
-            found += [*there.findings, *_blocking(there)]
-            found += [*_access(script, found), _restarts(script)]
-        return Plan(findings=list(dict.fromkeys(found)))
-    figures, trial_rows = list[dict[str, str]](), list[dict[str, str]]()
-    every = trials(config) if isinstance(config, SweepConfig) else [Trial(changes={}, config=config)]
-    runs = runs_of(every, preview_dataset) if isinstance(config, SweepConfig) else [preview_run(config)]
-    sights = [_look(run) for run in runs]
+    works = _works(config, preview=True)
+    sights = [_look(work) for work in works.values()]
     told = [[*sight.findings, *blocked] for sight, blocked in zip(sights, _blocked(sights), strict=True)]
-    findings, steps = _told(every, told), list(Step)
+    findings = [*_told(list(works), told), *_about_parallel(config, sights)]
+    first, platform = sights[0].claim.config, sights[0].claim.platform
+    problems = [one.code for one in findings if one.severity in {"error", "unknown"}]
+    if not any(code.startswith(platform.name) for code in problems):  # else it is known to be out of reach
+        try:
+            platform.check_access()
+        except LauncherError as error:
+            findings.append(finding_of(error, f"{platform.name}.access"))
+    section, settings = ("train.", first.train) if isinstance(first, RunConfig) else ("", first)
+    budget = Budget(run=first.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+    fix = f"{section}max_restarts and {section}restarts change that"
+    findings.append(Finding("info", "restarts", str(budget), fix))
+    if not isinstance(config, RunConfig):
+        return Plan(findings=findings)
+    figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
     if isinstance(config, SweepConfig):
-        findings += _about_parallel(config, sights)
         steps = [step for step in Step if step not in (Step.TRAINING, Step.CHECKPOINTS)]  # each trial has these alone
-        for trial, sight in zip(every, sights, strict=True):
-            row = {
-                "trial": str(trial) or "as it is written",
-                "would": sight.training(),
-                "FLOPs": "" if sight.steps is None else f"{sight.flops(sight.steps):.3g}",
-                "memory per process": "" if sight.needs is None else bytes_text(sight.needs.likely),
-                "run": sight.run.name,
-            }
-            trial_rows.append(row)
-        trial_rows.append(_sum_row(config, sights))
+        trial_rows = _trial_rows(config, dict(zip(works, sights, strict=True)))
     else:
-        tokens = None if sights[0].steps is None else sights[0].tokens(sights[0].steps)
-        figures = arithmetic.figures(config, vocab_size=sights[0].vocabulary, tokens=tokens)
+        (sight,) = sights
+        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=sight.tokens(sight.steps))
     datasets = {sight.run.dataset.path: sight for sight in sights}
     rows = [sight.row(step) for sight in datasets.values() for step in steps]
-    findings += [*_access(config, findings), _restarts(config)]
     unique = list({tuple(row.items()): row for row in rows}.values())
     return Plan(steps=unique, trials=trial_rows, arithmetic=figures, findings=findings)
 
 
-def _scripts(config: ScriptConfig | BenchmarkConfig) -> list[ScriptConfig]:
-    return config.jobs() if isinstance(config, BenchmarkConfig) else [config]
+def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:
+    """What a config would start first, by the name that tells one of several from the others."""
+    if isinstance(config, SweepConfig):
+        every = trials(config)
+        runs = runs_of(every, preview_dataset if preview else plan_dataset)
+        return {str(trial): run for trial, run in zip(every, runs, strict=True)}
+    if isinstance(config, RunConfig):
+        return {"": preview_run(config) if preview else plan_run(config)}
+    if isinstance(config, ScriptConfig):
+        return {"": plan_script(config)}
+    return {" ".join(script.env): plan_script(script) for script in config.jobs()}
 
 
 # --- the next job -----------------------------------------------------------------------------------------------------
@@ -123,23 +123,13 @@ class Preview:
 
 def previews(config: AnyConfig) -> Iterator[Preview]:
     """Yield every job that this config would start first, as it would be sent."""
-    works: Sequence[Run | Script]
-    if isinstance(config, SweepConfig):
-        every = trials(config)
-        titles, works = [str(trial) for trial in every], runs_of(every, preview_dataset)
-    elif isinstance(config, RunConfig):
-        titles, works = [""], [preview_run(config)]
-    else:
-        scripts = _scripts(config)
-        titles = [" ".join(script.env) if isinstance(config, BenchmarkConfig) else "" for script in scripts]
-        works = [plan_script(script) for script in scripts]
-    for title, work in zip(titles, works, strict=True):
+    for title, work in _works(config, preview=True).items():
         sight = _look(work)
         claim = sight.claim
         job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
         submission = claim.platform.render(job)
         unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
-        if job.image is None and Capability.IMAGES in claim.platform.capabilities:
+        if job.image is None and not claim.config.platform.on_this_machine:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         yield Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
 
@@ -170,10 +160,12 @@ class Sight:
     @property
     def vocabulary(self) -> int | None:
         """Return the ids of the run's tokenizer, None where they cannot be known yet."""
-        known = self.dataset or self.run.dataset.tokenizer
-        return preflight.vocabulary_of(self.run.config, known.vocab_size if known else None)
+        tokenizer, known = self.run.config.data.tokenizer, self.dataset or self.run.dataset.tokenizer
+        if isinstance(tokenizer, TrainedTokenizer):
+            return tokenizer.vocab_size
+        return known.vocab_size if known else None
 
-    @property
+    @cached_property
     def needs(self) -> arithmetic.Needs | None:
         return arithmetic.needs(self.run.config, vocab_size=self.vocabulary)
 
@@ -191,21 +183,26 @@ class Sight:
         there = [] if self.blind else checkpoints.committed(self.run.storage)
         return there[0].step if there else 0
 
-    def tokens(self, steps: int) -> int:
-        return steps * self.run.config.train.global_batch * self.run.config.model.sequence_length
+    @property
+    def left(self) -> int | None:
+        """Return the steps that are left, None where those of the whole run are not known."""
+        return None if self.steps is None else max(0, self.steps - self.begun)
 
-    def flops(self, steps: int) -> float:
+    def tokens(self, steps: int | None) -> int:
+        return (steps or 0) * self.run.config.train.global_batch * self.run.config.model.sequence_length
+
+    def flops(self, steps: int | None) -> float:
         model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
         return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
 
-    def cost(self, steps: int | None) -> arithmetic.Expected | None:
-        """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
-        platform = self.run.config.platform
+    @property
+    def cost(self) -> arithmetic.Expected | None:
+        """Return time and price of the steps that are left, None where they or the machines' GPUs are not known."""
+        platform, seconds = self.run.config.platform, arithmetic.seconds_for(self.run.config, self.flops(self.left))
         machine = platform.machine_type
-        if machine is None or not machine.gpus or steps is None:
+        if machine is None or not machine.gpus or not seconds:
             return None
-        seconds = arithmetic.seconds_for(self.run.config, self.flops(steps))
-        return None if seconds is None else arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
+        return arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
         """Return what a step would do, and where."""
@@ -214,16 +211,13 @@ class Sight:
             case Step.DATASET:
                 would, where = self.preparation(), run.root.address(run.dataset.path)
             case Step.IMAGE:
-                image, where = chosen_image(run.config), ""
+                image, where, would = chosen_image(run.config), "", "pin by digest"
                 if isinstance(image, NoImage):
                     would = f"record this environment: torch {version('torch')}"
                 elif isinstance(image, BuiltImage):
-                    by = "an engine on this machine"
-                    if isinstance(image, CloudBuildImage):
-                        by = f"Cloud Build in {image.billed}"
-                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by {by}"
-                else:
-                    would = "pin by digest"
+                    cloud = f"Cloud Build in {image.billed}" if isinstance(image, CloudBuildImage) else ""
+                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by "
+                    would += cloud or "an engine on this machine"
             case Step.CREDENTIALS:
                 would, where = "prove write access", run.root.address()
             case Step.TRAINING:
@@ -251,27 +245,20 @@ class Sight:
 
     def training(self) -> str:
         """Return what the training step would do, with the cost of the steps that are left."""
-        steps = self.steps
-        known = f"{steps:,} steps" if steps else "one pass over the data"
+        known = f"{self.steps:,} steps" if self.steps else "one pass over the data"
+        would = f"train on from step {self.begun:,} of {known}" if self.begun else f"train {known}"
         if self.blind:
             would = f"unknown: go on where it is, or train {known}"
         elif live := self.claim.attempts.live():
             return f"take up attempt {live.number}, which is {live.status.state.value}"
-        else:
-            begun = self.begun
-            if steps and begun >= steps:
-                return f"nothing: done, {steps:,} steps"
-            would = f"train on from step {begun:,} of {known}" if begun else f"train {known}"
-            steps = None if steps is None else steps - begun
-        cost = self.cost(steps)
-        return would if cost is None else f"{would}, {cost}"
+        elif self.begun and self.left == 0:
+            return f"nothing: done, {known}"
+        return would if self.cost is None else f"{would}, {self.cost}"
 
 
 def _look(work: Run | Script) -> Sight:
     """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
-
-    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for.
-    """
+    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for."""
     claim, found, run = claim_at(work), list[Finding](), work if isinstance(work, Run) else None
     if run is not None and run.dataset.unknown:
         said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
@@ -303,28 +290,20 @@ def _look(work: Run | Script) -> Sight:
     return Sight(work=work, claim=claim, attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
 
 
-def _known(work: Run | Script) -> Sight:
-    """What is about to start, of which all has to be known."""
-    claim = claim_at(work)
-    dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
-    return Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset)
-
-
 # --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
-def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Finding]]:
-    """All that blocks each of these runs; what several have in common is looked at once.
-
-    Args:
-        trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
-    """
+def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
+    """All that blocks each of these; what several have in common is looked at once."""
     places, workers, corpora = (dict[str, list[Finding]]() for _ in range(3))
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
-        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
         job = sight.claim.make_job(sight.attempt)
+        if isinstance(sight.work, Script):
+            blocked.append(list(preflight.check_script(sight.work, sight.claim.platform, job)))
+            continue
+        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
         if (place := key_of(config.root, config.platform, config.image)) not in places:
             places[place] = preflight.check_place(config, sight.claim.platform, job)
         if planned.key not in corpora:  # the start of its texts is read
@@ -333,83 +312,59 @@ def _blocked(sights: Sequence[Sight], *, trusted: bool = False) -> list[list[Fin
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *corpora[planned.key]]
         found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
-        found += preflight.check_rehearsal(sight.run, dataset or rehearsals[planned.key])
+        rehearsed = dataset or rehearsals[planned.key]
+        if isinstance(rehearsed, Finding):
+            found.append(rehearsed)
+        elif rehearsed is not None:
+            try:
+                training_spec(sight.run, rehearsed)
+            except TrainLitgptError as error:
+                found.append(finding_of(error, "data.too-small"))
         if dataset is None:
             if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network
-                workers[who] = preflight.check_workers(config.workers, trusted=trusted)
+                workers[who] = preflight.check_workers(config.workers)
             found += workers[who]
         blocked.append(found)
     return blocked
 
 
-def _blocking(sight: Sight, *, trusted: bool = False) -> list[Finding]:
-    if isinstance(sight.work, Script):
-        job = sight.claim.make_job(sight.attempt)
-        return list(preflight.check_script(sight.work, sight.claim.platform, job))
-    return _blocked([sight], trusted=trusted)[0]
-
-
-def findings_of(config: AnyConfig) -> list[Finding]:
-    """Return what blocks this config."""
-    if isinstance(config, SweepConfig):
-        every = trials(config)
-        return findings_of_trials(config, every, runs_of(every, plan_dataset))
-    if isinstance(config, RunConfig):
-        return findings_at(plan_run(config))
-    return [finding for script in _scripts(config) for finding in findings_at(plan_script(script))]
-
-
-def findings_of_trials(
-    config: SweepConfig, every: Sequence[Trial], runs: Sequence[Run], *, trusted: bool = False
-) -> list[Finding]:
-    """Return what blocks a sweep whose trials' runs are planned already."""
-    sights = [_known(run) for run in runs]
-    return [*_told(every, _blocked(sights, trusted=trusted)), *_about_parallel(config, sights)]
-
-
-def findings_at(work: Run | Script, *, trusted: bool = False) -> list[Finding]:
-    """Return what blocks what is planned already: planning reads every file of the corpus, and all code."""
-    return _blocking(_known(work), trusted=trusted)
-
-
-def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
-    """Ask the platform what a run's credentials step will ask, unless the platform is known to be out of reach."""
-    platform = config.platform.open()
-    if any(finding.severity in {"error", "unknown"} and finding.code.startswith(platform.name) for finding in found):
-        return []
-    try:
-        platform.check_access()
-    except LauncherError as error:
-        return [finding_of(error, f"{platform.name}.access")]
-    return []
-
-
-def _restarts(config: RunConfig | ScriptConfig) -> Finding:
-    section = "train." if isinstance(config, RunConfig) else ""
-    settings = config.train if isinstance(config, RunConfig) else config
-    budget = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
-    return Finding("info", "restarts", str(budget), f"{section}max_restarts and {section}restarts change that")
+def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = None) -> list[Finding]:
+    """Return what blocks this config. `works` is what it starts, by name, where that is planned already: planning reads
+    every file of the corpus, and all code."""
+    works = _works(config) if works is None else works
+    sights = []
+    for work in works.values():  # of what is about to start all has to be known
+        claim = claim_at(work)
+        dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
+        sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
+    return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-def _sum_row(config: SweepConfig, sights: Sequence[Sight]) -> dict[str, str]:
-    """Return the row that adds the trials up: what is left to train, and the memory of those that run together."""
-    left = [None if sight.steps is None else max(0, sight.steps - sight.begun) for sight in sights]
-    known = [count for count in left if count is not None]
-    would = f"{sum(known):,} steps left" if len(known) == len(left) else "as many passes over the data"
-    costs = [cost for sight, count in zip(sights, left, strict=True) if (cost := sight.cost(count)) is not None]
-    cost = arithmetic.together(costs, parallel=config.sweep.max_parallel)
-    flops = sum(sight.flops(sight.steps) for sight in sights if sight.steps is not None)
-    memory = _largest(config, sights)
-    return {
-        "trial": f"all {len(sights)}, {len(memory)} at a time" if memory else f"all {len(sights)}",
-        "would": would if cost is None else f"{would}, {cost}",
-        "FLOPs": f"{flops:.3g}" if flops else "",
-        "memory per process": bytes_text(sum(needed.likely for needed in memory)) if memory else "",
-        "run": "",
-    }
+def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:
+    """Return a row of each trial, and one that adds them up: what is left to train, and the memory of those that run
+    together."""
+
+    def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
+        figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
+        return {"trial": title, "would": would, **figures, "run": run}
+
+    rows = []
+    for title, sight in sights.items():
+        memory = 0 if sight.needs is None else sight.needs.likely
+        title = title or "as it is written"
+        rows.append(row(title, sight.training(), sight.flops(sight.steps), memory, sight.run.name))
+    left = [sight.left for sight in sights.values() if sight.left is not None]
+    would = f"{sum(left):,} steps left" if len(left) == len(sights) else "as many passes over the data"
+    costs = [cost for sight in sights.values() if (cost := sight.cost) is not None]
+    if (cost := arithmetic.together(costs, parallel=config.sweep.max_parallel)) is not None:
+        would = f"{would}, {cost}"
+    largest = _largest(config, list(sights.values()))
+    title = f"all {len(sights)}" + (f", {len(largest)} at a time" if largest else "")
+    flops = sum(sight.flops(sight.steps) for sight in sights.values())
+    return [*rows, row(title, would, flops, sum(needed.likely for needed in largest))]
 
 
 def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
@@ -418,22 +373,22 @@ def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Ne
     return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
 
 
-def _about_parallel(config: SweepConfig, sights: Sequence[Sight]) -> list[Finding]:
-    if not config.platform.on_this_machine or config.sweep.max_parallel == 1:
+def _about_parallel(config: AnyConfig, sights: Sequence[Sight]) -> list[Finding]:
+    if not isinstance(config, SweepConfig) or not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
     return list(arithmetic.check_together(_largest(config, sights)))
 
 
-def _told(every: Sequence[Trial], found: Sequence[list[Finding]]) -> list[Finding]:
-    """Return each finding once, behind the trials that it is about unless it is about all of them."""
+def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding]:
+    """Return each finding once, behind the trials or jobs that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
-    for trial, findings in zip(every, found, strict=True):
+    for title, findings in zip(titles, found, strict=True):
         for finding in dict.fromkeys(findings):
-            about.setdefault(finding, []).append(str(trial))
+            about.setdefault(finding, []).append(title)
     told = []
     for finding, (first, *others) in about.items():
-        whose = f"trial {first}" + (f" and {len(others)} more" if others else "")
-        shared = 1 + len(others) == len(found)
+        whose = f"{first} and {len(others)} more" if others else first
+        shared = 1 + len(others) == len(found) or not whose
         told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
     return told
 
@@ -453,9 +408,7 @@ def lost_steps(storage: Storage) -> str:
 
 def progress_of(storage: Storage, *, live: bool) -> str:
     """Return how far the training in a run's folder is, in a line; empty where it has not begun.
-
-    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace.
-    """
+    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace."""
     rows = read_metrics(storage, bad := damaged_lines())
     seen = summary(rows)
     facts = seen.facts if live else seen.outcome

@@ -2,20 +2,20 @@
 
 The dataset's preparation is rehearsed before anything is rented: what it would be refused for at the end is known now.
 A small corpus is prepared in full, in a scratch folder, so that its refusals are those of the preparation itself. Of a
-larger one on this machine the start is read; what that says of the whole is a guess, and only warns.
+larger one on this machine the start is read.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import posixpath
 import shutil
 import socket
 import tempfile
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -26,16 +26,15 @@ from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.checks.fitness import check_fitness
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.errors import LoginProblem, finding_of
-from launcher.formatting import bytes_text, count_text
+from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
-from launcher.platforms.base import Capability, Platform
-from launcher.runs.run import Run, Script, training_spec
+from launcher.platforms.base import Platform
+from launcher.runs.run import Script
 from litgpt_demo import catalogue
-from litgpt_demo.config import OpenWebTextCorpus, TrainedTokenizer
+from litgpt_demo.config import OpenWebTextCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
-from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 
 PROBE = ".access-check"
@@ -44,8 +43,6 @@ WHOLE = 4_000_000
 """Bytes of a corpus that is prepared in full, which takes two seconds; of a larger one so much is read."""
 _OPENED = 64_000_000
 """Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
-_BYTES_PER_TOKEN = 4
-"""About what GPT-2's tokenizer makes of English."""
 _PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.workers)
 
 
@@ -69,16 +66,9 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
     return f"{storage.address()} can be written, {config.platform.open().check_access()}"
 
 
-def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
-    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
-    tokenizer = config.data.tokenizer
-    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
-
-
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield what is wrong with data, model and training, whatever the place."""
     train, model = config.train, config.model
-    vocab_size = vocabulary_of(config, vocab_size)
     if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
         yield Finding("error", "model.vocabulary", *problem)
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
@@ -87,16 +77,15 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         what = f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that train.max_tokens="
         fix = "lower it; a tenth of the steps is a usual warm-up"
         yield Finding("error", "train.warmup_steps", f"{what}{train.max_tokens:,} makes", fix)
-    precision = f"train.precision={train.precision}"
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
             needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"
             yield Finding("error", "train.float8", f"train.float8=true {needs}", "leave it off")
         if train.precision.startswith("16"):
-            what = f"{precision} needs a GPU, and this machine has none"
+            what = f"train.precision={train.precision} needs a GPU, and this machine has none"
             yield Finding("error", "train.precision", what, "use 32-true or bf16-mixed")
         elif train.precision.startswith("bf16"):
-            what = f"{precision} is emulated on most CPUs and slow"
+            what = f"train.precision={train.precision} is emulated on most CPUs and slow"
             yield Finding("warning", "train.precision", what, "use 32-true here")
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
@@ -108,7 +97,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
     found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
-    images = Capability.IMAGES in platform.capabilities
+    images = not config.platform.on_this_machine
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
@@ -127,9 +116,6 @@ def check_root(root: str) -> Iterator[Finding]:
     """Check that the root is a place that can be written, with room left."""
     if bucket_path(root) is not None:
         return  # asked by the credentials step, with a real write
-    if is_remote(root):
-        yield Finding("error", "root.scheme", f"root={root} is no place we know", "a folder, or gs://bucket/prefix")
-        return
     path = Path(root).expanduser().resolve()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
@@ -148,13 +134,9 @@ def check_root(root: str) -> Iterator[Finding]:
         yield Finding("warning", "root.disk-space", what, "free some, or choose another root")
 
 
-def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
-    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most.
-
-    Args:
-        trusted: whether the scheduler may be talked to, as in a run: Dask executes what it answers. A plan of a config
-            that may be somebody else's only knocks.
-    """
+def check_workers(workers: Workers) -> list[Finding]:
+    """Check that the Dask cluster is there. It is knocked at, for 5 seconds, and not asked: Dask executes what a
+    scheduler answers, and the config may be somebody else's."""
     if not isinstance(workers, DaskWorkers):
         return []
     if importlib.util.find_spec("distributed") is None:
@@ -162,19 +144,12 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
         fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
         return [Finding("error", "workers.dask-missing", what, fix)]
     try:
-        if not trusted:
-            address = urlsplit(workers.scheduler)
-            socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
-            return []
-        from distributed import Client
-
-        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
-            there: Collection[str] = client.scheduler_info(n_workers=-1)["workers"]
+        address = urlsplit(workers.scheduler)
+        socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
     except (OSError, ValueError) as error:
         what = f"workers.scheduler={workers.scheduler} does not answer ({error})"
         return [Finding("error", "workers.scheduler", what, "start it with `dask scheduler`, or fix the address")]
-    what = f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has"
-    return [] if there else [Finding("warning", "workers.none", what, f"start some: dask worker {workers.scheduler}")]
+    return []
 
 
 def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Finding]:
@@ -200,28 +175,19 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
     elif here and not Path(program).is_file():
         fix = "paths are relative to the folder you start from"
         yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
-    own = config.restarts.preempted.attempts
-    if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
-        first = "the first preemption that the platform does not make good by platform.restarts ends the script"
-        fix = "raise max_restarts if the script goes on where it was"
-        yield Finding("info", "script.preemptions", f"platform.spot=true and max_restarts=0: {first}", fix)
     yield from check_place(config, platform, job)
 
 
 # --- the dataset ------------------------------------------------------------------------------------------------------
 
 
-Rehearsal: TypeAlias = DatasetManifest | tuple[int, float] | Finding | None
-"""The manifest of a dataset that was prepared in full, or why it would be refused.
-
-Of a larger corpus about how many documents it has, by its start, and their mean bytes."""
+Rehearsal: TypeAlias = DatasetManifest | Finding | None
+"""The manifest of a dataset that was prepared in full, or why it would be refused."""
 
 
 def rehearse(planned: PlannedDataset) -> Rehearsal:
-    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept.
-
-    None where that would take long, or the corpus cannot be looked at.
-    """
+    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept. None where the start is well,
+    or reading it would take long, or the corpus cannot be looked at."""
     from litgpt_demo.data.preparation import prepare
     from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
@@ -229,7 +195,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     if planned.unknown:
         return None
     corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
-    if not isinstance(corpus, OpenWebTextCorpus) and corpus.max_bytes is not None:
+    if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
     try:
         with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
@@ -237,15 +203,12 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if isinstance(corpus, OpenWebTextCorpus) or first.file is None or first.size > _OPENED:
-                return None
-            begun, skip_bad = corpus.model_copy(update={"max_bytes": WHOLE}), planned.data.on_bad_document == "skip"
-            texts = documents(begun, planned.sources, scratch=Path(folder), skip_bad=skip_bad)
-            sizes = [len(text.encode()) for text in texts]
+            if not isinstance(corpus, OpenWebTextCorpus) and first.file is not None and first.size <= _OPENED:
+                begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
+                deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
+            return None
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
-    mean = sum(sizes) / len(sizes) if sizes else 0.0
-    return (round(size / mean), mean) if mean else None
 
 
 def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
@@ -263,8 +226,8 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
     sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
-    if work.max_bytes is not None:
-        sizes = sizes[: bisect_left(list(accumulate(sizes)), work.max_bytes) + 1]
+    if (limit := planned.data.corpus.max_bytes) is not None:
+        sizes = sizes[: bisect_left(list(accumulate(sizes)), limit) + 1]
     sizes.sort(reverse=True)
     at_work, whose = 1, "for each worker "
     if not isinstance(workers, DaskWorkers):
@@ -273,32 +236,3 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     least, most = sum(sizes[:at_work]) + pieces, sum(sizes) + pieces
     kept = f", and {bytes_text(most)} while half of that disk is free" if most > least else ""
     return f"{whose}about {bytes_text(least)} of scratch in {work.scratch}{kept}"
-
-
-def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal found."""
-    if isinstance(rehearsal, Finding):
-        yield rehearsal
-    elif isinstance(rehearsal, DatasetManifest):
-        try:
-            training_spec(run, rehearsal)
-        except TrainLitgptError as error:
-            yield finding_of(error, "data.too-small")
-    elif rehearsal is not None:  # what may turn out too small once it is counted
-        (documents, each), train, length = rehearsal, run.config.train, run.config.model.sequence_length
-        tokens = math.ceil(run.config.data.validation_fraction * documents) * each / _BYTES_PER_TOKEN
-        if tokens <= length:
-            what = (
-                f"the validation split will have about {count_text(round(tokens))} tokens, by the start of the corpus, "
-                f"and one sample of model.sequence_length={length} needs {length + 1:,}"
-            )
-            fix = "raise data.validation_fraction, or take shorter sequences"
-            yield Finding("warning", "data.validation", what, fix)
-        size = documents * each
-        steps = train.steps(tokens=round(size / _BYTES_PER_TOKEN), sequence_length=length)
-        if train.warmup_steps >= steps:
-            what = (
-                f"train.warmup_steps={train.warmup_steps} may leave nothing of the run: by its start the corpus of "
-                f"{bytes_text(round(size))} makes about {steps:,} steps"
-            )
-            yield Finding("warning", "train.warmup_steps", what, "lower it, or set train.max_steps")

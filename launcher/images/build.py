@@ -21,7 +21,7 @@ from launcher.images.cloudbuild import CloudBuild
 from launcher.images.context import Build, Context, Log, Pause
 from launcher.images.docker import build_here
 from launcher.images.identity import SoftwareIdentity, software_identity
-from launcher.images.oci import ImageReference, find_digest, pin, resolve
+from launcher.images.oci import ImageReference, find_digest, resolve
 from launcher.images.settings import BuiltImage, CloudBuildImage, DockerImage, Image, NoImage, PrebuiltImage
 from launcher.images.stacks import LABELS
 
@@ -31,10 +31,8 @@ STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
     """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
-
     The root of the run, if it is in a bucket, holds contexts for builders elsewhere. An ImageProblem has the last lines
-    of the builder's output and what to do; after an ImageUnreachable, trying again is safe.
-    """
+    of the builder's output and what to do; after an ImageUnreachable, trying again is safe."""
     match image:
         case NoImage():
             return software_identity()
@@ -45,24 +43,19 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
         case CloudBuildImage():
             make = partial(CloudBuild(image, root, pause).build, log=log)
 
-    def known(build: Build) -> str:
-        found = find_digest(ImageReference.parse(build.tag))
-        if found is None:
-            return ""
-        log(f"{build.tag} was built before; nothing has changed since")
-        return f"{image.repository}@{found}"
+    def pinned(*builds: Build) -> str:
+        *below, build = builds
+        if (found := find_digest(ImageReference.parse(build.tag))) is not None:
+            log(f"{build.tag} was built before; nothing has changed since")
+            return f"{image.repository}@{found}"
+        if below:
+            build = replace(build, args={**build.args, "BASE": pinned(*below)})
+        base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
+        log(f"building {build.tag} from {build.context.dockerfile}{base}")
+        # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
+        return resolve(f"{image.repository}@{make(build)}")
 
-    builds = builds_of(image)
-    pinned = known(builds[-1])
-    for build in () if pinned else builds:
-        below, pinned = pinned, "" if build is builds[-1] else known(build)
-        if not pinned:
-            build = replace(build, args={**build.args, **({"BASE": below} if below else {})})
-            base = f" upon {build.args['BASE']}" if "BASE" in build.args else ""
-            log(f"building {build.tag} from {build.context.dockerfile}{base}")
-            # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
-            pinned = resolve(f"{image.repository}@{make(build)}")
-    return software_identity(pinned, checkout=Path(image.context))
+    return software_identity(pinned(*builds_of(image)), checkout=Path(image.context))
 
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
@@ -80,7 +73,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
             reference = ImageReference.parse(base)
         except ValueError as error:
             raise ImageProblem(f"image.base: {error}") from error
-        args["BASE"] = base if reference.digest else pin(reference)
+        args["BASE"] = base if reference.digest else resolve(reference)
 
     def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
         """`keyed` is what counts besides; what a user names as a base is in `args`."""
@@ -94,18 +87,15 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         # No labels: nobody has compared them with what a Dockerfile of the user's installs.
         return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
     if not (folder / stack.lock).is_file():
-        raise ImageProblem(
-            f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
-            "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
-        )
+        what = f"image.context={image.context!r} is no checkout of train-litgpt, which its own Dockerfile copies from"
+        raise ImageProblem(f"{what}; set image.context to one, or image.dockerfile to a Dockerfile of yours")
     # What installed.py compares with what it finds: an image on another base has a C library of its own.
     least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
     said = {name.removeprefix(LABELS): value for name, value in contents.labels.items()}
     args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**said, **least}.items())
     # Another stack's packages are none of this image's: a change of them must not change its key.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
-    pip_config = None if image.pip_config is None else Path(image.pip_config)
-    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=pip_config)
+    context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=image.pip_config)
     packages = build(context, args, contents.labels, contents.labels, name=f"{stack.name}-")
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}

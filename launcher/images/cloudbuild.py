@@ -3,9 +3,7 @@
 One build per image: a build carries its key as a tag, and one that is on its way already, of this launcher before it
 was killed or of a colleague's, is followed instead of doubled: the API takes no request id.
 
-Sources: https://cloud.google.com/build/docs/api/reference/rest/v1/projects.locations.builds (fields, filters), and
-https://cloud.google.com/build/docs/securing-builds/configure-user-specified-service-accounts: a build with a service
-account of the user's needs a place for its log that the user names.
+Fields and filters: https://cloud.google.com/build/docs/api/reference/rest/v1/projects.locations.builds
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from launcher.errors import ImageProblem, ImageUnreachable, JobCancelled
 from launcher.google import Service, google_errors
 from launcher.images.context import TIME, Build, Log, Pause
 from launcher.images.docker import TAIL, build_command
-from launcher.images.oci import ImageReference, find_digest, resolve
+from launcher.images.oci import resolve
 from launcher.images.settings import CloudBuildImage
 from launcher.platforms.log_files import terminal_text
 from litgpt_demo.errors import TrainLitgptError, give_up, words_of
@@ -35,7 +33,6 @@ CLOUD_BUILD = Service(
     # https://cloud.google.com/build/docs/iam-roles-permissions
     roles="enable the Cloud Build API in the project and give yourself roles/cloudbuild.builds.editor, and "
     "roles/iam.serviceAccountUser on image.service_account",
-    settings="image's",
     refused=ImageProblem,
     away=ImageUnreachable,
     emulator="CLOUDBUILD_EMULATOR_HOST",
@@ -61,7 +58,7 @@ _FIXES = {
 
 
 class CloudBuild:
-    """Cloud Build in the image's project. `root` has to be in a bucket."""
+    """Cloud Build in the image's project."""
 
     def __init__(self, image: CloudBuildImage, root: str, pause: Pause) -> None:
         self._image, self._root, self._pause = image, root, pause
@@ -69,32 +66,23 @@ class CloudBuild:
 
     @cached_property
     def _client(self) -> CloudBuildClient:
-        with google_errors(CLOUD_BUILD, "signing in"):
-            from google.cloud.devtools.cloudbuild_v1 import CloudBuildClient
-
-            return CloudBuildClient(transport=CLOUD_BUILD.transport(CloudBuildClient))
+        client: CloudBuildClient = CLOUD_BUILD.client("google.cloud.devtools.cloudbuild_v1:CloudBuildClient")
+        return client
 
     def build(self, build: Build, *, log: Log) -> str:
         """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
         stopped. Returns the digest that the registry is said to have now."""
         if bucket_path(self._root) is None:
-            raise ImageProblem(
-                f"image.kind=cloudbuild sends the build's files through a bucket, and root={self._root!r} is none; set "
-                "root to gs://bucket/prefix, or image.kind to docker"
-            )
+            fix = "set root to gs://bucket/prefix, or image.kind to docker"
+            raise ImageProblem(f"image.kind=cloudbuild needs a root in a bucket, not root={self._root!r}; {fix}")
         if (found := self._live(build.tag)) is not None:
-            log(f"{build.tag} is being built already: {found.log_url or found.id}")
             return self._follow(found, build.tag, log)
-        if (pushed := find_digest(ImageReference.parse(build.tag))) is not None:
-            return pushed  # by a build that has ended since the registry was asked
         request = self._request(build)
         self._pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
         created = first = self._create(request, build.tag)
         try:
-            log(f"build {created.id} in {self._parent}: {created.log_url}")
             first = self._live(build.tag) or created
             if first.id != created.id:
-                log(f"{build.tag} is being built already: {first.log_url or first.id}")
                 self._cancel(created, log)
             return self._follow(first, build.tag, log)
         except BaseException as stopped:
@@ -125,6 +113,8 @@ class CloudBuild:
             "images": [build.tag],
             "tags": ["train-litgpt", _mark(build.tag)],
             "timeout": {"seconds": image.timeout},
+            # A build with a service account of the user's needs a place that the user names:
+            # https://cloud.google.com/build/docs/securing-builds/configure-user-specified-service-accounts
             "logs_bucket": f"{root.rstrip('/')}/{LOGS}",
             "options": {"logging": "GCS_ONLY", "machine_type": image.machine, "disk_size_gb": image.disk},
             **({"service_account": f"projects/{image.billed}/serviceAccounts/{account}"} if account else {}),
@@ -162,43 +152,37 @@ class CloudBuild:
             return min(live, key=lambda one: (one.create_time, one.id), default=None)
 
     def _follow(self, build: Any, tag: str, log: Log) -> str:
+        log(f"{tag} is built by {build.id} in {self._parent}: {build.log_url}")
         silent, storage, path, position = 0.0, open_storage(self._root), f"{LOGS}/log-{build.id}.txt", Position()
-        tail, live = deque[str](maxlen=TAIL), build.status.name in _LIVE
-        while True:
-            if live:
-                self._pause(_POLL)
-                asked = {"name": build.name, "id": build.id, "project_id": self._image.billed}
-                try:
-                    with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
-                        build, silent = self._client.get_build(**asked, timeout=_LIMIT), 0.0
-                except ImageUnreachable as error:
-                    silent += _POLL
-                    if silent > _SILENCE:
-                        give_up(error)
-                        raise
+        tail, live = deque[str](maxlen=TAIL), True
+        while live:
+            self._pause(_POLL)
+            asked = {"name": build.name, "id": build.id, "project_id": self._image.billed}
+            try:
+                with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
+                    build, silent = self._client.get_build(**asked, timeout=_LIMIT), 0.0
+            except ImageUnreachable as error:
+                silent += _POLL
+                if silent > _SILENCE:
+                    give_up(error)
+                    raise
+            live = build.status.name in _LIVE
             # Pass on the whole lines that are new; at the end the last need not be whole. A log that cannot be read can
             # wait until then.
-            lines: list[str] = []
             try:
                 begin, fresh = storage.read_on(path, position)
                 fresh = fresh[: fresh.rfind(b"\n") + 1] if live else fresh
                 position, lines = begin.after(fresh), fresh.decode(errors="replace").splitlines()
-            except FileNotFoundError:
-                pass
-            except TrainLitgptError as error:
+            except (FileNotFoundError, TrainLitgptError) as error:
                 lines = [] if live else [f"the build's log cannot be read: {words_of(error)}"]
             for line in lines:
                 tail.append(terminal_text(redacted(line)))
                 log(tail[-1])
-            if not live:
-                break
-            live = build.status.name in _LIVE
-        if build.status.name == "SUCCESS":
+        status, failure = build.status.name, build.failure_info
+        if status == "SUCCESS":
             digests = {one.name: one.digest for one in build.results.images}
             return str(digests.get(tag) or resolve(tag).partition("@")[2])
-        status, failure = build.status.name, build.failure_info
-        detail = failure.detail or build.status_detail
-        said = "\n".join([*tail, *([words_of(detail)] if detail else [])])
+        said = "\n".join(filter(None, [*tail, words_of(failure.detail or build.status_detail)]))
         told = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{said}\n-> "
         if status == "CANCELLED":
             raise JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")

@@ -45,7 +45,7 @@ class Context:
     """
 
     def __init__(
-        self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: Path | None = None
+        self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: str | None = None
     ) -> None:
         self.folder, self.dockerfile, self.ignored, self.pip_config = folder, dockerfile, ignored, pip_config
         self.digest = self._write(None)
@@ -55,40 +55,29 @@ class Context:
         try:
             paths = sorted(walk(self.folder, read_ignore_file(self.folder, after=self.ignored)))
             dockerfile = {DOCKERFILE: self.dockerfile.read_text("utf-8").encode()}
-            return write_files(self.folder, paths, to=to, links=True, more=dockerfile)
+            digest = write_files(self.folder, paths, to=to, links=True, more=dockerfile)
+            if to is not None and self.pip_config is not None:
+                content = Path(self.pip_config).read_bytes()
+                to.seek(0)
+                with tarfile.open(fileobj=to, mode="a", format=tarfile.PAX_FORMAT) as opened:
+                    opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
+            return digest
         except (OSError, ValueError) as error:
-            raise ImageProblem(
-                f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
-                f"or name the file in {self.folder / '.dockerignore'}"
-            ) from error
+            fix = f"fix the path, permission or pattern, or name the file in {self.folder / '.dockerignore'}"
+            raise ImageProblem(f"the build context cannot be read: {error}; {fix}") from error
 
     @contextmanager
     def tar(self) -> Iterator[IO[bytes]]:
         """Yield the tar as a file; an ImageProblem if the files are others by now."""
         with tempfile.TemporaryFile() as tar:
             if self._write(tar) != self.digest:
-                raise ImageProblem(
-                    f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
-                )
-            if self.pip_config is not None:
-                try:
-                    content = self.pip_config.read_bytes()
-                except OSError as error:
-                    why = f"image.pip_config={str(self.pip_config)!r} cannot be read: {error.strerror}; fix the path"
-                    raise ImageProblem(why) from error
-                tar.seek(0)
-                with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
-                    opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
+                what = f"files in {str(self.folder)!r} change while an image is built from them"
+                raise ImageProblem(f"{what}; wait, then build again")
             tar.seek(0)
             yield tar
 
     def store(self, root: str) -> str:
         """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address."""
-        if self.pip_config is not None:
-            raise ImageProblem(
-                f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
-                "builder; build with image.kind=docker, or leave it out"
-            )
         storage, path = open_storage(root), f"images/contexts/{self.digest}.tar.gz"
         if not storage.exists(path):
             with self.tar() as tar, tempfile.NamedTemporaryFile() as file:
@@ -129,10 +118,7 @@ def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatc
 
 
 def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str]:
-    """Yield the files and links below `folder` that the rules leave, in no order.
-
-    Folders are made by what is in them, as in git.
-    """
+    """Yield the files and links below `folder` that the rules leave, in no order; no folders, as in git."""
     with os.scandir(context / folder) as entries:
         for entry in entries:
             path = posixpath.join(folder, entry.name)
@@ -152,10 +138,8 @@ def write_files(
     links: bool = False,
     more: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex.
-
-    With `links` a link is written as one, and not what it leads to in its place. `more` are files that follow.
-    """
+    """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex. With `links` a link is
+    written as one, and not what it leads to in its place. `more` are files that follow."""
     digest = sha256()
 
     class Hashing(io.RawIOBase):

@@ -75,11 +75,9 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
     wanted = ("docker", "podman") if asked == "auto" else (asked,)
     engine = next((engine for engine in wanted if shutil.which(engine)), None)
     if engine is None:
-        install = "podman" if asked == "podman" else "docker.io"
         raise ImageProblem(
-            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman "
-            f"(on Debian: apt install {install}), set image.kind to cloudbuild, or build the image elsewhere and "
-            "set image to {kind: prebuilt, reference: …}"
+            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman, set "
+            "image.kind to cloudbuild, or build the image elsewhere and set image to {kind: prebuilt, reference: …}"
         )
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
@@ -124,11 +122,7 @@ def build_command(engine: str, build: Build) -> list[str]:
 
 def _plain_http(reference: str) -> list[str]:
     """Return the option that Podman needs for a registry on this machine; Docker needs none."""
-    try:
-        host = ImageReference.parse(reference).host
-    except ValueError:
-        return []
-    return ["--tls-verify=false"] if is_local(host) else []
+    return ["--tls-verify=false"] if is_local(reference.partition("/")[0]) else []
 
 
 def run_engine(
@@ -162,21 +156,6 @@ def run_engine(
         errors="replace",
         env=environment,
     )
-    tail = _follow(process, log, pause)
-    if not process.returncode:
-        return tail
-    said = "\n".join(tail)
-    told, lowered = f"{subject}: {engine} {arguments[0]} failed:\n{said}\n-> ", said.lower()
-    for phrases, fix in _FIXES:
-        if any(phrase in lowered for phrase in phrases):
-            login = login_command(ImageReference.parse(subject).host, engine)
-            raise ImageProblem(told + fix.format(engine=engine, login=login))
-    if any(phrase in lowered for phrase in _SILENCE):
-        raise ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
-    raise ImageProblem(f"{told}see the lines above")
-
-
-def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:
     lines, tail = SimpleQueue[str | None](), deque[str](maxlen=TAIL)
 
     def read() -> None:
@@ -195,10 +174,10 @@ def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]
                 pause(0)  # pip says nothing for minutes, and so does a push
                 continue
             if line is None:
-                process.wait()
-                return list(tail)
+                break
             tail.append(redacted(line.rstrip()))
             log(tail[-1])
+        process.wait()
     except BaseException:
         # A caller that is interrupted here must not wait for the rest of the build. The program may remove its working
         # container first: Podman leaves it behind if killed.
@@ -209,3 +188,14 @@ def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]
             process.kill()
             process.wait()
         raise
+    if not process.returncode:
+        return list(tail)
+    said = "\n".join(tail)
+    told, lowered = f"{subject}: {engine} {arguments[0]} failed:\n{said}\n-> ", said.lower()
+    for phrases, fix in _FIXES:
+        if any(phrase in lowered for phrase in phrases):
+            login = login_command(ImageReference.parse(subject).host, engine)
+            raise ImageProblem(told + fix.format(engine=engine, login=login))
+    if any(phrase in lowered for phrase in _SILENCE):
+        raise ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
+    raise ImageProblem(f"{told}see the lines above")

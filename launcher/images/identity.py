@@ -132,8 +132,6 @@ def _locked(lock: str, stack: Stack, contents: Contents) -> dict[str, str]:
     image = {
         "python_version": ".".join(version.split(".")[:2]),
         "python_full_version": version,
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
         "sys_platform": "linux",
         "platform_system": "Linux",
         # The processor by Python's name, where contents have Docker's.

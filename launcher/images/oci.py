@@ -7,18 +7,16 @@ which grew from Docker's "registry HTTP API v2": one HEAD request tells the dige
 from __future__ import annotations
 
 import base64
-import json
 import math
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
@@ -46,10 +44,7 @@ _REST = re.compile(
     re.ASCII,
 )
 
-# Docker Hub has three names: in references, for its API, and in ~/.docker/config.json.
 _HUB = "docker.io"
-_HUB_API = "registry-1.docker.io"
-_HUB_LOGIN = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +67,10 @@ class ImageReference:
         host = head if slash and (head == "localhost" or any(mark in head for mark in ".:[")) else ""
         match = _REST.fullmatch(rest if host else text)
         if match is None or (host and not _HOST.fullmatch(host)):
-            raise ValueError(
-                f"{text!r} is not the name of an image; write registry/repository:tag or "
-                "registry/repository@sha256:<64 hex digits>, the repository in lower case"
-            )
+            fix = "write registry/repository:tag or registry/repository@sha256:<64 hex digits>, in lower case"
+            raise ValueError(f"{text!r} is not the name of an image; {fix}")
         path, tag, digest = match.group("path", "tag", "digest")
         return cls(host=host or _HUB, path=path, repository=f"{host}/{path}" if host else path, tag=tag, digest=digest)
-
-    @classmethod
-    def parse_fixed(cls, text: str) -> Self:
-        """`parse`, and refuse what means another image tomorrow: no tag and no digest, or the tag `latest`."""
-        reference = cls.parse(text)
-        if reference.digest is None and reference.tag in {None, "latest"}:
-            given = "has neither a tag nor a digest" if reference.tag is None else "has the tag latest"
-            raise ValueError(
-                f"{text!r} {given}: it would be another image tomorrow; "
-                f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
-            )
-        return reference
 
     def __str__(self) -> str:
         tag = f":{self.tag}" if self.tag else ""
@@ -113,74 +94,57 @@ MOST_BYTES = 8 << 20
 
 
 # All that follow raise ImageProblem where the registry has no such image, refuses or answers nonsense, and
-# ImageUnreachable where it does not answer. `timeout` is in seconds for each answer; a registry that is away or busy is
-# asked again for `patience` seconds, PATIENCE where nothing is given.
+# ImageUnreachable where it does not answer. A registry that is away or busy is asked again for `patience` seconds,
+# PATIENCE where nothing is given; each answer may take 5 seconds longer.
 
 
-def resolve(reference: str) -> str:
-    """`reference` as repository@sha256:…, by what its registry says now; an ImageProblem if it is no fixed one."""
-    return pin(_fixed(reference))
-
-
-def _fixed(reference: str) -> ImageReference:
-    try:
-        return ImageReference.parse_fixed(reference)
-    except ValueError as error:
-        raise ImageProblem(str(error)) from error
-
-
-def pin(wanted: ImageReference) -> str:
-    """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
+def resolve(image: str | ImageReference) -> str:
+    """`image` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
+    wanted = ImageReference.parse(image) if isinstance(image, str) else image
     digest = find_digest(wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest"))
     if digest is None:
-        which = "digest" if wanted.digest else "tag"
-        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check repository and {which}")
+        raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check its name")
     return f"{wanted.repository}@{digest}"
 
 
-def find_digest(reference: ImageReference, *, timeout: float = 20.0, patience: float | None = None) -> str | None:
+def find_digest(reference: ImageReference, *, patience: float | None = None) -> str | None:
     """The digest of `reference` in its registry, None where the registry has no such image."""
-    return _patiently(reference, _Registry.digest, timeout, patience)
+    return _patiently(reference, _Registry.digest, patience)
 
 
-def read_config(
-    reference: str, *, architecture: str = "amd64", timeout: float = 20.0, patience: float | None = None
-) -> ImageConfig:
+def read_config(reference: str, *, architecture: str = "amd64", patience: float | None = None) -> ImageConfig:
     """The config of an image in its registry; of one for several platforms, that for Linux on `architecture`."""
     try:
-        return _patiently(_fixed(reference), lambda registry: registry.config(architecture), timeout, patience)
+        return _patiently(ImageReference.parse(reference), lambda registry: registry.config(architecture), patience)
     except DataError as error:
         raise ImageProblem(str(error)) from error
 
 
 class _Away(Exception):
-    """The registry, or its token service, cannot answer now: what it does, and its answer."""
+    """The registry, or its token service, cannot answer now; the message says what it does."""
 
 
 T = TypeVar("T")
 
 
-def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], timeout: float, patience: float | None) -> T:
+def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patience: float | None) -> T:
     import httpx
 
-    ends, pauses = time.monotonic() + (PATIENCE if patience is None else patience), iter(_PAUSES)
+    patience = PATIENCE if patience is None else patience
+    ends, pauses = time.monotonic() + patience, iter(_PAUSES)
     while True:
         # Nothing is chained: a traceback may show the headers that were sent.
         try:
-            with protected_client(timeout=timeout) as client:
+            with protected_client(timeout=patience + 5.0) as client:
                 return ask(_Registry(reference, client))
         except _Away as away:
-            words, answer = away.args
-            # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
-            told, final = answer.headers.get("retry-after", ""), False
-            least = float(told) if told.isdecimal() else 0.0
-            del answer
+            words, final = str(away), False
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            least, words = 0.0, f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
+            words = f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
             at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
             final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
             final = final or any(number in str(error) for number in _NO_SUCH_HOST)
-        wait = max(least, next(pauses, math.inf))
+        wait = next(pauses, math.inf)
         if final or time.monotonic() + wait > ends:
             kind = ImageOutOfSight if final else ImageUnreachable
             raise kind(f"{reference}: the registry {reference.host} {words}, then try again")
@@ -200,13 +164,10 @@ class _Descriptor(BaseModel):
 
 
 class _Manifest(BaseModel):
-    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md).
-
-    Programs in Go write null for a list that is empty.
-    """
+    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md)."""
 
     config: _Descriptor | None = None
-    manifests: tuple[_Descriptor, ...] | None = None
+    manifests: tuple[_Descriptor, ...] | None = None  # programs in Go write null for a list that is empty
 
 
 class ImageConfig(BaseModel):
@@ -245,23 +206,17 @@ class _Registry:
         return digest
 
     def config(self, architecture: str) -> ImageConfig:
-        digest = self._reference.digest or self.digest()
-        if digest is None:
-            raise ImageProblem(f"{self._at} has no such image; check repository and tag")
+        digest = self._reference.digest or self.digest() or str(self._reference.tag)
         manifest = self._document("manifests", digest, _Manifest)
         if manifest.manifests:
             # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
             # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
             images = [one for one in manifest.manifests if one.architecture != "unknown"]
             fitting = [one for one in images if (one.os, one.architecture) == ("linux", architecture)]
-            if not fitting and len(images) == 1 and not images[0].architecture:
-                fitting = images  # the only one, where it does not say what it is for
+            fitting += [one for one in images if not one.architecture]  # perhaps the only one, which need not say it
             if not fitting:
-                there = sorted({f"{one.os}/{one.architecture}" for one in images if one.architecture})
-                said = ", ".join(there) or "none that its index names"
-                raise ImageProblem(
-                    f"{self._reference} is not for linux/{architecture}, but for {said}; name an image for it"
-                )
+                said = ", ".join(sorted({f"{one.os}/{one.architecture}" for one in images})) or "no platform"
+                raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name another")
             manifest = self._document("manifests", fitting[0].digest, _Manifest)
         if manifest.config is None:
             raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
@@ -271,8 +226,7 @@ class _Registry:
         """GET a JSON document and compare it with its digest."""
         named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
         if digest != (got := _hash(content)):
-            got = f"{self._reference.host} answered with {got}"
-            raise ImageProblem(f"{named}: {got} for {digest}; do not use this registry")
+            raise ImageProblem(f"{named}: {self._reference.host} answered with {got}; do not use this registry")
         return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
 
     def _download(self, where: str, name: str) -> bytes:
@@ -283,16 +237,14 @@ class _Registry:
             for chunk in answer.iter_bytes():
                 content += chunk
                 if len(content) > MOST_BYTES:
-                    raise ImageProblem(
-                        f"{self._at} sent more than {MOST_BYTES:,} bytes for {self._url(where, name)}, which is "
-                        "neither a manifest nor a config; do not use this registry"
-                    )
+                    what = f"{MOST_BYTES:,} bytes for {self._url(where, name)}, which no manifest and no config has"
+                    raise ImageProblem(f"{self._at} sent more than {what}; do not use this registry")
             return content
 
     def _url(self, where: str, name: str) -> str:
         host, path = self._reference.host, self._reference.path
-        if host == _HUB:
-            host, path = _HUB_API, path if "/" in path else f"library/{path}"
+        if host == _HUB:  # which has another name for its API
+            host, path = "registry-1.docker.io", path if "/" in path else f"library/{path}"
         return f"{'http' if is_local(host) else 'https'}://{host}/v2/{path}/{where}/{name}"
 
     @contextmanager
@@ -304,7 +256,7 @@ class _Registry:
         gets an answer to "who are you?".
         """
         while True:
-            url, reference = self._url(where, name), self._reference
+            url = self._url(where, name)
             with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
                 first, status = (*answer.history, answer)[0], answer.status_code
                 refused = status == 401 and "Authorization" not in self._headers
@@ -314,23 +266,18 @@ class _Registry:
                 if status in {401, 403}:
                     raise self._refused(f"answered {status}")
                 if status in _TRANSIENT:
-                    raise _Away(f"does not answer: {status}; wait", answer)
+                    raise _Away(f"does not answer: {status}; wait")
                 if not answer.is_success and status != 404:
-                    raise ImageProblem(
-                        f"{reference}: the registry {reference.host} answered {status}, which is no answer of a "
-                        "registry; check its name, and any proxy on the way"
-                    )
+                    fix = "which is no answer of a registry; check its name, and any proxy on the way"
+                    raise ImageProblem(f"{self._at} answered {status}, {fix}")
                 yield answer
                 return
 
     def _log_in(self, challenge: str) -> bool:
         """Answer a challenge in all further questions; False where that takes an account, and there is none.
-
-        Access tokens: https://distribution.github.io/distribution/spec/auth/token/.
-        """
-        reference, (scheme, _, rest) = self._reference, challenge.partition(" ")
-        said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-        login = stored_login(reference.host)
+        Access tokens: https://distribution.github.io/distribution/spec/auth/token/."""
+        scheme, _, rest = challenge.partition(" ")
+        said, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
         if scheme.lower() == "basic" and login:
             self._headers["Authorization"] = _basic(login)
             return True
@@ -338,27 +285,23 @@ class _Registry:
             return False
         realm = said["realm"]
         if not is_protected(realm):
-            unsafe = f"{self._at} wants the password sent to {origin_of(realm)}, which is not encrypted"
-            raise ImageProblem(f"{unsafe}; use another registry")
+            unsafe = f"the password sent to {origin_of(realm)}, which is not encrypted; use another registry"
+            raise ImageProblem(f"{self._at} wants {unsafe}")
         # No redirect is followed: it would take the password, or the token that stands for it, to another address.
         answer = self._client.send(_token_request(self._client, said, login))
         if answer.status_code in _TRANSIENT:
-            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait", answer)
+            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait")
         if not answer.is_success:
             raise self._refused(f"gave no token (its token service answered {answer.status_code})")
         grant = Grant.read(answer.content)
         if grant is None:
-            raise ImageProblem(
-                f"{reference}: the token service of {reference.host} answered without a token; try again later"
-            )
+            raise ImageProblem(f"{self._at} has a token service that answered without a token; try again later")
         self._headers["Authorization"] = f"Bearer {grant.token.get_secret_value()}"
         return True
 
     def _refused(self, why: str) -> ImageProblem:
-        return ImageOutOfSight(
-            f"{self._at} {why}; the image may not exist there, or this account may not read it: check the name, then "
-            f"log in with `{login_command(self._reference.host)}`"
-        )
+        fix = f"check the name, then log in with `{login_command(self._reference.host)}`"
+        return ImageOutOfSight(f"{self._at} {why}; it has no such image, or this account may not read it: {fix}")
 
 
 def _hash(content: bytes) -> str:
@@ -401,56 +344,24 @@ def _basic(login: Login) -> str:
 def stored_login(host: str) -> Login | None:
     """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
 
-    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An ImageProblem
-    if one cannot be read, or its credential helper fails.
+    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An
+    ImageOutOfSight if one cannot be used, or its credential helper fails.
     """
-    docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    from docker.auth import load_config  # here, for it takes a while, and most images are public
+
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
-    first, address = Path(os.environ.get("REGISTRY_AUTH_FILE") or podman), _HUB_LOGIN if host == _HUB else host
-    return _login_of(first, address) or _login_of(docker, address)
-
-
-def _login_of(file: Path, address: str) -> Login | None:
-    def host_of(key: str) -> str:  # keys of `auths` are hosts or URLs, by the age of the Docker that wrote them
-        return re.sub(r"^https?://", "", key).partition("/")[0]
-
-    try:
-        config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")
-        helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
-        if helper:
-            return _helper_login(helper, address)
-        for key, entry in (config.get("auths") or {}).items():
-            if host_of(key) == host_of(address):
-                if entry.get("identitytoken"):
-                    return Login(username="<token>", secret=entry["identitytoken"])
-                username, colon, secret = base64.b64decode(entry.get("auth", "")).decode().partition(":")
-                if colon:
-                    return Login(username=username, secret=secret.rstrip("\0"))
-    except FileNotFoundError:
-        pass
-    except (OSError, DataError, ValueError, AttributeError) as error:
-        raise ImageProblem(f"{file} cannot be read ({error}); fix it, or move it away and log in again") from error
-    return None
-
-
-def _helper_login(helper: str, address: str) -> Login | None:
-    """Ask `docker-credential-<helper>`; protocol: https://github.com/docker/docker-credential-helpers."""
-    program = f"docker-credential-{helper}"
-    try:
-        done = subprocess.run([program, "get"], input=address, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ImageOutOfSight(
-            f"{program}, named in Docker's config.json, cannot be used: {error}; install it"
-        ) from error
-    if done.returncode:
-        if "credentials not found" in done.stdout + done.stderr:
-            return None
-        said = redacted((done.stderr or done.stdout).strip())[-300:]
-        del done  # a traceback may show it
-        raise ImageOutOfSight(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
-    try:
-        found = json.loads(done.stdout)
-        return Login(username=found["Username"], secret=found["Secret"])
-    except (ValueError, TypeError, KeyError):  # not chained, nor shown: the text may hold the secret
-        del done
-        raise ImageOutOfSight(f"{program} gave no login for {address} that can be read; update it") from None
+    for file in (os.environ.get("REGISTRY_AUTH_FILE") or str(podman), None):  # None is Docker's own
+        try:
+            found = load_config(file).resolve_authconfig(host) or {}
+        except Exception as error:  # of files and programs of others
+            why = redacted(words_of(error))[-300:]
+            break
+        login = {key.lower(): value for key, value in found.items()}
+        if "identitytoken" in login:
+            return Login(username="<token>", secret=login["identitytoken"])
+        if "password" in login:
+            return Login(username=login["username"], secret=login["password"])
+    else:
+        return None
+    # Not chained, for a traceback would show the secret.
+    raise ImageOutOfSight(f"the stored login for {host} cannot be used ({why}); run `{login_command(host)}`")

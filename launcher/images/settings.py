@@ -32,7 +32,10 @@ class PrebuiltImage(Settings):
     @field_validator("reference")
     @classmethod
     def _is_fixed(cls, text: str) -> str:
-        ImageReference.parse_fixed(text)
+        reference = ImageReference.parse(text)
+        if reference.digest is None and reference.tag in {None, "latest"}:
+            fix = f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
+            raise ValueError(f"{text!r} has no tag but latest, and would be another image tomorrow; {fix}")
         return text
 
 
@@ -66,18 +69,8 @@ class BuiltImage(Settings):
     def _has_no_tag(cls, text: str) -> str:
         reference = ImageReference.parse(text)
         if reference.tag or reference.digest:
-            raise ValueError(
-                f"{text!r} has a tag or digest, but the tag of a built image is the hash of what goes into it; "
-                f"write {reference.repository}"
-            )
+            raise ValueError(f"{text!r}: the tag of an image that is built is its hash; write {reference.repository}")
         return text
-
-    @field_validator("stack")
-    @classmethod
-    def _is_a_stack(cls, name: str | None) -> str | None:
-        if name is not None and name not in STACKS:
-            raise ValueError(f"{name!r} is no stack; there are {', '.join(STACKS)}")
-        return name
 
     @property
     def installed(self) -> Stack | None:
@@ -96,23 +89,16 @@ class BuiltImage(Settings):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
+        if self.stack is not None and self.stack not in STACKS:
+            raise ValueError(f"image.stack={self.stack!r} is no stack; there are {', '.join(STACKS)}")
         if self.pip_config is not None and self.dockerfile is not None:
-            raise ValueError(
-                f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
-                "another; leave one out"
-            )
+            raise ValueError("image.pip_config is for the product's own Dockerfile, not for yours; leave one out")
         for name in ("STACK", "LABELS"):
             ours = self.dockerfile is None or (name == "STACK" and self.stack is not None)
             if ours and name in self.build_args:
-                raise ValueError(
-                    f"image.build_args.{name}={self.build_args[name]!r} would be overwritten: it follows from "
-                    "image.stack; leave it out, and set image.stack to name a stack"
-                )
+                raise ValueError(f"image.build_args.{name} follows from image.stack: leave it out, and set image.stack")
         if self.base is not None and "BASE" in self.build_args:
-            raise ValueError(
-                f"image.base={self.base!r} and image.build_args.BASE={self.build_args['BASE']!r} set the same thing; "
-                "leave one out"
-            )
+            raise ValueError("image.base and image.build_args.BASE set the same thing; leave one out")
         return self
 
 
@@ -156,15 +142,10 @@ class CloudBuildImage(BuiltImage):
     @model_validator(mode="after")
     def _can_be_built_there(self) -> Self:
         if self.pip_config is not None:
-            raise ValueError(
-                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
-                "for the builder; take image.kind=docker, or leave it out"
-            )
+            what = "image.pip_config may hold a password, and would be stored in the root's bucket for the builder"
+            raise ValueError(f"{what}; take image.kind=docker, or leave it out")
         if not self.billed:
-            raise ValueError(
-                f"image.repository={self.repository!r} is not in Artifact Registry, which would tell the project of "
-                "the build; set image.project"
-            )
+            raise ValueError(f"image.repository={self.repository!r} tells no project for the build; set image.project")
         return self
 
 

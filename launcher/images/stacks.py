@@ -48,7 +48,7 @@ class Contents:
         witness."""
         given = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
         said = {name: value for name, value in given.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
-        return cls(**(said | ({"architecture": architecture} if architecture else {})))
+        return cls(**said | ({"architecture": architecture} if architecture else {}))
 
     def __str__(self) -> str:
         named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}
@@ -95,13 +95,9 @@ class Stack(Contents):
 
 # The tag of the base image, python:3.11.15-bookworm, is Debian 12 (https://packages.debian.org/bookworm/libc6).
 _BASE = {"python": "3.11.15", "glibc": "2.36"}
-# The default comes first.
-_ALL = (
-    Stack(stack="default", **_BASE, torch="2.13.0", cuda="13.0", nccl="2.29.7"),
-    # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
-    # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
-    Stack(stack="tcpxo", **_BASE, least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9"),
-)
+DEFAULT_STACK = Stack(stack="default", **_BASE, torch="2.13.0", cuda="13.0", nccl="2.29.7")
+# The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
+# 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
+_TCPXO = Stack(stack="tcpxo", **_BASE, least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9")
 
-STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in _ALL})
-DEFAULT_STACK = STACKS["default"]
+STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in (DEFAULT_STACK, _TCPXO)})

@@ -15,19 +15,14 @@ from litgpt_demo.node.network import NodeNetwork
 DEFAULT: Final = "plain"
 """The network that every cluster has, and that a config which names none gets."""
 InPods: TypeAlias = Literal["plain", "gib", "roce", "tcpx", "tcpxo"]
-"""Those of a platform that gives pods of ours volumes, sidecars, capabilities, claims, GKE's Network objects and the
-host's network."""
+"""Those of a platform that gives pods whatever they ask for, GKE's Network objects and the host's network included."""
 ByMultus: TypeAlias = Literal["plain", "roce"]
 """Those of a platform that gives further interfaces by Multus, and devices as extended resources."""
 
 
 def plain(choice: Choice, _options: Settings) -> Network:
-    """Plain TCP over the pod's own interface, for which nothing is to be set up: NCCL and gloo take the interface that
-    the default route has, which is the only one.
-
-    A container has 64 MB of /dev/shm by default (https://github.com/NVIDIA/nccl/issues/290): data loaders and NCCL
-    outgrow it.
-    """
+    """Plain TCP over the pod's only interface, for which nothing is to be set up but /dev/shm: data loaders and NCCL
+    outgrow the 64 MB that a container has by default (https://github.com/NVIDIA/nccl/issues/290)."""
     machine = choice.machine
     shm = min(64 * GIB, machine.memory_gib * GIB // 4 if machine else 8 * GIB)
     node = NodeNetwork(name="plain", gpus=machine.gpus if machine else 0, shm_bytes=min(shm, GIB))
@@ -70,40 +65,29 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
 
 
 def open_network(name: str, choice: Choice, **options: Any) -> Network:
-    """Return the network of that name, made for what the job chose.
-
-    Raises:
-        ConfigProblem: a release that is not known.
-    """
+    """Return the network of that name, made for what the job chose; ConfigProblem: a release that is not known."""
     return NETWORKS[name].make(choice, NETWORKS[name].options.model_validate(options))
 
 
 def chosen_network(section: Any, **choice: bool) -> Network:
     """Return the network that a `platform` section asks for; `choice` is the platform's part of a Choice."""
-    options = {name: getattr(section, name) for name in NETWORKS[section.network].options.model_fields}
-    return open_network(section.network, Choice(machine=section.machine_type, **choice), **options)
+    return NETWORKS[section.network].make(Choice(machine=section.machine_type, **choice), section)
 
 
 def require_fit(section: Any) -> Any:
     """Refuse a `platform` section with options of another network, or with a network of another machine."""
     chosen, machine = section.network, section.machine_type
     if machine is None and not NETWORKS[chosen].unlisted:
-        raise ValueError(
-            f"platform.network={chosen} belongs to particular machines; name one in platform.machine, or take {DEFAULT}"
-        )
+        fix = f"name one in platform.machine, or take {DEFAULT}"
+        raise ValueError(f"platform.network={chosen} belongs to particular machines; {fix}")
     if machine is not None and machine.name not in NETWORKS[chosen].machines:
-        raise ValueError(
-            f"platform.network={chosen}, which a {machine.name} has not got; take {' or '.join(networks_of(machine))}"
-        )
+        fix = f"take {' or '.join(networks_of(machine))}"
+        raise ValueError(f"platform.network={chosen}, which a {machine.name} has not got; {fix}")
     own = NETWORKS[chosen].options.model_fields
     for profile in NETWORKS.values():
         for name, field in profile.options.model_fields.items():
-            if name in own or (value := getattr(section, name, field.default)) == field.default:
-                continue
-            has = ", ".join(f"platform.{option}" for option in own) or "no options"
-            owners = [owner for owner, other in NETWORKS.items() if name in other.options.model_fields]
-            raise ValueError(
-                f"platform.{name}={value} means nothing to platform.network={chosen}, which has {has}; "
-                f"set network: {' or '.join(owners)}, or leave it out"
-            )
+            if name not in own and (value := getattr(section, name, field.default)) != field.default:
+                owners = " or ".join(owner for owner, other in NETWORKS.items() if name in other.options.model_fields)
+                what = f"platform.{name}={value} means nothing to platform.network={chosen}"
+                raise ValueError(f"{what}; set network: {owners}, or leave it out")
     return section

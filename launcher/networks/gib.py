@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from launcher.machines import AI_HYPERCOMPUTER, CEA, CTK
 from launcher.networks import profile as net
-from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
+from launcher.networks.profile import GR
 from litgpt_demo.node.network import NodeNetwork
 
-_REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib"
-PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gib"
-ARM_IMAGE = f"{_REGISTRY}/nccl-plugin-gib-arm64"
+PLUGIN_IMAGE = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib/nccl-plugin-gib"
 
 _CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
 _JOBSET = f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml"
@@ -22,13 +21,13 @@ _INSTALLERS = {
     "arm64": f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml",
 }
 
-_NOTES = "https://docs.cloud.google.com/ai-hypercomputer/docs/nccl/release-notes-"
+_NCCL = f"{AI_HYPERCOMPUTER}/nccl"
 """Release notes for x86 and arm64; they name the NCCL that is bundled (v1.1.2: 2.30.4) and those that are supported."""
 
 # What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
 PAIRS = (
     net.ReleasePair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
-    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}x86"),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NCCL}/release-notes-x86"),
     net.ReleasePair("v1.1.0", None, "2025", _CHART),
     net.ReleasePair("v1.0.6", None, "", GR),
     net.ReleasePair("v1.0.5", None, "", GR),
@@ -37,15 +36,14 @@ PAIRS = (
 ARM_PAIRS = (
     net.ReleasePair("v1.1.0", None, "", _INSTALLERS["arm64"]),
     # The row of A4X; A4X Max, which we do not have, needs 2.28.9.
-    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NOTES}arm64", (">=2.25",), driver="580.95.05"),
+    net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NCCL}/release-notes-arm64", (">=2.25",), driver="580.95.05"),
     net.ReleasePair("v1.1.1", None, "", GR),
     net.ReleasePair("v1.0.7", None, "", GR),
     net.ReleasePair("v1.0.6", None, "", GR),
 )
 
 ROOT = "/usr/local/gib"
-FOLDERS = (f"{ROOT}/lib64", "/usr/local/nvidia/lib64")
-SCRIPT = f"{ROOT}/scripts/set_nccl_env.sh"
+FOLDERS = (f"{ROOT}/lib64", net.LIBRARIES)
 
 SCRIPTED = net.variables(
     {
@@ -68,9 +66,6 @@ TUNERS = {"a4-highgpu-8g": "tuner_config_a4.txtpb", "a4x-highgpu-4g": "tuner_con
 # A4 683 GB/s all-reduce (https://github.com/dstackai/dstack). Nothing is published for A4X.
 FLOORS = {"a3-ultragpu-8g": {2: 195.0}, "a4-highgpu-8g": {2: 410.0}}
 
-SHM = 250 * net.GIB
-"""https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test.yaml"""
-
 
 class Options(net.PluginOptions):
     network_attach: Literal["networks", "dra"] = "networks"
@@ -86,9 +81,8 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     release = net.released(
         options,
         ARM_PAIRS if arm else PAIRS,
-        network="gib",
-        plugin=ARM_IMAGE if arm else PLUGIN_IMAGE,
-        installed=(PLUGIN_IMAGE, ARM_IMAGE),
+        name="gib",
+        plugin=f"{PLUGIN_IMAGE}-arm64" if arm else PLUGIN_IMAGE,
         manifest=_INSTALLERS[choice.machine.arch],
     )
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
@@ -96,7 +90,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
     attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
     named = () if by_claim or choice.host_network else ("eth0", *attached)
-    claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
     tuned = {}
     if machine in TUNERS:
@@ -104,19 +97,14 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
         tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
     # Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
-    commands = (
-        "set -ex",
-        "/scripts/container_entry.sh install --install-nccl",
-        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
-        f"cp -R /var/lib/gib/. /target{ROOT}",
-    )
+    copies = [f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64", f"cp -R /var/lib/gib/. /target{ROOT}"]
     target = net.mount("gib", f"/target{ROOT}")
-    install = net.installer("nccl-plugin-installer", release.plugin, commands, target)
+    install = net.installer("nccl-plugin-installer", release.plugin, ["set -ex", net.INSTALL, *copies], target)
     return net.Network(
         node=NodeNetwork(
             name="gib",
             nccl_net="gIB",
-            scripts=(SCRIPT,),
+            scripts=(f"{ROOT}/scripts/set_nccl_env.sh",),
             library_paths=FOLDERS,
             interfaces=named,
             shm_bytes=8 * net.GIB,
@@ -126,25 +114,23 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         annotations=net.interface_annotations(attached) if named else {},
         init_containers=(install,) if in_pod else (),
         volumes=(
-            net.host_path("libraries", "/home/kubernetes/bin/nvidia"),
-            {"name": "gib", "emptyDir": {}} if in_pod else net.host_path("gib", "/home/kubernetes/bin/gib"),
+            net.volume("libraries", "/home/kubernetes/bin/nvidia"),
+            net.volume("gib", None if in_pod else "/home/kubernetes/bin/gib"),
         ),
         mounts=(net.mount("libraries", "/usr/local/nvidia"), net.mount("gib", ROOT)),
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=choice.host_network,
-        claims=claims,
+        claims=(*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ())),
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
         environment=(
-            net.Variable(
-                "NCCL_NET", "gIB", _JOBSET, "without the plug-in NCCL stops, instead of using sockets", after=True
-            ),
+            net.Variable("NCCL_NET", "gIB", _JOBSET, net.STOPS, after=True),
             net.Variable("GLOO_SOCKET_IFNAME", "eth0", recipe, after=True),
             *net.variables(tuned, source=recipe, after=True),
-            *net.reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms"),
+            *net.reported(source=f"{_NCCL}/test-vms"),
         ),
         scripted=(*SCRIPTED, net.library_path(*FOLDERS, source=_CHART)),
-        shm_bytes=SHM,
+        shm_bytes=250 * net.GIB,  # CEA's gpudirect-rdma/nccl-test.yaml
         **release.network,
     )

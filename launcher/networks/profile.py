@@ -7,7 +7,8 @@ network, with the plug-in from the node or from the pod, and from one plug-in ve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +18,10 @@ from launcher.errors import ConfigProblem
 from launcher.job import Object
 from launcher.machines import Machine
 from litgpt_demo.config import Settings
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NodeNetwork
 
+GR = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e"
 GIB = 2**30
 OTHERS_FILES = "DAC_OVERRIDE"
 """The capability by which root reads and writes what user 1000 owns: the image's home, and what earlier attempts left
@@ -33,6 +35,10 @@ https://github.com/distribution/reference (splitDockerDomain)."""
 COMPONENT = r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
 RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
 """A release: the tag of a publisher's image, or an image of one's own, whose tag says which release it is."""
+ENTRY = "/scripts/container_entry.sh"
+INSTALL = f"{ENTRY} install --install-nccl"
+"""The command of the images that installs both plug-in and NCCL."""
+STOPS = "without the plug-in NCCL stops, instead of using sockets"
 REGISTRY = "us-docker.pkg.dev"
 """The registry of Google's plug-ins and daemons, which a mirror stands in for."""
 
@@ -105,14 +111,12 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Installer:
-    """The DaemonSet that puts a network's plug-in on the nodes."""
+class Installer(NamedTuple):
+    """The DaemonSet that puts a network's plug-in on the nodes, and the address of the manifest that makes it."""
 
     images: tuple[str, ...]
     """Images by which it is known, without their tag, which is the release."""
     manifest: str
-    """Address of the manifest that makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +136,10 @@ class Network:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
     """Extended resources that each pod asks for, besides its GPUs."""
-    init_containers: tuple[Object, ...] = ()
+    init_containers: Sequence[Object] = ()
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
-    volumes: tuple[Object, ...] = ()
-    mounts: tuple[Object, ...] = ()
+    volumes: Sequence[Object] = ()
+    mounts: Sequence[Object] = ()
     capabilities: tuple[str, ...] = ()
     """All capabilities that the training's container has, as root; without them it is not root."""
     privileged: bool = False
@@ -145,8 +149,6 @@ class Network:
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
     """The number of RDMA cards that a claim asks for; None means all of the node."""
-    named_interfaces: tuple[str, ...] = ()
-    """Variables that name interfaces, which then have to be there."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
@@ -174,6 +176,11 @@ class Network:
 
 INTERFACES = "networking.gke.io/interfaces"
 DEVICES = "devices.gke.io/container."
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+GPUS = [*(f"/dev/nvidia{number}" for number in range(8)), "/dev/nvidiactl", "/dev/nvidia-uvm"]
+LIBRARIES = "/usr/local/nvidia/lib64"
+"""The folder where containers find what the nodes have in /home/kubernetes/bin/nvidia/lib64."""
 
 
 def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
@@ -188,8 +195,9 @@ def device_annotation(container: str, paths: Iterable[str]) -> dict[str, str]:
     return {f"{DEVICES}{container}": "".join(f"- path: {path}\n" for path in paths)}
 
 
-def host_path(name: str, path: str) -> Object:
-    return {"name": name, "hostPath": {"path": path}}
+def volume(name: str, path: str | None = None) -> Object:
+    """A folder of the host, or an empty one of the pod."""
+    return {"name": name, **({"hostPath": {"path": path}} if path else {"emptyDir": {}})}
 
 
 def mount(name: str, path: str, *, read_only: bool = False) -> Object:
@@ -203,8 +211,27 @@ def installer(name: str, image: str, commands: Iterable[str], target: Object, *,
     return {"name": name, "image": image, "command": command, **resources, "volumeMounts": [target]}
 
 
-MULTUS = "k8s.v1.cni.cncf.io/networks"
-"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+def daemon(
+    name: str, image: str, command: list[str], *mounts: Object, rights: list[str], privileged: bool,
+    variables: Mapping[str, str] | None = None, probe: Object | None = None,
+) -> Object:  # fmt: skip
+    """A receive daemon as a native sidecar: it is up before the training and ends after it.
+
+    It has the host's volumes `libraries`, `sys` and `proc-sys`, besides `mounts`; `rights` are capabilities.
+    """
+    environment = {"LD_LIBRARY_PATH": LIBRARIES, **(variables or {})}
+    return {
+        "name": name,
+        "image": image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [{"name": variable, "value": value} for variable, value in environment.items()],
+        "securityContext": {"privileged": True} if privileged else {"capabilities": {"add": rights}},
+        **({"startupProbe": probe} if probe else {}),
+        "volumeMounts": [
+            mount("libraries", LIBRARIES), *mounts, mount("sys", "/hostsysfs"), mount("proc-sys", "/hostprocsysfs"),
+        ],
+    }  # fmt: skip
 
 
 class Released(NamedTuple):
@@ -220,74 +247,51 @@ class Released(NamedTuple):
 
 
 def released(
-    options: PluginOptions,
-    pairs: tuple[ReleasePair, ...],
-    *,
-    network: str,
-    plugin: str,
-    daemon: str = "",
-    installed: tuple[str, ...] = (),
-    manifest: str,
+    options: PluginOptions, pairs: tuple[ReleasePair, ...], *, name: str, plugin: str, daemon: str = "", manifest: str
 ) -> Released:
     """Return the plug-in and daemon that options mean; the default comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
-    says which release it is, and only a known one what it is qualified for.
-
-    Args:
-        plugin: the publisher's image, without tag; and so is `daemon`.
-        installed: images by which the installer on the nodes is known, where `plugin` is not the only one.
-        manifest: address of the installer's.
+    says which release it is, and only a known one what it is qualified for. `plugin` and `daemon` are the publisher's
+    images, without tag; `manifest` is the address of the installer's.
 
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    given = {"network_plugin": options.network_plugin}
-    if isinstance(options, DaemonOptions):
-        given["network_daemon"] = options.network_daemon
-    tags = {name: one and one.partition("@")[0].rpartition("/")[2].rpartition(":")[2] for name, one in given.items()}
+    given, given_daemon = options.network_plugin or "", getattr(options, "network_daemon", None) or ""
+    tag, daemon_tag = (re.split("[:/]", one.partition("@")[0])[-1] for one in (given, given_daemon))
     releases = ", ".join(one.plugin for one in pairs)
-    if loose := [setting for setting, tag in tags.items() if tag == "latest"]:
-        raise ConfigProblem(
-            f"platform.{loose[0]}=latest is another build each time, and the plug-in and its daemon have to match",
-            fix=f"name a release: {releases}",
-        )
-    tag, daemon_tag = tags["network_plugin"], tags.get("network_daemon")
-    chosen = next((one for one in pairs if tag in {None, one.plugin}), None)
+    if "latest" in {tag, daemon_tag}:
+        loose = "plugin" if tag == "latest" else "daemon"
+        what = f"platform.network_{loose}=latest is another build each time, and plug-in and daemon have to match"
+        raise ConfigProblem(what, fix=f"name a release: {releases}")
+    chosen = next((one for one in pairs if tag in {"", one.plugin}), None)
     if chosen is None:
-        if daemon_tag is None and pairs[0].daemon is not None:
-            raise ConfigProblem(
-                f"platform.network_plugin={tag} is no {network} release that we know, nor is the daemon it needs",
-                fix=f"give platform.network_daemon too, or take one of {releases}",
-            )
-        chosen = ReleasePair(str(tag), daemon_tag, "", "platform.network_plugin")
-    elif daemon_tag not in {None, chosen.daemon}:
+        if not daemon_tag and daemon:
+            what = f"platform.network_plugin={tag} is no {name} release that we know, nor is the daemon it needs"
+            raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
+        chosen = ReleasePair(tag, daemon_tag or None, "", "platform.network_plugin")
+    elif daemon_tag not in {"", chosen.daemon}:
         chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
 
-    registry = options.network_registry
+    registry = options.network_registry or REGISTRY
 
-    def mirrored(image: str) -> str:
-        return image if registry is None else image.replace(REGISTRY, registry, 1)
-
-    def pulled(setting: str, image: str, tag: str | None) -> str:
-        whole = given.get(setting) or ""
-        return whole if "/" in whole else f"{mirrored(image)}:{tag}"
+    def pulled(whole: str, image: str, tag: str | None) -> str:
+        return whole if "/" in whole else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
 
     problems: tuple[Finding, ...] = ()
-    if registry is not None and all("/" in (one or "") for one in given.values()):
-        named = " and ".join(f"platform.{name}" for name in given)
-        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given in {named}"
+    if registry != REGISTRY and "/" in given and (not daemon or "/" in given_daemon):
+        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
         problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
     # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
-    images = installed or (plugin,)
-    own = options.network_plugin.partition("@")[0].rpartition(":")[0] if options.network_plugin else ""
-    names = tuple(dict.fromkeys(filter(None, (*images, *map(mirrored, images), own))))
+    image = pulled(given, plugin, chosen.plugin)
+    names = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
     # Where nothing is known of this release, what fails or loads with another may do so with it.
     other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
     return Released(
         pair=chosen,
-        plugin=pulled("network_plugin", plugin, chosen.plugin),
-        daemon=pulled("network_daemon", daemon, chosen.daemon),
+        plugin=image,
+        daemon=pulled(given_daemon, daemon, chosen.daemon),
         node={
             "nccl_versions": chosen.nccl,
             "nccl_elsewhere": () if chosen.nccl else other.nccl,

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from launcher.networks import profile as net
 from litgpt_demo.config import Settings
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
@@ -66,22 +66,15 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         interfaces = tuple(options.roce_interface.split(","))
     # Names that only the cluster's administrator knows and that are missing, or that have no meaning.
     problems = []
-    if not resources:
-        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
-        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
-        problems.append(("resource", what, fix))
-    if not attachments and not choice.host_network:
-        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
-        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
-        problems.append(("network", what, fix))
-    if choice.host_network and options.roce_network:
-        what = (
-            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
-        )
-        problems.append(("network", what, "leave out platform.roce_network or platform.host_network"))
-    if unqualified := [name for name in resources if "/" not in name]:
-        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
-        problems.append(("resource", what, "name it as kubectl describe node does: rdma/shared"))
+    if choice.host_network == bool(attached):
+        shared = f"platform.host_network={choice.host_network}"
+        what = f"platform.roce_network={options.roce_network} with {shared}: pods reach the cards by one of the two"
+        fix = "name one that kubectl get network-attachment-definitions -A lists, or leave out platform.roce_network"
+        problems.append(Finding("error", "network.roce-network", what, f"{fix} and set platform.host_network"))
+    if not resources or not all("/" in name for name in resources):
+        what = f"platform.roce_resource={options.roce_resource} names no extended resource, so that pods get no card"
+        fix = "name it as kubectl describe node does under Allocatable, with a domain before a slash: rdma/shared"
+        problems.append(Finding("error", "network.roce-resource", what, fix))
     return net.Network(
         node=NodeNetwork(
             name="roce",
@@ -99,5 +92,5 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         environment=(*ENVIRONMENT, *net.reported(source=_EPFL)),
         shm_bytes=16 * net.GIB,
-        problems=tuple(Finding("error", f"network.roce-{name}", what, fix) for name, what, fix in problems),
+        problems=tuple(problems),
     )

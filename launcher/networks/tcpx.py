@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.job import Object
+from launcher.machines import CEA
 from launcher.networks import profile as net
-from launcher.sources import AIP, CEA, CEA_98C
 from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpx-daemon"
@@ -16,15 +15,16 @@ _REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-tcpx"
 PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
 DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 
-_README = f"{CEA_98C}/gpudirect-tcpx/README.md"
-# Annotations, daemon, volumes, mounts and capabilities: CEA's gpudirect-tcpx/nccl-test-latest.yaml, and XPK's
-# src/xpk/core/workload_decorators/tcpx_decorator.py (launcher/sources.py has their addresses).
+_CEA = "https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob"
+_README = f"{_CEA}/98c85a6e/gpudirect-tcpx/README.md"
+# Annotations, daemon, volumes, mounts and capabilities: CEA's gpudirect-tcpx/nccl-test-latest.yaml, and XPK's decorator
+# (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py).
 _INSTALLER = f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml"
-_CONFIG = f"{CEA_98C}/gpudirect-tcpx/nccl-config.yaml"
-_OLD_CONFIG = (
-    "https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/09a75de6/gpudirect-tcpx/nccl-config.yaml"
-)
-_DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tree/v1.4.1/sample_workloads/lit-gpt-demo"
+_CONFIG = f"{_CEA}/98c85a6e/gpudirect-tcpx/nccl-config.yaml"
+_OLD_CONFIG = f"{_CEA}/09a75de6/gpudirect-tcpx/nccl-config.yaml"
+_AIP = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning"
+_HELM = f"{_AIP}/blob/2ff9b95/sample_workloads/lit-gpt-demo"
+_DEMO = f"{_AIP}/tree/v1.4.1/sample_workloads/lit-gpt-demo"
 
 # v3.1.12 is for GKE from 1.34 on (COS 125, devmem TCP of kernel 6.12: messages of CEA's commits 21ed6613, e3ae253a).
 # That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
@@ -41,17 +41,14 @@ _TRIED: dict[str, Any] = {
 PAIRS = (
     net.ReleasePair("v3.1.12", "v2.0.15", "2026-06-22", _README, (">=2.19,<2.20",), since=(1, 34), **_TRIED),
     net.ReleasePair("v3.1.9", "v2.0.12", "2024-02-15", _README, (">=2.19,<2.20",), **_TRIED),
-    net.ReleasePair("v3.1.7", "v2.0.11", "2024", f"{AIP}/helm/values.yaml"),
+    net.ReleasePair("v3.1.7", "v2.0.11", "2024", f"{_HELM}/helm/values.yaml"),
     net.ReleasePair("v3.1.6_2023_10_23", "v2.0.9", "2023-10", _DEMO, (">=2.18,<2.19",)),
     net.ReleasePair("v3.1.6_2023_10_06", "v2.0.7", "2023-10", _DEMO, (">=2.17.1,<2.19",)),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
-GPUS = [*(f"/dev/nvidia{number}" for number in range(8)), "/dev/nvidiactl", "/dev/nvidia-uvm"]
 
 SOCKETS = "/run/tcpx"
-LIBRARIES = "/usr/local/nvidia/lib64"
-OWN_LIBRARIES = "/usr/local/tcpx/lib64"
 
 # Threads that send (TX) and receive (RX) have cores of their own: those of the NIC's side of the machine. The demo of
 # 2023 has 124-139 for RX, which takes two cores of TX; CEA had it until 09a75de6 (2026-03-02).
@@ -93,13 +90,12 @@ BEFORE = net.variables(
     },
     source=_OLD_CONFIG,
 )
-_STOPS = "without the plug-in NCCL stops, instead of using sockets"
 _PREFIX = "where the daemon's socket is; the default is /tmp, which would hide the image's own"
-_ENTRYPOINT = f"{AIP}/scripts/litgpt_container_entrypoint.sh"
+_ENTRYPOINT = f"{_HELM}/scripts/litgpt_container_entrypoint.sh"
 OURS = (
-    net.Variable("NCCL_NET", "GPUDirectTCPX_v7", f"{_DEMO}/README.md", _STOPS),
+    net.Variable("NCCL_NET", "GPUDirectTCPX_v7", f"{_DEMO}/README.md", net.STOPS),
     net.Variable("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", SOCKETS, _ENTRYPOINT, _PREFIX),
-    net.Variable("NCCL_NVLS_ENABLE", "0", f"{AIP}/helm/templates/litgpt.yaml"),
+    net.Variable("NCCL_NVLS_ENABLE", "0", f"{_HELM}/helm/templates/litgpt.yaml"),
     net.Variable("GLOO_SOCKET_IFNAME", "eth0", _CONFIG, "as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
 )
 
@@ -109,14 +105,10 @@ FLOOR = {2: 40.0}
 
 # The trainer is tested from torch 2.11 on, whose wheels bring NCCL 2.28 and newer; torch 2.2 is the last with 2.19.
 _WITHOUT_STACK = (
-    "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: take network=plain on these machines "
-    "(20 to 24 GB/s between nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for a script "
-    "of yours one of torch 2.2, for our trainer one whose torch, 2.11 or newer, was built against NCCL 2.19 "
-    "(docs/images.md)"
+    "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: take network=plain (20 to 24 GB/s among "
+    "nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for your script one of torch 2.2, for "
+    "our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
 )
-
-SHM = 128 * net.GIB
-"""That of XPK's decorator."""
 
 
 class Options(net.DaemonOptions):
@@ -127,22 +119,30 @@ class Options(net.DaemonOptions):
 
 def network(choice: net.Choice, options: Options) -> net.Network:
     """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
-    release = net.released(
-        options, PAIRS, network="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
-    )
-    in_pod, on_host = options.network_install == "pod", choice.host_network
+    release = net.released(options, PAIRS, name="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
+    on_host = choice.host_network
     # Before June 2026 there were several variables that were dropped then.
     former = release.pair.plugin in {known.plugin for known in PAIRS[1:]}
-    folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
-    attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, GPUS)}
-    # Brings plug-in and NCCL into the pod, for nodes without Google's installer (AIP's helm).
-    command, target = "/scripts/container_entry.sh install --install-nccl", net.mount("tcpx-plugin", "/var/lib/tcpx")
-    install = net.installer("tcpx-nccl-plugin-installer", release.plugin, [command], target, cpu="150m")
+    sockets = net.mount("tcpx-socket", SOCKETS)
+    # `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK
+    # has quotes only, the demo neither. Which of them the daemon needs is not documented.
+    command = [
+        "/tcpgpudmarxd/build/app/tcpgpudmarxd", "--gpu_nic_preset", "a3vm", "--gpu_shmem_type", "fd",
+        "--uds_path", SOCKETS, "--setup_param", '\\"--verbose 128 2 0 \\"',
+    ]  # fmt: skip
+    daemon = net.daemon(DAEMON, release.daemon, command, sockets, rights=["NET_ADMIN"], privileged=on_host)
+    folders, containers, volumes, mounts = [net.LIBRARIES], [daemon], [], []
+    if options.network_install == "pod":
+        # Brings plug-in and NCCL into the pod, for nodes without Google's installer (AIP's helm).
+        target, name = net.mount("tcpx-plugin", "/var/lib/tcpx"), "tcpx-nccl-plugin-installer"
+        containers.insert(0, net.installer(name, release.plugin, [net.INSTALL], target, cpu="150m"))
+        folders.insert(0, "/usr/local/tcpx/lib64")
+        volumes, mounts = [net.volume("tcpx-plugin")], [net.mount("tcpx-plugin", "/usr/local/tcpx")]
     return net.Network(
         node=NodeNetwork(
             name="tcpx",
             nccl_net="GPUDirectTCPX_v7",
-            library_paths=folders,
+            library_paths=tuple(folders),
             interfaces=("eth0", *NETWORKS),
             socket=f"{SOCKETS}/rx_rule_manager",
             shm_bytes=8 * net.GIB,
@@ -151,59 +151,22 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             disable_pmtu=options.disable_pmtu,
             **release.node,
         ),
-        annotations={} if on_host else attached,
-        init_containers=(
-            *((install,) if in_pod else ()),
-            daemon(release.daemon, privileged=on_host),
-        ),
-        volumes=(
-            net.host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
-            {"name": "tcpx-socket", "emptyDir": {}},
-            net.host_path("sys", "/sys"),
-            net.host_path("proc-sys", "/proc/sys"),
-            *(({"name": "tcpx-plugin", "emptyDir": {}},) if in_pod else ()),
-        ),
-        mounts=(
-            net.mount("libraries", LIBRARIES),
-            net.mount("tcpx-socket", SOCKETS),
-            *((net.mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
-        ),
+        annotations={} if on_host else net.interface_annotations(NETWORKS) | net.device_annotation(DAEMON, net.GPUS),
+        init_containers=containers,
+        volumes=[
+            net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+            net.volume("tcpx-socket"),
+            net.volume("sys", "/sys"),
+            net.volume("proc-sys", "/proc/sys"),
+            *volumes,
+        ],
+        mounts=[net.mount("libraries", net.LIBRARIES), sockets, *mounts],
         # GPU memory is pinned; the devices and the daemon's socket are root's.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=on_host,
         environment=(*COMMON, *(BEFORE if former else SINCE_JUNE_2026), *OURS, *net.reported(source=_CONFIG)),
         scripted=(net.library_path(*folders, source=_README),),
-        named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),
-        shm_bytes=SHM,
+        shm_bytes=128 * net.GIB,  # that of XPK's decorator
         without_stack=_WITHOUT_STACK,
         **release.network,
     )
-
-
-def daemon(image: str, *, privileged: bool) -> Object:
-    """The receive daemon as a native sidecar: it is up before the training and ends after it.
-
-    `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK has
-    quotes only, the demo neither. Which of them the daemon needs is not documented.
-    """
-    security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN"]}}
-    return {
-        "name": DAEMON,
-        "image": image,
-        "restartPolicy": "Always",
-        "command": [
-            "/tcpgpudmarxd/build/app/tcpgpudmarxd",
-            "--gpu_nic_preset", "a3vm",
-            "--gpu_shmem_type", "fd",
-            "--uds_path", SOCKETS,
-            "--setup_param", '\\"--verbose 128 2 0 \\"',
-        ],
-        "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}],
-        "securityContext": security,
-        "volumeMounts": [
-            net.mount("libraries", LIBRARIES),
-            net.mount("tcpx-socket", SOCKETS),
-            net.mount("sys", "/hostsysfs"),
-            net.mount("proc-sys", "/hostprocsysfs"),
-        ],
-    }  # fmt: skip

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from launcher.job import Object
+from launcher.machines import CEA
 from launcher.networks import profile as net
-from launcher.sources import CEA, GR, NPX
 from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpxo-daemon"
@@ -18,12 +19,12 @@ DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 _README = f"{CEA}/gpudirect-tcpxo/README.md"
 _INSTALLER = f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml"
 _MANIFEST = f"{CEA}/gpudirect-tcpxo/nccl-test-latest.yaml"
-_CHART = f"{GR}/src/helm-charts/a3mega/jobset/templates/workload-jobset.yaml"
-_PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
+_CHART = f"{net.GR}/src/helm-charts/a3mega/jobset/templates/workload-jobset.yaml"
+_NPX = "https://github.com/google/nccl-plugin-gpudirect-tcpxo/blob/04815d1"
+_PROFILE = f"{_NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
-
-# The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in NPX), which 2.19.3 (v5 to v7), 2.28.7 and
+# The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
 # 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
 PAIRS = (
@@ -44,14 +45,8 @@ PAIRS = (
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 9)}
-DEVICES = [
-    *(f"/dev/nvidia{number}" for number in range(8)),
-    "/dev/nvidiactl",
-    "/dev/nvidia-uvm",
-    "/dev/dmabuf_import_helper",
-]
+DEVICES = [*net.GPUS, "/dev/dmabuf_import_helper"]
 APERTURES = "/dev/aperture_devices"
-LIBRARIES = "/usr/local/nvidia/lib64"
 OWN = "/usr/local/nccl-plugin"
 
 # What nccl-env-profile.sh exports; it prepends NCCL_LIB_DIR to LD_LIBRARY_PATH, and finds the cards by PCI slot.
@@ -83,11 +78,13 @@ SCRIPTED = net.variables(
     source=_PROFILE,
 )
 
-# Measured: 318 GB/s all-reduce on 16 GPUs (LAB18), 338 to 340 (https://github.com/NVIDIA/aicr/pull/1565). 0.6 of the
-# least; plain TCP has 4 GB/s there. NVIDIA's own fixed floor of 300 fails good nodes (https://github.com/NVIDIA/aicr/issues/1256).
+# Measured: 318 GB/s all-reduce on 16 GPUs (https://github.com/elideng-sg/hypercomputer-internode-deepdive/tree/main/labs/
+# lab-18), 338 to 340 (https://github.com/NVIDIA/aicr/pull/1565). 0.6 of the least; plain TCP has 4 GB/s there. NVIDIA's
+# own fixed floor of 300 fails good nodes (https://github.com/NVIDIA/aicr/issues/1256).
 FLOOR = {2: 190.0}
 
-SHM = 250 * net.GIB
+HEALTH = "/run/health-check"
+"""Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
 
 
 def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
@@ -96,119 +93,91 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
     Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
     gke-tcpxo-networking).
     """
-    release = net.released(
-        options, PAIRS, network="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER
-    )
-    in_pod, on_host = options.network_install == "pod", choice.host_network
-    libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
-    folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
-    attached = {**net.interface_annotations(NETWORKS), **net.device_annotation(DAEMON, DEVICES)}
-    devices = net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST)
+    release = net.released(options, PAIRS, name="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
+    on_host = choice.host_network
+    folders, containers = [net.LIBRARIES], [_daemon(release, privileged=on_host)]
+    volumes = [
+        net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+        net.volume("sys", "/sys"),
+        net.volume("proc-sys", "/proc/sys"),
+    ]
+    mounts, variables, annotations = [net.mount("libraries", net.LIBRARIES)], [], {}
+    if not on_host:  # where the cards are seen as they are
+        annotations = net.interface_annotations(NETWORKS) | net.device_annotation(DAEMON, DEVICES)
+        volumes.append(net.volume("aperture-devices", APERTURES))
+        mounts.append(net.mount("aperture-devices", APERTURES))
+        variables.append(net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST))
+    if options.network_install == "pod":
+        folders.insert(0, f"{OWN}/lib64")
+        volumes.append(net.volume("nccl-plugin"))
+        mounts.append(own := net.mount("nccl-plugin", OWN))
+        # Brings plug-in and NCCL into the pod (_CHART). --nccl-buildtype is no flag of the released installers.
+        commands = ["set -ex", f"chmod 755 {net.ENTRY}", net.INSTALL, f"cp -r /var/lib/tcpxo/* {OWN}/"]
+        containers.insert(0, net.installer("nccl-plugin-installer", release.plugin, commands, own))
     return net.Network(
         node=NodeNetwork(
             name="tcpxo",
             # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
             nccl_net="FasTrak",
             # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
-            scripts=(f"{libraries}/nccl-env-profile.sh",),
-            library_paths=folders,
+            scripts=(f"{folders[0]}/nccl-env-profile.sh",),
+            library_paths=tuple(folders),
             interfaces=("eth0", *NETWORKS),
             socket="127.0.0.1:7332",
-            glibc="2.35" if version(release.pair.plugin) >= (1, 0, 9) else None,
+            glibc="2.35" if _version(release.pair.plugin) >= (1, 0, 9) else None,
             shm_bytes=8 * net.GIB,
             floor_gbytes=FLOOR,
             **release.node,
         ),
-        annotations={} if on_host else attached,
+        annotations=annotations,
         labels={"tcpxo": "daemon"},
         alone={"tcpxo": "daemon"},
-        init_containers=(
-            *((installer(release.plugin),) if in_pod else ()),
-            daemon(release.pair.daemon or "", release.daemon, privileged=on_host),
-        ),
-        volumes=(
-            net.host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
-            net.host_path("sys", "/sys"),
-            net.host_path("proc-sys", "/proc/sys"),
-            *(() if on_host else (net.host_path("aperture-devices", APERTURES),)),
-            *(({"name": "nccl-plugin", "emptyDir": {}},) if in_pod else ()),
-        ),
-        mounts=(
-            net.mount("libraries", LIBRARIES),
-            *(() if on_host else (net.mount("aperture-devices", APERTURES),)),
-            *((net.mount("nccl-plugin", OWN),) if in_pod else ()),
-        ),
+        init_containers=containers,
+        volumes=volumes,
+        mounts=mounts,
         # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
         capabilities=(net.OTHERS_FILES,),
         privileged=on_host,
-        # What the script needs, and must not overwrite. On the host's network the cards are seen as they are.
+        # What the script needs, and must not overwrite.
         environment=(
-            net.Variable("NCCL_LIB_DIR", libraries, _PROFILE, "the script stops without it"),
-            *(() if on_host else (devices,)),
+            net.Variable("NCCL_LIB_DIR", folders[0], _PROFILE, "the script stops without it"),
+            *variables,
             net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED"),
             *net.reported(source=_PROFILE),
         ),
         scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
-        named_interfaces=("NCCL_FASTRAK_IFNAME",),
-        shm_bytes=SHM,  # GR's chart (_CHART)
+        shm_bytes=250 * net.GIB,  # GR's chart (_CHART)
         **release.network,
     )
 
 
-def version(tag: str) -> tuple[int, ...]:
-    """`v1.0.13_1` as (1, 0, 13): what tells releases apart comes before the dash or underscore."""
+def _version(tag: str) -> tuple[int, ...]:
+    # `v1.0.13_1` as (1, 0, 13): what tells releases apart comes before the dash or underscore.
     found = re.match(r"v?(\d+(?:\.\d+)*)", tag)
     return tuple(int(number) for number in found[1].split(".")) if found else ()
 
 
-def daemon(tag: str, image: str, *, privileged: bool) -> Object:
-    """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
-    script = "/fts/entrypoint_rxdm_container.sh"
-    release = version(tag)
-    # Flags that were retired are reported as errors (NPX's README).
+def _daemon(release: net.Released, *, privileged: bool) -> Object:
+    """The daemon; its entry point passes SIGTERM on, so it has to be the container's process."""
+    script, version = "/fts/entrypoint_rxdm_container.sh", _version(release.pair.daemon or "")
+    # Flags that were retired are reported as errors (_NPX's README).
     flags = ["--num_hops=2"]
-    if release < (1, 0, 20):
+    if version < (1, 0, 20):
         flags.append("--num_nics=8")
-    if release < (1, 0, 18):
+    if version < (1, 0, 18):
         flags += ["--uid=", "--alsologtostderr"]
-    probed = release >= (1, 0, 11)
-    probe = {
-        "exec": {"command": ["cat", HEALTH]},
-        "initialDelaySeconds": 1,
-        "periodSeconds": 5,
-        "timeoutSeconds": 1,
-        "successThreshold": 1,
-        # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
-        "failureThreshold": 24,
-    }
-    health = [{"name": "HEALTH_CHECK_LOG_FILE", "value": HEALTH}] if probed else []
-    security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN", "NET_BIND_SERVICE"]}}
-    return {
-        "name": DAEMON,
-        "image": image,
-        "restartPolicy": "Always",
-        "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {' '.join(flags)}"],
-        "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}, *health],
-        "securityContext": security,
-        **({"startupProbe": probe} if probed else {}),
-        "volumeMounts": [
-            net.mount("libraries", LIBRARIES),
-            net.mount("sys", "/hostsysfs"),
-            net.mount("proc-sys", "/hostprocsysfs"),
-        ],
-    }
-
-
-HEALTH = "/run/health-check"
-"""Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
-
-
-def installer(image: str) -> Object:
-    """Brings plug-in and NCCL into the pod (_CHART). Its --nccl-buildtype is no flag of the released installers."""
-    commands = (
-        "set -ex",
-        "chmod 755 /scripts/container_entry.sh",
-        "/scripts/container_entry.sh install --install-nccl",
-        f"cp -r /var/lib/tcpxo/* {OWN}/",
-    )
-    return net.installer("nccl-plugin-installer", image, commands, net.mount("nccl-plugin", OWN))
+    health: dict[str, Any] = {}
+    if version >= (1, 0, 11):
+        health["variables"] = {"HEALTH_CHECK_LOG_FILE": HEALTH}
+        health["probe"] = {
+            "exec": {"command": ["cat", HEALTH]},
+            "initialDelaySeconds": 1,
+            "periodSeconds": 5,
+            "timeoutSeconds": 1,
+            "successThreshold": 1,
+            # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
+            "failureThreshold": 24,
+        }
+    command = ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {' '.join(flags)}"]
+    rights = ["NET_ADMIN", "NET_BIND_SERVICE"]
+    return net.daemon(DAEMON, release.daemon, command, rights=rights, privileged=privileged, **health)

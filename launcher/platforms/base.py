@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import ClassVar, NamedTuple, Protocol
 
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
-from litgpt_demo.findings import Finding
-
-
-class Capability(StrEnum):
-    """Features that a job may need and a platform may lack."""
-
-    IMAGES = "images"
-    """Nodes run a container image."""
-    ANYWHERE = "anywhere"
-    """Every machine that reaches the platform can ask for its jobs, not only the one that submitted them."""
+from litgpt_demo.errors import Finding
 
 
 class Avoidable(NamedTuple):
@@ -32,7 +22,8 @@ class Platform(Protocol):
     """Five verbs over jobs; `check`, which says beforehand what can be known to go wrong, and `left`, what remains."""
 
     name: ClassVar[str]
-    capabilities: ClassVar[frozenset[Capability]]
+    anywhere: ClassVar[bool]
+    """Every machine that reaches the platform can ask for its jobs, not only the one that submitted them."""
     poll_seconds: ClassVar[float]
     """Seconds between two looks at a job that is followed."""
 

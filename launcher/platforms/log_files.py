@@ -15,11 +15,6 @@ PAGE = 4 << 20
 _LEAST = 1 << 18
 
 
-def share_of_page(nodes: int) -> int:
-    """Return how much of a page each of so many nodes has room for, so that one that floods silences no other."""
-    return max(_LEAST, PAGE // max(nodes, 1))
-
-
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
     """Return the lines that the nodes' logs have had added since `position`, node by node.
 
@@ -31,7 +26,7 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """
     positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []
-    share, more = share_of_page(nodes), False
+    share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # one that floods silences no other
     for node in range(nodes):
         name = f"node-{node}.log"
         try:

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import MACHINES, Machine
 from litgpt_demo.config import Count, Settings, number_fields
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from launcher.networks.profile import Network
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 LONGEST_LABEL = 63
 """Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
 RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    """The fields that ask for something: what is left out is the platform's own default."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def without_default(schema: dict[str, Any]) -> None:
@@ -91,11 +96,6 @@ class PlatformSettings(Settings):
     def hardware(self) -> str | None:
         """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
         return None
-
-    @property
-    def ends_by_preemption(self) -> bool:
-        """Return whether machines may be taken back at any time, which ends the job; some platforms resume it later."""
-        return False
 
     @property
     def machine_type(self) -> Machine | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.curves import downsample
 
@@ -30,8 +30,6 @@ _settings = Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve of a chart."""
-
     points: Mapping[int, float]
     color: str
     label: str = ""
@@ -50,7 +48,6 @@ class Chart:
     title: str
     """Caption; also what a screen reader says of it."""
     y_text: Callable[[float], str]
-    """The label of a tick."""
     x_label: str = "step"
     lines: Sequence[Line] = ()
     from_zero: bool = False
@@ -93,13 +90,6 @@ def svg(chart: Chart, *, width: int, height: int) -> str:
     return text.strip()
 
 
-def load_matplotlib() -> None:
-    """Import what charts are drawn with, which takes half a second."""
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import matplotlib.ticker  # noqa: F401
-
-
 def _draw(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -109,16 +99,10 @@ def _draw(axes: Axes, chart: Chart) -> None:
     else:
         for line in chart.lines:
             points = downsample(line.points, _POINTS)
-            axes.plot(
-                list(points),
-                list(points.values()),
-                color=_COLORS[line.color],
-                label=line.label or "_",
-                linewidth=1.0 if line.faint else 2.0,
-                alpha=0.35 if line.faint else 1.0,
-                marker="o" if line.marked else "",
-                markersize=4,
-            )
+            style: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.35} if line.faint else {"linewidth": 2.0}
+            style |= {"marker": "o", "markersize": 4} if line.marked else {}
+            x, y = list(points), list(points.values())
+            axes.plot(x, y, color=_COLORS[line.color], label=line.label or "_", **style)
         for step in chart.restarts:
             axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
         if chart.from_zero:

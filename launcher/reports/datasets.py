@@ -12,7 +12,6 @@ _LENGTHS, _TOKENS = "Length of documents", "tokens, this many to twice as many"
 
 
 def progress_text(progress: Preparation) -> str:
-    """The progress of a preparation in a line."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
@@ -66,11 +65,9 @@ def _short(power: int) -> str:
 
 
 def lengths_chart(manifest: DatasetManifest) -> Chart:
-    """Their histogram, for a page."""
     title, bars = f"{_LENGTHS}, percent of {manifest.documents:,}", lengths(manifest)
     return Chart(name="lengths", title=title, bars=bars, x_label=_TOKENS, y_text=lambda share: f"{share:g} %")
 
 
 def lengths_markdown(manifest: DatasetManifest) -> str:
-    """Their histogram, for Prefect's pages."""
     return mermaid.bars(_LENGTHS, lengths(manifest), x_label=_TOKENS, y_label="percent of documents")

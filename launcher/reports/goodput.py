@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from launcher.formatting import NOTHING, duration_text, share_text
+from launcher.formatting import duration_text, share_text
 from launcher.job import JobState
+from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import RecordedPrice
@@ -56,8 +57,7 @@ class AttemptTimes:
     record: AttemptRecord
     end: AttemptEnd | None
     """None while nobody has seen it end."""
-    reports: Sequence[Mapping[str, Any]] = ()
-    """The nodes' reports (launcher.runs.diagnosis.node_reports)."""
+    reports: Sequence[NodeReport] = ()
 
 
 @dataclass(kw_only=True)
@@ -79,41 +79,23 @@ class Ledger:
         """
         left = 0.0 if moment is None else max(0.0, moment - self.now)
         self.now += left
-        for other, seconds in (within or {}).items():
+        for each, seconds in (*(within or {}).items(), (part, left)):
             taken = min(left, max(0.0, seconds))
-            self.seconds[other] += taken
-            self.held[other] += taken * self.nodes
+            self.seconds[each] += taken
+            self.held[each] += taken * self.nodes
             left -= taken
-        self.seconds[part] += left
-        self.held[part] += left * self.nodes
 
     @property
     def wall(self) -> float:
         return sum(self.seconds.values())
 
     @property
-    def _spent(self) -> list[tuple[Part, float]]:
+    def spent(self) -> list[tuple[Part, float]]:
         """The parts that took time, in their order."""
         return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
 
-    def usd(self, part: Part) -> float | None:
-        """The part's cost at list price; None where no price is known."""
-        return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
-
-    def bar(self) -> list[dict[str, str]]:
-        """The segments of the stacked bar, in the order of the parts."""
-        return [
-            {
-                "name": part.value.replace(" ", "-"),
-                "share": f"{seconds / self.wall:.6f}",
-                "text": f"{part}: {duration_text(seconds)}",
-            }
-            for part, seconds in self._spent
-        ]
-
     @property
     def note(self) -> str:
-        """What the figures mean."""
         known = "Wall time over all attempts; training is what counts, lost work what was trained again."
         if (price := self.price) is None:
             return known
@@ -123,78 +105,70 @@ class Ledger:
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """The table, the sum last; parts that took no time are left out."""
-        parts = [(part.value, seconds, self.usd(part)) for part, seconds in self._spent]
-        costs = [usd for _, _, usd in parts if usd is not None]
+        """The table, the sum last; parts that took no time are left out, and the cost where no price is known."""
+        parts = [(part.value, seconds, self.held.get(part, 0.0)) for part, seconds in self.spent]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
-            | ({"cost": NOTHING if usd is None else f"${usd:,.2f}"} if self.price else {})
-            for name, seconds, usd in [*parts, ("wall time", self.wall, sum(costs) if costs else None)]
+            | ({"cost": f"${held / 3600 * self.price.usd:,.2f}"} if self.price else {})
+            for name, seconds, held in [*parts, ("wall time", self.wall, sum(self.held.values()))]
         ]
 
 
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
     """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
-    lives, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
-    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
-        mine = [life for life in lives if int(life.start["attempt"]) == attempt.record.attempt]
-        later = [life for life in lives if int(life.start["attempt"]) > attempt.record.attempt]
-        trained = not mine and not later and any(row.get("kind") == "end" for row in rows)
-        _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None, trained=trained)
-        if following is not None:
+    every, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
+    for attempt, next_one in zip(attempts, [*attempts[1:], None], strict=False):
+        record, end, reports = attempt.record, attempt.end, attempt.reports
+        lives = [life for life in every if life.start["attempt"] == record.attempt]
+        later = next((life for life in every if life.start["attempt"] > record.attempt), None)
+        scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
+        reported = max((report.ended for report in reports), default=None)
+        asked = record.platform.get("nodes")
+        nodes = asked if isinstance(asked, int) else 1
+        beginning = Part.START if record.attempt == 1 else Part.RESTART
+        book.until(scheduled, Part.QUEUE)
+        book.nodes = nodes if scheduled is not None else 0
+        book.until(pulled, Part.PULL)
+        for life, following in zip(lives, [*lives[1:], later], strict=False):
+            book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
+            book.nodes = nodes
+            before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
+            book.until(life.started + life.rows[0]["elapsed"], beginning, before)
+            # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
+            own = [report for report in reports if report.started == life.started]
+            fell = [rank.time for report in own for rank in report.ranks if rank.time is not None]
+            inside = [moment for moment in (*fell, *(report.ended for report in own)) if moment >= life.last]
+            over = reported if ended is None else ended
+            stop = min(inside) if inside else over if life is lives[-1] else None
+            _book_training(book, life, stop, resumed=None if following is None else following.start["step"])
+            if stop is None and following is not None and life is not lives[-1]:
+                book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
+            beginning = Part.RESTART
+        begun = {report.started: report for report in reports if report.started is not None}
+        if not lives and begun:  # no row of metrics tells of it, and a node's report does
+            first = begun[min(begun)]
+            book.until(first.started, beginning if pulled is not None else Part.UNKNOWN)
+            book.nodes = nodes
+            before = {Part.GATE: first.gate_seconds, Part.STAGE: first.stage_seconds}
+            # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken them.
+            trained = later is None and any(row.get("kind") == "end" for row in rows)
+            never_began = first.exit_code != 0 and not first.ranks
+            ran = Part.COLLECTING if trained else Part.UNKNOWN
+            book.until(first.ended, beginning if never_began else ran, before)
+        elif not lives:
+            book.until(ended, Part.UNKNOWN)
+        ending = Part.START if next_one is None else Part.RESTART
+        book.until(reported, ending)
+        book.until(ended, ending)
+        if end is not None and ended is None:  # somebody looked later, and nothing says how much later
+            book.until(end.seen, Part.UNKNOWN)
+        book.nodes = 0
+        if next_one is not None:
             # Who cancels a run, or starts it by a new command, made the time between the two.
-            cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
-            same = attempt.record.flow_run == following.record.flow_run
-            book.until(following.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
+            cancelled = end is not None and end.state is JobState.CANCELLED
+            same = record.flow_run == next_one.record.flow_run
+            book.until(next_one.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
     return book
-
-
-def _book_attempt(
-    book: Ledger, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool, trained: bool
-) -> None:
-    """Book the time from an attempt's record to its end, as far as both are known."""
-    end, reports = attempt.end, attempt.reports
-    scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
-    reported = max((float(report["ended"]) for report in reports if report["ended"] is not None), default=None)
-    asked = attempt.record.platform.get("nodes")
-    nodes = asked if isinstance(asked, int) else 1
-    beginning = Part.START if attempt.record.attempt == 1 else Part.RESTART
-    book.until(scheduled, Part.QUEUE)
-    book.nodes = nodes if scheduled is not None else 0
-    book.until(pulled, Part.PULL)
-    for life, following in zip(lives, [*lives[1:], later], strict=False):
-        book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = nodes
-        before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
-        book.until(life.started + float(life.rows[0]["elapsed"]), beginning, before)
-        # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
-        own = [report for report in reports if report.get("started") == life.started]
-        fell = [float(rank["time"]) for report in own for rank in report["ranks"] if rank["time"] is not None]
-        inside = [moment for moment in (*fell, *(float(report["ended"]) for report in own)) if moment >= life.last]
-        over = reported if ended is None else ended
-        stop = min(inside) if inside else over if life is lives[-1] else None
-        _book_training(book, life, stop, resumed=None if following is None else int(following.start["step"]))
-        if stop is None and following is not None and life is not lives[-1]:
-            book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
-        beginning = Part.RESTART
-    begun = [report for report in reports if report.get("started") is not None]
-    if not lives and begun:  # no row of metrics tells of it, and a node's report does
-        first = min(begun, key=lambda report: float(report["started"]))
-        book.until(first["started"], beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = nodes
-        before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
-        # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken a training's.
-        never_began = first["exit_code"] != 0 and not first["ranks"]
-        ran = Part.COLLECTING if trained else Part.UNKNOWN
-        book.until(first["ended"], beginning if never_began else ran, before)
-    elif not lives:
-        book.until(ended, Part.UNKNOWN)
-    ending = Part.START if last else Part.RESTART
-    book.until(reported, ending)
-    book.until(ended, ending)
-    if end is not None and ended is None:  # somebody looked later, and nothing says how much later
-        book.until(end.seen, Part.UNKNOWN)
-    book.nodes = 0
 
 
 # --- the training -----------------------------------------------------------------------------------------------------
@@ -229,16 +203,16 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
 
 def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
     """Book a life from its first step until it stopped; the next one, if there is one, `resumed` from that step."""
-    rows, first, last = life.rows, float(life.rows[0]["elapsed"]), float(life.rows[-1]["elapsed"])
+    rows, first, last = life.rows, life.rows[0]["elapsed"], life.rows[-1]["elapsed"]
     kept = last
     if left := any(row["kind"] in {"end", "leave"} for row in rows):
         # It came to the end of its work, or left it on purpose: behind its last step or evaluation is the last save.
-        kept = max(float(row["elapsed"]) for row in rows if row["kind"] not in {"checkpoint", "end"})
+        kept = max(row["elapsed"] for row in rows if row["kind"] not in {"checkpoint", "end"})
     elif resumed is not None:
         # Until the state that the next one resumed from was there: a checkpoint of it was taken, or a row tells of it.
         saved = [row for row in rows if row["kind"] == "checkpoint" and row["step"] == resumed and "taken" in row]
-        told = [float(row["elapsed"]) for row in rows if row["kind"] != "checkpoint" and row["step"] <= resumed]
-        taken = [float(row["taken"]) + float(row.get("seconds", 0.0)) for row in saved]
+        told = [row["elapsed"] for row in rows if row["kind"] != "checkpoint" and row["step"] <= resumed]
+        taken = [row["taken"] + row.get("seconds", 0.0) for row in saved]
         kept = min(last, *(taken or [max(told, default=first)]))
     elif stopped is not None:
         kept = max(last, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
@@ -246,19 +220,19 @@ def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed:
     part, within = Part.TRAINING, {Part.COMPILE: 0.0, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
     steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
     if steps and "first_step_seconds" in steps[0]:
-        compiled, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
-        if (more := int(steps[0]["step"]) - int(life.start["step"]) - 1) > 0:  # the first row is of several steps
-            usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - compiled) / more)
+        compiled, usual = steps[0]["first_step_seconds"], [row["step_seconds"] for row in steps[1:]]
+        if (more := steps[0]["step"] - life.start["step"] - 1) > 0:  # the first row is of several steps
+            usual.append(max(0.0, steps[0]["step_seconds"] * (more + 1) - compiled) / more)
         if usual:
             within[Part.COMPILE] = max(0.0, compiled - median(usual))
         else:  # a single step: how long a usual one takes is not known
             part = Part.UNKNOWN
     for row in rows:  # the training stood still
-        seconds = float(row.get("seconds", 0.0))
-        if row["kind"] == "evaluation" and float(row["elapsed"]) <= kept:
+        seconds = row.get("seconds", 0.0)
+        if row["kind"] == "evaluation" and row["elapsed"] <= kept:
             within[Part.EVALUATION] += seconds
         # The last save begins at the very end, and what comes after is its stall.
-        if row["kind"] == "checkpoint" and float(row.get("taken", kept)) < kept:
+        if row["kind"] == "checkpoint" and row.get("taken", kept) < kept:
             within[Part.CHECKPOINT] += seconds
     book.until(life.started + kept, part, within)
     if left:

@@ -1,7 +1,4 @@
-"""Charts as fenced mermaid, which Prefect's pages draw: they show no embedded images.
-
-Pure: values in, text out.
-"""
+"""Charts as fenced mermaid, which Prefect's pages draw: they show no embedded images."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from statistics import fmean
 from typing import Any
 
 _GRID = 129  # positions along a chart, 5 pixels each
@@ -92,22 +88,16 @@ def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
     Where points are dense, each position takes the mean of those around it; where they are sparse, the straight line
     between its neighbours. The ends are the first and the last point themselves, and go on level to the axis' ends.
     """
-    known = list(points)
-    level = {first: points[known[0]], **points, last: points[known[-1]]}
-    steps, span = sorted(level), last - first
-    dense: dict[int, list[float]] = {}
-    for step in steps[1:-1]:
-        dense.setdefault(round((step - first) / span * (_GRID - 1)), []).append(level[step])
-    values, left = [level[first]], 0
-    for position in range(1, _GRID - 1):
-        at = first + span * position / (_GRID - 1)
-        while steps[left + 1] < at:
-            left += 1
-        before, behind = steps[left], steps[left + 1]
-        share = (at - before) / (behind - before)
-        between = level[before] * (1 - share) + level[behind] * share
-        values.append(fmean(dense[position]) if position in dense else between)
-    return [*values, level[last]]
+    import numpy as np
+
+    steps, values = (np.array(list(one), float) for one in (points, points.values()))
+    level = np.interp(np.linspace(first, last, _GRID), steps, values)
+    places = np.rint((steps - first) / (last - first) * (_GRID - 1)).astype(int)
+    counts, sums = np.bincount(places, minlength=_GRID), np.bincount(places, values, _GRID)
+    dense = counts > 0
+    dense[[0, -1]] = False
+    level[dense] = sums[dense] / counts[dense]
+    return [float(value) for value in level]
 
 
 def _plain(text: str) -> str:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -20,20 +18,20 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.curves import Progress, downsample, smoothed, summary
-from launcher.formatting import BIDI, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import ACTIVE, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
-from launcher.runs.diagnosis import Verdict
+from launcher.runs.diagnosis import ADVICE, Verdict
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from jinja2 import Template
 
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
@@ -45,7 +43,6 @@ class RunReport:
 
     name: str
     address: str
-    """The address of the run's folder."""
     rows: Sequence[Row]
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
@@ -58,7 +55,6 @@ class RunReport:
     avoided: Sequence[str] = ()
     """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
-    """The parts of the wall time of all attempts."""
 
     @cached_property
     def progress(self) -> Progress:
@@ -74,7 +70,6 @@ class RunReport:
 
 
 def outcome(report: RunReport) -> str:
-    """The state of the run, in one line."""
     progress = report.progress
     if report.final is not None:
         if not report.final.complete:
@@ -134,7 +129,6 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    """The table of the dataset."""
     train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
     return [
         ("Name", dataset.name),
@@ -148,7 +142,6 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
 
 
 def places(report: RunReport) -> Pairs:
-    """The table of addresses."""
     named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS}
     if report.final:
         hub = {"For Hugging Face": HUGGINGFACE} if report.final.huggingface else {}
@@ -171,14 +164,7 @@ def _of_steps(progress: Progress) -> str:
 # --- Prefect's artifacts ----------------------------------------------------------------------------------------------
 
 
-def table(report: RunReport) -> list[dict[str, str]]:
-    """Rows of a table artifact."""
-    rows = [("Outcome", outcome(report)), *chain(*figures(report))]
-    return [{"figure": printable(name), "value": printable(value)} for name, value in rows]
-
-
 def markdown(report: RunReport) -> str:
-    """The report as a markdown artifact."""
     # In thousands where they are many: mermaid writes every tick out in full.
     pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
     if max(pace.values(), default=0.0) >= 10_000:
@@ -186,7 +172,7 @@ def markdown(report: RunReport) -> str:
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
-        _markdown_table(("Figure", "Value"), [*chain(*figures(report))]),
+        _markdown_table(("Figure", "Value"), [*figures(report)[0], *figures(report)[1]]),
         _loss_lines(report.rows),
         mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True),
     ]
@@ -208,7 +194,6 @@ def _loss_lines(rows: Sequence[Row]) -> str:
 
 
 def live_markdown(rows: Sequence[Row]) -> str:
-    """The training while it runs."""
     progress = summary(rows)
     if not rows:
         return "The job has not reported a step yet.\n"
@@ -247,16 +232,14 @@ def _fenced(text: str, language: str = "text") -> str:
 
 def verdict_markdown(verdict: Verdict) -> str:
     """Why an attempt ended, for a page in Prefect. What a node wrote stays text."""
-    finding = verdict.finding
     rows = [
-        (finding.code, f"{verdict.fault}{verdict.culprit}"),
-        ("machine", verdict.host),
+        (verdict.code, f"{verdict.fault}{verdict.culprit}"),
+        ("machine", verdict.host or NOTHING),
         ("what follows", verdict.action),
-        ("what to do", finding.fix),
+        ("what to do", ADVICE[verdict.fault]),
         ("logs", verdict.logs),
     ]
-    told = [row for row in rows if row[1]]
-    return "\n\n".join([_markdown_table(("verdict", ""), told), _fenced("\n".join(verdict.lines))])
+    return "\n\n".join([_markdown_table(("verdict", ""), rows), _fenced("\n".join(verdict.lines))])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -276,32 +259,28 @@ def html(report: RunReport) -> str:
         f"{count_text(report.parameters)} parameters" if report.parameters else "",
         f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
     ]
-    return (
-        environment()
-        .get_template("report.html")
-        .render(
-            title=report.name,
-            outcome=outcome(report),
-            lead=", ".join(filter(None, known)) + ".",
-            tiles=first,
-            curves=_curves(report.rows),
-            final=final,
-            figures=further,
-            ledger=report.ledger if report.ledger and report.ledger.wall else None,
-            dataset=dataset_facts(dataset) if dataset else None,
-            lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-            usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
-            places=places(report),
-            software=software,
-            # As YAML: what a run can be started with again.
-            config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
-        )
+    return template("report.html").render(
+        title=report.name,
+        outcome=outcome(report),
+        lead=", ".join(filter(None, known)) + ".",
+        tiles=first,
+        curves=_curves(report.rows),
+        final=final,
+        figures=further,
+        ledger=report.ledger if report.ledger and report.ledger.wall else None,
+        dataset=dataset_facts(dataset) if dataset else None,
+        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
+        usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
+        places=places(report),
+        software=software,
+        # As YAML: what a run can be started with again.
+        config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
     )
 
 
 @cache
-def environment() -> Environment:
-    """The templates, which escape the markup in all values."""
+def template(name: str) -> Template:
+    """Return a page, which escapes the markup in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -314,8 +293,8 @@ def environment() -> Environment:
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.globals["svg"] = svg
-    return environment
+    environment.globals |= {"svg": svg, "duration_text": duration_text}
+    return environment.get_template(name)
 
 
 def printable(text: str) -> str:
@@ -324,10 +303,7 @@ def printable(text: str) -> str:
     Postgres refuses NUL.
     """
     kept = text.replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(
-        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign
-        for sign in re.sub(f"[{BIDI}]", "\ufffd", kept)
-    )
+    return re.sub(f"[{ACTIVE}]", "\ufffd", kept)
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
@@ -354,7 +330,6 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
 
 
 def _short(value: float) -> str:
-    """A tick's label."""
     for size, name in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g} {name}"

@@ -14,9 +14,9 @@ import yaml
 from launcher.config import Objective
 from launcher.curves import summary
 from launcher.formatting import duration_text, loss_text, share_text
-from launcher.reports.charts import Chart, Line, svg
+from launcher.reports.charts import Chart, Line
 from launcher.reports.goodput import AttemptTimes, ledger
-from launcher.reports.report import environment
+from launcher.reports.report import template
 from launcher.runs.run import Run
 from launcher.runs.sweeps import Trial
 from litgpt_demo.metrics import curve
@@ -130,18 +130,13 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
     ]  # fmt: skip
     curves = Chart(name="trials", title="Validation loss of all trials", y_text=loss_text, lines=lines)
     front = sorted(search.front) if len(search.objectives) > 1 else []
-    return (
-        environment()
-        .get_template("sweep.html")
-        .render(
-            title=name,
-            rows=table(outcomes),
-            links={one.run: one.link for one in outcomes},
-            curves=curves if lines else None,
-            pictures=pictures(search),
-            front=[search.changes[number] for number in front],
-            svg=svg,
-        )
+    return template("sweep.html").render(
+        title=name,
+        rows=table(outcomes),
+        links={one.run: one.link for one in outcomes},
+        curves=curves if lines else None,
+        pictures=pictures(search),
+        front=[search.changes[number] for number in front],
     )
 
 

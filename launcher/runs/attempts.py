@@ -19,7 +19,7 @@ from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, named_under
-from launcher.platforms.base import Capability, Platform
+from launcher.platforms.base import Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
@@ -50,11 +50,8 @@ class Attempt:
 def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None = None) -> Platform:
     """Return the platform that a record's `platform` section means, as far as a record alone is believed.
 
-    Args:
-        given: the section of the config that the user gave, where one was given.
-
-    Raises:
-        ConfigProblem: this version does not know it, or it names a place where credentials are not sent unasked.
+    A ConfigProblem where this version does not know it, or it names a place where credentials are not sent unasked:
+    `given` is the section of the config that the user gave.
     """
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
@@ -153,7 +150,7 @@ class Attempts:
 
     def is_out_of_reach(self, record: AttemptRecord) -> bool:
         """Return whether only another machine, which submitted the attempt, can ask for it."""
-        return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
+        return not self.open(record.platform).anywhere and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.
@@ -183,11 +180,9 @@ def cancel_each(
 ) -> tuple[list[JobId], list[TrainLitgptError]]:
     """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
 
-    Args:
-        tell: called with what is still there of a job that takes longer than `told` seconds to go.
-        patience: seconds for which a platform that does not answer is asked again: it may have a minute's outage.
-
-    Returns what was cancelled, with the proof that nothing of it is left, and the problems of the others.
+    `tell` gets what is still there of a job that takes longer than `told` seconds to go. A platform that does not
+    answer is asked again for `patience` seconds. Returns what was cancelled, with the proof that nothing of it is left,
+    and the problems of the others.
     """
     cancelled, problems = list[JobId](), list[TrainLitgptError]()
     with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
@@ -218,7 +213,6 @@ class Claim:
     config: RunConfig | ScriptConfig
     platform: Platform
     make_job: Callable[[int], Job]
-    """Attempt number to the job of that attempt."""
     progress: Callable[[], int] = lambda: 0
     """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
     flow_runs: Sequence[str] = ()
@@ -227,7 +221,7 @@ class Claim:
     @property
     def names(self) -> list[str]:
         """What a cancellation of this job may be asked for by: its run's name, or its sweep's."""
-        return [self.attempts.run, *([self.config.start.sweep] if self.config.start.sweep else [])]
+        return [name for name in (self.attempts.run, self.config.start.sweep) if name]
 
     @property
     def orchestrator(self) -> str | None:
@@ -252,28 +246,23 @@ class Claim:
         return blamed(verdicts, times=restarts.exclude_after)
 
     def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
-        """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
+        """Take up the attempt that lives, or claim the next one, which avoids the machines `exclude`.
 
-        A RunIsLive where it lives on another platform than the config's.
-
-        Args:
-            ended: the last attempt that is over, though its platform may know nothing of it any more.
-            exclude: the machines that a new attempt avoids.
+        The platform is asked for neither yet. `ended` is the last attempt that is over, though its platform may know
+        nothing of it any more. A RunIsLive where one lives on another platform than the config's.
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
         self.attempts.index.close(self.attempts.run)
         while True:
             last = self.attempts.last()
-            if last is not None and last.number > ended and self._goes_on(last):
+            if lives := last is not None and last.number > ended and self._goes_on(last):
                 record = last.record
-                break
-            record = self._record(max(last.number if last else 0, ended) + 1, exclude)
-            if self.attempts.index.create(record):
-                break
-            # Somebody else was faster, and has it: take up theirs.
-        self.attempts.index.follow(self.flow_runs, record)
-        return record
+            else:
+                record = self._record(max(last.number if last else 0, ended) + 1, exclude)
+            if lives or self.attempts.index.create(record):  # else somebody was faster: take up theirs
+                self.attempts.index.follow(self.flow_runs, record)
+                return record
 
     def _goes_on(self, last: Attempt) -> bool:
         """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
@@ -319,7 +308,6 @@ class Claim:
 
 
 def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
-    """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
     return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
@@ -328,8 +316,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
     """Return the claim on a run that is planned already: planning reads every file of a corpus, and all code.
 
-    Args:
-        steps: the steps of the training, where they are known: it makes no progress beyond them.
+    A training makes no progress beyond its `steps`, where they are known.
     """
     config = run.config
 
@@ -400,15 +387,9 @@ class CancelWatch:
 def settle_others(
     config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
 ) -> None:
-    """Refuse to double a live job that has the config's name and is another run, or do as `start.others` says.
+    """A RunIsLive for a live job that has the config's name and is not `run`, unless `start.others` says otherwise.
 
     Trials of one sweep are not in each other's way. A PlatformUnreachable where it cannot be known whether one lives.
-
-    Args:
-        run: the run that the config means, which is taken up if it lives; none for a sweep.
-
-    Raises:
-        RunIsLive: there is one.
     """
     others, sweep = config.start.others, config.start.sweep or sweep
     index, open = Index.of(config.root), open or opening_beside(config.platform)
@@ -419,14 +400,13 @@ def settle_others(
         live = attempts.live()
         if live is None or (sweep is not None and live.record.sweep == sweep):
             continue
-        if others == "cancel":
-            attempts.cancel()
-            continue
-        raise RunIsLive(
-            f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
-            f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or settings "
-            "differ: cancel the old job first (--cancel-old), or run both (--new)"
-        )
+        if others != "cancel":
+            raise RunIsLive(
+                f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
+                f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or "
+                "settings differ: cancel the old job first (--cancel-old), or run both (--new)"
+            )
+        attempts.cancel()
 
 
 def known_image(image: Image) -> str | None:

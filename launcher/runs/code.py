@@ -11,7 +11,6 @@ import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -23,7 +22,7 @@ from launcher.errors import ConfigProblem
 from launcher.formatting import bytes_text
 from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
-from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES, archive_name
+from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
@@ -45,7 +44,6 @@ _CACHES = (
     *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
     *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
 )
-
 
 _IN_ANY_CASE = [re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", one) for one in _SECRETS]
 SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*_IN_ANY_CASE, *_CACHES))
@@ -73,11 +71,8 @@ class CodeArchive:
     def stored(cls, root: Storage, address: str) -> Self:
         """Return the archive that an attempt was started with, from under the root; a DataError if it is not there."""
         digest = PurePosixPath(address).stem
-        path = f"{CODE}/{archive_name(digest)}"
-        try:
-            content = root.read(path, most=MOST_ARCHIVE)
-        except FileNotFoundError:
-            content = b""
+        path = f"{CODE}/{digest}.tar"
+        content = root.read(path, most=MOST_ARCHIVE) if root.exists(path) else b""
         if hashlib.sha256(content).hexdigest() != digest:
             raise DataError(
                 f"{root.address(path)} is not there any more, or is not the code that its name says",
@@ -89,23 +84,20 @@ class CodeArchive:
     @property
     def path(self) -> str:
         """Below the root."""
-        return f"{CODE}/{archive_name(self.sha256)}"
+        return f"{CODE}/{self.sha256}.tar"
 
     def ship(self, root: Storage) -> bool:
         """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.
 
-        Raises:
-            DataError: what is there under its name is something else.
+        A DataError where something else is there under its name.
         """
-        try:
-            there = root.stat(self.path)
-        except FileNotFoundError:
+        if not root.exists(self.path):
             if (folder := root.within(CODE).local_path()) is not None:
                 with explaining(root.address(CODE)):
                     make_private(folder)
             if root.create(self.path, self.content):
                 return True
-            there = root.stat(self.path)
+        there = root.stat(self.path)
         if (there.size, there.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
             raise DataError(
                 f"{root.address(self.path)} is not the code that its name says",
@@ -117,32 +109,20 @@ class CodeArchive:
 def pack_code(mount: str, *, root: str) -> CodeArchive:
     """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name.
 
-    Raises:
-        ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere; a
-            file cannot be read, changes meanwhile, or holds a private key.
+    A ConfigProblem where it is no folder, has no files, too many or too large ones, or links that lead elsewhere; or a
+    file cannot be read, becomes shorter meanwhile, or holds a private key.
     """
-    try:
-        folder = Path(mount).expanduser().resolve()
-        paths = _paths(mount, folder, root)
-    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
-        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix="mend it, or leave it out") from error
     content = io.BytesIO()
     try:
-        before = _sizes(folder, paths)
-        digest = write_files(folder, paths, to=content)
-        changed = _sizes(folder, paths) != before
-    except OSError as error:
-        # tarfile's own error, of a file that became shorter, has no number.
-        changed = error.errno is None or isinstance(error, FileNotFoundError)
-        if not changed:
-            raise ConfigProblem(f"code.mount={mount}: {error}", fix="make it readable, or leave it out") from error
-    if changed:
-        raise ConfigProblem(f"files in code.mount={mount} change while they are read", fix="wait, then run again")
+        folder = Path(mount).expanduser().resolve()
+        sizes = _sizes(mount, folder, root)
+        digest = write_files(folder, list(sizes), to=content)
+    # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
+    except (OSError, ValueError, RuntimeError) as error:
+        fix = "make it readable, or leave it out; if its files change, wait, then run again"
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix=fix) from error
     if content.tell() > MOST_ARCHIVE:
-        raise ConfigProblem(
-            f"code.mount={mount} makes an archive of {bytes_text(content.tell())}, and nodes take "
-            f"{bytes_text(MOST_ARCHIVE)}: its files have very long paths; give a folder further down, or leave some out"
-        )
+        raise ConfigProblem(f"code.mount={mount} has many files with very long paths; give a folder further down")
     # A key whatever its file is called: Google names those of service accounts after the project.
     with tarfile.open(fileobj=io.BytesIO(content.getvalue()), mode="r:") as tar:
         for member in tar:
@@ -152,10 +132,11 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
                     f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it; "
                     "take it out of the folder, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
                 )
-    return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
+    return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(sizes))
 
 
-def _paths(mount: str, folder: Path, root: str) -> list[str]:
+def _sizes(mount: str, folder: Path, root: str) -> dict[str, int]:
+    """The files that ship by their path, each with its bytes."""
     if not folder.is_dir():
         raise ConfigProblem(f"code.mount={mount}: {folder} is no folder", fix="give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
@@ -180,7 +161,7 @@ def _paths(mount: str, folder: Path, root: str) -> list[str]:
                 f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do",
                 fix="put the file there, or name the link in .dockerignore",
             )
-    sizes = _sizes(folder, paths)
+    sizes = {path: (folder / path).stat().st_size for path in paths}
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
@@ -188,8 +169,4 @@ def _paths(mount: str, folder: Path, root: str) -> list[str]:
             f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}; the largest are "
             f"{named}: {fix}"
         )
-    return paths
-
-
-def _sizes(folder: Path, paths: Sequence[str]) -> dict[str, int]:
-    return {path: (folder / path).stat().st_size for path in paths}
+    return sizes

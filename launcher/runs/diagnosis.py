@@ -14,14 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from signal import Signals
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
-from litgpt_demo.findings import Finding
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
@@ -33,8 +32,6 @@ _LONGEST_HOST = 253  # characters, as of a name of DNS
 
 
 class Action(StrEnum):
-    """The consequence of a failure."""
-
     STOP = "stop"
     RESTART = "new attempt, as far as the budget of its class goes"
 
@@ -72,7 +69,6 @@ class Verdict:
     """The rank within the whole job."""
     evidence: str
     logs: str = ""
-    """The folder of the attempt's logs."""
     host: str = ""
     """The node's machine by its platform's name, where it is known."""
     clear: bool = False
@@ -94,9 +90,9 @@ class Verdict:
         return tuple(line[:_LONGEST] for line in self.evidence.splitlines()[:_MOST_LINES])
 
     @property
-    def finding(self) -> Finding:
-        code = f"attempt.{self.fault.replace(' ', '-')}"
-        return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", ADVICE[self.fault], self.fault)
+    def code(self) -> str:
+        """A stable name, which scripts may rely on."""
+        return f"attempt.{self.fault.replace(' ', '-')}"
 
     @property
     def culprit(self) -> str:
@@ -115,8 +111,7 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     """Leave verdict.json in the attempt's folder unless another orchestrator has; return whether this one did."""
     document = {
         "format": 1,
-        # The finding's stable name, which scripts may rely on.
-        "code": verdict.finding.code,
+        "code": verdict.code,
         "fault": verdict.fault,
         "node": verdict.node,
         "rank": verdict.rank,
@@ -133,16 +128,18 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
 # --- the reports of the nodes -----------------------------------------------------------------------------------------
 
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
+# Exit codes are a byte, one of GCP Batch's reserved ones, or the negative number of a signal.
+_ExitCode = Annotated[int, Field(ge=-1000, lt=1_000_000)]
 _Number = Annotated[int, Field(ge=0, lt=1_000_000)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
 
 
-class _RankReport(BaseModel):
+class RankReport(BaseModel):
     """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
-    rank: _Number | None
-    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)] | None = None
+    rank: _Number | None = None
+    exit_code: _ExitCode | None = None
     message: _Text = ""
     traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
     time: FiniteFloat | None = None
@@ -150,7 +147,7 @@ class _RankReport(BaseModel):
     held: bool = False
 
 
-class _Trace(BaseModel):
+class Trace(BaseModel):
     """A line that a node picked from its kernel's log or its ranks' output (litgpt_demo.node.evidence)."""
 
     source: Literal["kernel", "memory", "output", "recorder"]
@@ -158,12 +155,11 @@ class _Trace(BaseModel):
     rank: _Number | None = None
 
 
-class _NodeReport(BaseModel):
-    """A node's report of its end."""
+class NodeReport(BaseModel):
+    """A node's report of its end (litgpt_demo.node.main)."""
 
     node: _Number
-    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
-    """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
+    exit_code: _ExitCode
     fault: JobFault | None
     message: _Text
     ended: FiniteFloat
@@ -171,16 +167,17 @@ class _NodeReport(BaseModel):
     started: FiniteFloat | None = None
     gate_seconds: _Seconds = 0.0
     stage_seconds: _Seconds = 0.0
-    host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
-    """The machine, by its platform's name; a name of DNS has 253 characters at the most."""
+    host: Annotated[str, AfterValidator(lambda text: text[:_LONGEST_HOST])] = ""
+    """The machine, by its platform's name."""
     stopped: Annotated[tuple[_Number, ...], Field(max_length=1024)] = ()
     """The ranks that were stopped because of others, and had failed at nothing."""
-    traces: Annotated[tuple[_Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
-    ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
+    traces: Annotated[tuple[Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
+    ranks: Annotated[tuple[RankReport, ...], Field(max_length=1024)] = ()
+    """Those that failed, the one first that explains the others."""
 
 
-def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
-    """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
+def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[NodeReport]:
+    """Return the report that each node wrote of its end: `node-<k>.json`.
 
     A damaged one, or one in another node's file, counts as none: the node's exit code is left, as for a node that was
     killed. `bad` counts both.
@@ -190,10 +187,10 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[s
     for name in (path for path in attempt.list() if re.fullmatch(NODE_REPORT, path)):
         try:
             content = attempt.read(name, most=MOST_NODE_REPORT)
-            report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
+            report = parse_json(content, NodeReport, where=attempt.address(name), fix="read the node's log")
             if name != f"node-{report.node}.json":
                 raise DataError(f"{attempt.address(name)} is signed by node {report.node}", fix="read the node's log")
-            found.append(report.model_dump(mode="json"))
+            found.append(report)
         except DataError as error:
             if bad is not None:
                 bad.add(str(error))
@@ -201,9 +198,6 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[s
 
 
 # --- the culprit -----------------------------------------------------------------------------------------------------
-
-Report: TypeAlias = Mapping[str, Any]
-"""One of `node_reports`."""
 
 # Of two causes the one that says more comes first.
 _SEVERITY = (
@@ -236,7 +230,6 @@ class Part(IntEnum):
     """The part that a node has in the end of a job; the lowest explains the others."""
 
     CAUSE = 0
-    """It failed by itself."""
     BLAMED = 1
     """Others lost it or gave up waiting, and it complained of nothing."""
     WAITED = 2
@@ -270,7 +263,7 @@ class _Suspect(Verdict):
 
 
 def diagnose(
-    status: JobStatus, reports: Iterable[Report], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
+    status: JobStatus, reports: Iterable[NodeReport], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
 ) -> Verdict:
     """The verdict on an attempt that failed.
 
@@ -280,10 +273,10 @@ def diagnose(
         nodes: the nodes of the job, where they are known; one that left nothing at all is suspected too.
     """
     # A node that was evicted could say of its end that it was asked to leave at the most.
-    told = [report for report in reports if int(report["node"]) not in status.evictions]
-    bad = [report for report in told if report.get("exit_code") != 0]
+    told = [report for report in reports if report.node not in status.evictions]
+    bad = [report for report in told if report.exit_code != 0]
+    known = {report.node for report in told}
     suspects = [_reported(report) for report in bad]
-    known = {int(report["node"]) for report in told}
     suspects += [
         _killed(node, code, status.evictions.get(node, ""))
         for node, code in status.exit_codes.items()
@@ -305,12 +298,11 @@ def diagnose(
         if (one.fault is Fault.PREEMPTED and one.ended > first + _ALONE) or (one.terminated and failed):
             suspects[place] = replace(one, part=Part.ASKED)
     suspects += _blamed(bad, suspects)
-    done = [report for report in told if report.get("exit_code") == 0]
+    done = [report for report in told if report.exit_code == 0]
     if all(one.part is Part.LOST_PEER for one in suspects) and len(done) == 1:
         words = "its program came to its end with exit code 0 while the others still needed it"
         evidence = f"{words}: {suspects[0].evidence.splitlines()[0]}"
-        node, host = int(done[0]["node"]), str(done[0].get("host") or "")
-        suspects.append(_Suspect(fault=Fault.USER, node=node, evidence=evidence, host=host))
+        suspects.append(_Suspect(fault=Fault.USER, node=done[0].node, evidence=evidence, host=done[0].host))
     cause = min(suspects, key=lambda one: one.order)
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
@@ -321,43 +313,39 @@ def diagnose(
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def _reported(report: Report) -> _Suspect:
-    """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node.main)."""
-    fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
-    cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
+def _reported(report: NodeReport) -> _Suspect:
+    fault = report.fault or fault_of_exit_code(report.exit_code)
+    cause = report.ranks[0] if report.ranks else RankReport()
     # What the node's kernel said may tell more of the class.
-    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
+    kernel = [trace.text for trace in report.traces if trace.source in {"kernel", "memory"}]
     broken = [line for line in kernel if _HARDWARE.search(line)]
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
-    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in cause.get("message", "")
+    killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
     telling: list[str] = []
     if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
         fault, telling = Fault.NODE, broken
     elif short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
         fault, telling = Fault.OUT_OF_MEMORY, short
-    words = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
-    lines = cause.get("traceback") or ()
+    words, lines = cause.message or report.message or f"ended with {_ending(report.exit_code)}", cause.traceback
     # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
     if fault is Fault.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
         lines = ()
-    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
-    if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
+    began = {Fault.HANG: cause.time, Fault.PREEMPTED: report.asked}.get(fault)
+    if cause.held:  # asked for its stacks it went on, and so did those that waited for it
         began = -math.inf
-    part = Part.CAUSE
-    if fault is Fault.NETWORK:
-        part = Part.LOST_PEER
-    elif fault is Fault.HANG and cause.get("waits"):
+    part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
+    if fault is Fault.HANG and cause.waits:
         part = Part.WAITED
     return _Suspect(
         fault=fault,
-        node=int(report["node"]),
-        rank=cause.get("rank"),
-        evidence="".join([words, *(f"\n    {line}" for line in (*telling, *lines))]),
+        node=report.node,
+        rank=cause.rank,
+        evidence="\n    ".join([words, *telling, *lines]),
         part=part,
-        ended=float(report["ended"]),
-        began=math.inf if began is None else float(began),
+        ended=report.ended,
+        began=math.inf if began is None else began,
         hardware=telling is broken,
-        host=str(report.get("host") or ""),
+        host=report.host,
     )
 
 
@@ -382,7 +370,7 @@ def _ending(code: int) -> str:
 # --- one node beside the others ---------------------------------------------------------------------------------------
 
 
-def _blamed(reports: Sequence[Report], suspects: Sequence[_Suspect]) -> Iterator[_Suspect]:
+def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iterator[_Suspect]:
     """Yield the rank that others gave up waiting for, where what they say tells which one it was.
 
     NCCL's watchdogs number what each rank has begun: the one that came least far is the one. A barrier names it. Else
@@ -396,40 +384,39 @@ def _blamed(reports: Sequence[Report], suspects: Sequence[_Suspect]) -> Iterator
     begun: dict[int, int] = {}  # by rank, how many collectives
     barred: dict[int, str] = {}  # the ranks that a monitored barrier names, and its words
     for report in reports:
-        ranks, traces, stopped = (report.get(part) or () for part in ("ranks", "traces", "stopped"))
-        known = [one for one in ranks if one.get("rank") is not None]
-        traced = [trace for trace in traces if trace.get("rank") is not None]
-        where |= dict.fromkeys([*stopped, *(one["rank"] for one in (*known, *traced))], int(report["node"]))
-        ended = (one for one in known if one.get("exit_code") == -Signals.SIGTERM and not one.get("message"))
-        quiet += [*stopped, *(one["rank"] for one in ended)]
-        for trace in traced:
-            if found := _ENQUEUED.search(trace["text"]):
-                begun[trace["rank"]] = int(found[1])
-        for words in [*(one.get("message", "") for one in ranks), *(trace["text"] for trace in traces)]:
-            if found := _BARRED.search(str(words)):
+        silent = (one.rank for one in report.ranks if one.exit_code == -Signals.SIGTERM and not one.message)
+        spoken = [*(one.rank for one in report.ranks), *(one.rank for one in report.traces)]
+        quiet += [*report.stopped, *(rank for rank in silent if rank is not None)]
+        where |= {rank: report.node for rank in (*report.stopped, *spoken) if rank is not None}
+        for trace in report.traces:
+            if trace.rank is not None and (found := _ENQUEUED.search(trace.text)):
+                begun[trace.rank] = int(found[1])
+        for words in (*(one.message for one in report.ranks), *(trace.text for trace in report.traces)):
+            if found := _BARRED.search(words):
                 barred[int(found[1])] = found[0]
-
-    def blame(node: int | None, rank: int | None, why: str) -> Iterator[_Suspect]:
-        words = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
-        host = next((str(report.get("host") or "") for report in reports if int(report["node"]) == node), "")
-        if node is not None:
-            yield _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=words, part=Part.BLAMED, host=host)
-
     least = sorted(begun, key=begun.__getitem__)[:2]
     killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
+    there = {where[rank] for rank in quiet}
+    node: int | None = None
+    rank: int | None = None
     if len(least) == 2 and begun[least[0]] != begun[least[1]]:
-        why = f"it had begun {begun[least[0]]} collectives, and each other rank at least {begun[least[1]]}"
-        yield from blame(where.get(least[0]), least[0], why)
+        rank = least[0]
+        why = f"it had begun {begun[rank]} collectives, and each other rank at least {begun[least[1]]}"
     elif len(barred) == 1:
         [(rank, why)] = barred.items()
-        yield from blame(where.get(rank), rank, why)
     elif any(suspect.part is Part.BLAMED for suspect in suspects):
         return  # a node that left nothing at all is the likelier cause
     elif killed:
-        if len(killed) == 1 and killed[0].fault is Fault.NODE:
-            # A process that dies closes its connections; this one let the others wait, until it was killed for it.
-            yield from blame(killed[0].node, None, killed[0].evidence)
+        if len(killed) > 1 or killed[0].fault is not Fault.NODE:
+            return
+        # A process that dies closes its connections; this one let the others wait, until it was killed for it.
+        node, why = killed[0].node, killed[0].evidence
     elif len(quiet) == 1:
-        yield from blame(where[quiet[0]], quiet[0], "it was stopped without a word")
-    elif len(there := {where[rank] for rank in quiet}) == 1:
-        yield from blame(there.pop(), None, "its ranks were stopped without a word")
+        rank, why = quiet[0], "it was stopped without a word"
+    elif len(there) == 1:
+        node, why = there.pop(), "its ranks were stopped without a word"
+    node = node if rank is None else where.get(rank)
+    if node is not None:
+        evidence = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+        host = next((report.host for report in reports if report.node == node), "")
+        yield _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)

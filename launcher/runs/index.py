@@ -14,7 +14,6 @@ overwrite each other.
 
 from __future__ import annotations
 
-import getpass
 import json
 import re
 import secrets
@@ -24,20 +23,21 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
+import psutil
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_validator
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
 from litgpt_demo.config import Settings, readable_train
-from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
@@ -46,7 +46,6 @@ from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
-_RECORD, _ENDED, _VERDICT = ".json", ".ended.json", ".verdict.json"
 _FOLLOWED = re.compile(r"(?P<flow_run>[^/]+)/(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
@@ -60,13 +59,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass
-class DamagedRecords(Unreadable):
-    """A count of the records that nobody can read, which also knows whose they are."""
+class DamagedRecords(dict[str, str]):
+    """The runs whose last record nobody can read, each with what is wrong."""
 
-    what: str = "records of the run index"
-    runs: dict[str, str] = field(default_factory=dict)
-    """The run of each, with what is wrong."""
+    def __str__(self) -> str:
+        return f"{len(self):,} records of the run index could not be read; one: {self[min(self)]}" if self else ""
 
 
 class AttemptRecord(Settings):
@@ -80,9 +77,7 @@ class AttemptRecord(Settings):
     key: str
     attempt: int
     sweep: str | None = None
-    """The sweep that the run is a trial of."""
     config: dict[str, JsonValue]
-    """The config of the training or script, whole."""
     platform: dict[str, JsonValue]
     """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
     job_id: JobId
@@ -139,7 +134,6 @@ class AttemptVerdict(Settings):
     after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
     machine: MachineName | Literal[""] = ""
-    """The machine that is to blame; empty where that is nobody's or not clear."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
 
@@ -151,8 +145,6 @@ class AttemptVerdict(Settings):
 
 @dataclass(frozen=True)
 class Index:
-    """The index of one root."""
-
     root: Storage
 
     @classmethod
@@ -170,42 +162,31 @@ class Index:
                 with explaining(str(folder)):
                     make_private(folder)
 
-    # --- attempts ---
-
     def create(self, record: AttemptRecord) -> bool:
         """Write an attempt down unless that number is taken; return whether it is this one's."""
         return self._folder.create(f"{record.run}/{record.attempt}.json", _content(record))
 
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
-        return self._read_all(self._record, self._attempts(_RECORD, run))
+        return self._read_all(self._record, self._attempts(".json", run))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
-        """Return the last attempt of every run of this root, the newest first.
+        """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
 
-        `bad` counts damaged records, which must not stop a verb that is about another run; without it one raises.
-        """
-
-        def read(which: tuple[str, int]) -> AttemptRecord | str:
+        def read(which: tuple[str, int]) -> AttemptRecord | None:
             try:
                 return self._record(which)
-            except DataError as error:
-                if bad is None:
-                    raise
-                return str(error)
+            except DataError as error:  # it must not stop a verb that is about another run
+                if bad is not None:
+                    bad[which[0]] = str(error)
+                return None
 
-        last, records = dict(self._attempts(_RECORD)), list[AttemptRecord]()
-        for run, read_as in zip(last, self._read_all(read, last.items()), strict=True):
-            if isinstance(read_as, AttemptRecord):
-                records.append(read_as)
-            elif bad is not None:
-                bad.runs[run] = read_as
-                bad.add(read_as)
-        return sorted(records, key=lambda record: record.created, reverse=True)
+        found = self._read_all(read, dict(self._attempts(".json")).items())
+        return sorted(filter(None, found), key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
-        return list(dict(self._attempts(_RECORD)))
+        return list(dict(self._attempts(".json")))
 
     def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
@@ -217,7 +198,7 @@ class Index:
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
-        return self._numbered(AttemptEnd, run, _ENDED, "the platform is then asked how the attempt ended")
+        return self._numbered(AttemptEnd, run, ".ended.json", "the platform is then asked how the attempt ended")
 
     def judge(self, run: str, judged: AttemptVerdict) -> None:
         """Write down why an attempt ended badly, unless another orchestrator has."""
@@ -229,7 +210,7 @@ class Index:
 
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        return list(self._numbered(AttemptVerdict, run, _VERDICT, "its attempt is then not counted").values())
+        return list(self._numbered(AttemptVerdict, run, ".verdict.json", "its attempt is then not counted").values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
@@ -244,8 +225,6 @@ class Index:
             return self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
         return ""
 
-    # --- cancellations ---
-
     def request_cancel(self, name: str) -> None:
         """Ask the orchestrator of this run or sweep to start nothing more of it."""
         self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
@@ -253,8 +232,6 @@ class Index:
     def cancellations(self, name: str) -> frozenset[str]:
         """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
-
-    # --- flow runs ---
 
     def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
         """Note that these flow runs of Prefect's orchestrate an attempt."""
@@ -273,8 +250,6 @@ class Index:
                 attempt = which["run"], int(which["attempt"])
                 found[attempt] = (*found.get(attempt, ()), which["flow_run"])
         return found
-
-    # --- files ---
 
     def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
         """Return run and number of each attempt that has such a file, by both."""
@@ -351,9 +326,5 @@ def this_machine() -> str:
 
 
 def whoami() -> tuple[str, str]:
-    """Return the user's and the host's name."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = "unknown"
-    return user, socket.gethostname()
+    """Return the user's name, its number where it has none, and the host's."""
+    return psutil.Process().username(), socket.gethostname()

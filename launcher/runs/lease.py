@@ -14,6 +14,7 @@ observer's own monotonic clock, which nobody sets; an hour that any clock jumps 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
@@ -57,13 +58,6 @@ class Holder(Settings):
         return f"{self.user} on {self.host}"
 
 
-class Released(Settings):
-    """A term that its holder gave back."""
-
-    stopped: int = 0
-    """The attempt after which the holder decided that none follows; 0 where it decided no such thing."""
-
-
 class Lease:
     """One orchestrator's side of the lease of a run. While it is entered, what it took is kept alive by a thread."""
 
@@ -77,8 +71,8 @@ class Lease:
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock
         self._term = 0
+        # The term of another holder, its last beat, and when that was first seen.
         self._seen: tuple[int, int | None, float] = (0, None, 0.0)
-        """The term of another holder, its last beat, and when that was first seen."""
         self._lived = False
         self._stop = Event()
         self._beating: Thread | None = None
@@ -95,11 +89,7 @@ class Lease:
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
-        """Look once; return whether the lease is this one's now.
-
-        Args:
-            unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
-        """
+        """Look once; return whether the lease is this one's now. Who stopped for good after that attempt keeps it."""
         newest = self._newest()
         if self._term and newest == self._term:
             return True
@@ -118,8 +108,7 @@ class Lease:
 
     def stopped_after(self, attempt: int) -> bool:
         """Return whether the last holder let go because none may follow this attempt."""
-        released = self._released(self._newest())
-        return bool(attempt) and released is not None and released.stopped == attempt
+        return bool(attempt) and self._released(self._newest()) == attempt
 
     def beat_of(self, flow_run: str) -> tuple[int, int | None] | None:
         """Return the term of a flow run and its last beat; None if it does not hold the lease."""
@@ -132,28 +121,30 @@ class Lease:
         term = self._term
         self._lose()
         if term:
-            content = sealed(Released(stopped=stopped).model_dump_json(indent=1).encode(), "record")
-            self._folder.create(f"{term}.released.json", content)
+            content = json.dumps({"stopped": stopped}, indent=1)
+            self._folder.create(f"{term}.released.json", sealed(content.encode(), "record"))
 
     def _newest(self) -> int:
         return max((int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))), default=0)
 
     def _is_free(self, term: int, unless_stopped_after: int) -> bool:
         """Return whether a term is over: given back, or without a beat for DEAD seconds of this one's clock."""
-        if (released := self._released(term)) is not None:
+        if (stopped := self._released(term)) is not None:
             self._lived = False  # it counted to its end
-            return not (unless_stopped_after and released.stopped == unless_stopped_after)
-        beat, now, (seen, before, _) = self._read(f"{term}.beat", int), self._clock(), self._seen
+            return not (unless_stopped_after and stopped == unless_stopped_after)
+        beat, now, (seen, before, since) = self._read(f"{term}.beat", int), self._clock(), self._seen
         if seen != term:
-            self.holder, self._lived = self._read(f"{term}.json", Holder), False
-            self._seen = (term, beat, now)
-        elif beat != before:
-            self._lived = True
-            self._seen = (term, beat, now)
-        return now - self._seen[2] >= DEAD
+            self.holder = self._read(f"{term}.json", Holder)
+        elif beat == before:
+            return now - since >= DEAD
+        self._lived = seen == term
+        self._seen = (term, beat, now)
+        return False
 
-    def _released(self, term: int) -> Released | None:
-        return self._read(f"{term}.released.json", Released, damaged=Released())
+    def _released(self, term: int) -> int | None:
+        """The attempt after which the holder of a term decided that none follows, 0 where it only gave it back."""
+        released = self._read(f"{term}.released.json", dict[str, int], damaged={})
+        return None if released is None else released.get("stopped", 0)
 
     def _read(self, path: str, kind: type[T], *, damaged: T | None = None) -> T | None:
         """None where it is not there yet, `damaged` where it is nothing that a holder writes."""

@@ -1,7 +1,4 @@
-"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left on their platforms.
-
-No key is computed to find a run, so that a corpus that has changed, moved or gone hides no job.
-"""
+"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,8 +22,8 @@ from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recor
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest, plan_script
 from launcher.runs.sweeps import sweep_name
+from litgpt_demo.documents import read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.manifests import read_manifest
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import Storage, is_remote
 
@@ -54,7 +52,6 @@ class Target:
         return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
 
     def storage(self, run: str) -> Storage:
-        """Return the folder of a run."""
         return self.index.root.within(f"runs/{run}")
 
 
@@ -69,31 +66,22 @@ def find(words: str, *, root: str) -> Target:
             raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
         index, run = Index.of(folder), rest.partition("/")[0]
         if not index.records(run):
-            there = _listed(index.newest(DamagedRecords())) or "  none"
-            raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
+            raise _unknown(f"the index has no run {run}", index, index.newest())
         return Target(index=index, name=run, runs=(run,))
     index = Index.of(root)
     newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
-    if not newest:
-        raise UnknownRun(
-            f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
-        )
-    if words == LAST:
-        return _target(index, newest, newest[0].sweep or newest[0].run, bad)
     names = {name for record in newest for name in (record.run, record.sweep) if name}
-    if words in names:
-        return _target(index, newest, words, bad)
     found = {name for name in names if name.startswith(words)}
     # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
     found -= {record.run for record in newest if record.sweep in found}
-    if len(found) == 1:
-        return _target(index, newest, found.pop(), bad)
+    if words == LAST and newest:
+        found = {newest[0].sweep or newest[0].run}
+    if words in names or len(found) == 1:
+        return _target(index, newest, words if words in names else found.pop(), bad)
     if not found:
-        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
-    raise UnknownRun(
-        f"{words!r} is the beginning of {len(found)} names; give more of one:\n"
-        f"{_listed(record for record in newest if {record.run, record.sweep} & found)}"
-    )
+        raise _unknown(f"no run is called {words!r}", index, newest)
+    those = [record for record in newest if {record.run, record.sweep} & found]
+    raise UnknownRun(f"{words!r} is the beginning of {len(found)} names; give more of one:\n{_listed(those)}")
 
 
 def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
@@ -103,24 +91,19 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     UnknownRun where none was started, or several were, as when the corpus changed in between.
     """
     index, beside = Index.of(config.root), opening_beside(config.platform)
+    none = "nothing has been started with this config"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
         names = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not names:
-            raise UnknownRun(_none_of(index, index.newest(DamagedRecords()), config.name))
+            raise _unknown(none, index, index.newest(), config.name)
         return Target(index=index, name=names[0], runs=names, open=beside)
     sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
-
-    def means(record: AttemptRecord) -> bool:
-        return record.sweep == sweep if sweep else _means(config, record)
-
-    newest, bad = _newest(index, means)
-    meant = [record for record in newest if means(record)]
+    newest, bad = _newest(index, partial(_means, config, sweep))
+    meant = [record for record in newest if _means(config, sweep, record)]
     if not meant:
-        raise UnknownRun(_none_of(index, newest, config.name))
-    if sweep:
-        return replace(_target(index, newest, sweep, bad), open=beside)
+        raise _unknown(none, index, newest, config.name)
     if len(meant) > 1 and isinstance(config, ScriptConfig):
         with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
             present = plan_script(config).name
@@ -129,35 +112,33 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
             runs = {record.run for record in meant if len(meant) > 1}
             live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
             meant = [record for record in meant if record.run in live] or meant
-    if len(meant) > 1:
+    if len(meant) > 1 and not sweep:
         raise UnknownRun(
             f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
-    return replace(_target(index, newest, meant[0].run, bad), open=beside)
+    return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
 
 
-def _means(config: RunConfig | ScriptConfig, record: AttemptRecord) -> bool:
+def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) -> bool:
+    if sweep:
+        return record.sweep == sweep
     # The same program out of the same folder, whatever that held, or the same model as far as configs say.
-    theirs: RunConfig | ScriptConfig
+    if isinstance(config, ScriptConfig):
+        mine = config.model_dump(mode="json", include={"name", "script", "args", "env", "code"})
+        return mine == {name: record.config.get(name) for name in mine}
     try:
-        if isinstance(config, ScriptConfig):
-            decisive = {name: record.config[name] for name in record.config.keys() & {"script", "args", "env", "code"}}
-            theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
-            same = (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
-        else:
-            theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
-            outcomes = theirs.train.outcome(), config.train.outcome()
-            same = (theirs.data, theirs.model, outcomes[0]) == (config.data, config.model, outcomes[1])
+        theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
     except (KeyError, ValidationError):  # of the other kind, or another version's
         return False
-    return record.name == config.name and same
+    models = [(one.data, one.model, one.train.outcome()) for one in (theirs, config)]
+    return record.name == config.name and models[0] == models[1]
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
     """The last attempt of every run whose record can be read, and those that cannot; a DataError if one is meant."""
     newest = index.newest(bad := DamagedRecords())
-    if bad.count and not any(map(means, newest)):
+    if bad and not any(map(means, newest)):
         raise DataError(str(bad))
     return newest, bad
 
@@ -167,17 +148,17 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
     if not trials:
         return Target(index=index, name=name, runs=(name,))
     # A sweep's trials have the name of its config, as it has; only their keys differ.
-    damaged = tuple(why for run, why in bad.runs.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
+    damaged = tuple(why for run, why in bad.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
     return Target(index=index, name=name, runs=trials, damaged=damaged)
 
 
-def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
-    there = [record for record in newest if record.name == name] or newest
-    if not there:
-        return f"nothing has been started under {index.root.address()}"
-    return (
-        f"nothing has been started with this config under {index.root.address()}; if one of these is meant, name it:\n"
-        f"{_listed(there)}"
+def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
+    """The error that tells the runs there are: those of a config's name if it has any."""
+    there, address = [record for record in newest if record.name == name] or newest, index.root.address()
+    return UnknownRun(
+        f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}"
+        if there
+        else f"nothing has been started under {address}; name another root by --root, or give the config"
     )
 
 
@@ -196,8 +177,6 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run as it is now."""
-
     run: str
     sweep: str | None
     state: str
@@ -233,8 +212,8 @@ def run_rows(
 ) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
-    A platform that does not answer makes that run's state unknown, with the reason. `bad` counts runs that have no row,
-    because their records are damaged; without it one raises.
+    A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
+    row, because their records are damaged.
     """
     followers = index.followers()
 
@@ -303,9 +282,6 @@ class Leftover:
     """None where the run's state is not known: nothing of it is touched."""
     what: str
     """The sentence that says what is left, or why nothing is known."""
-
-    def __str__(self) -> str:
-        return self.what
 
 
 def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -22,8 +22,8 @@ from litgpt_demo.data.dataset import (
     preview_dataset,
     require_sample,
 )
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import TrainLitgptError, UserError
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
@@ -137,25 +137,22 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     )
 
 
-def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
-    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
+def write_config(run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None) -> None:
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price; and
+    the bill of materials of that code, where we know what its image holds."""
     machine, price = run.config.platform.machine_type, None
     if machine is not None and (listed := machine.price) is not None:
         price = RecordedPrice(machine=machine.name, usd=listed.usd, region=listed.region, date=listed.date)
-    written = run.config.model_dump(mode="json")
-    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
+    written, software = run.config.model_dump(mode="json"), asdict(identity) if identity else {}
+    write_document(run.storage, RunDocument(run=written, training=spec, software=software, price=price))
+    if identity is not None and (bill := bill_of_materials(identity, run.config.image)) is not None:
+        run.storage.write(SBOM, bill.encode())
 
 
 def recorded_software(run: Run) -> SoftwareIdentity | None:
     """Return the software that a run was started with; None where its version did not record it."""
     software = read_document(run.storage).software
     return TypeAdapter(SoftwareIdentity).validate_python(software) if software else None
-
-
-def write_bill(run: Run, identity: SoftwareIdentity) -> None:
-    """Leave the bill of materials of the run's code in its folder, where we know what its image holds."""
-    if (bill := bill_of_materials(identity, run.config.image)) is not None:
-        run.storage.write(SBOM, bill.encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +174,6 @@ class Script:
         return open_storage(self.config.root)
 
     def job(self, *, attempt: int, image: str | None) -> Job:
-        """The job of one attempt."""
         config = self.config
         return Job(
             name=self.name,

@@ -1,4 +1,4 @@
-"""Waiting for a job and tailing its logs, once for all platforms, and its lines in words. Time is a parameter."""
+"""Waiting for a job and tailing its logs, once for all platforms, and its lines in words."""
 
 from __future__ import annotations
 
@@ -18,31 +18,25 @@ from litgpt_demo.metrics import METRICS_MARK, Row, parsed
 T = TypeVar("T")
 
 
-class Clock:
-    """Seconds, and waiting for some to pass."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+# The one clock of all waiting, which a test sets forward.
+now, sleep = time.monotonic, asyncio.sleep
 
 
-async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.0, clock: Clock | None = None) -> None:
+async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.0) -> None:
     """Wait, and look every few seconds for a reason not to: what `look` raises ends the wait.
 
     A storage that does not answer is no reason: the next look asks it again.
     """
-    clock = clock or Clock()
-    end = clock.now() + seconds
-    while (left := end - clock.now()) > 0:
+    end = now() + seconds
+    while (left := end - now()) > 0:
         with suppress(NetworkError):
             await asyncio.to_thread(look)
-        await clock.sleep(min(left, every))
+        await sleep(min(left, every))
 
 
 PATIENCE = 900.0
-"""Seconds for which a platform may be silent before waiting for it is given up."""
+"""Seconds for which a platform may be silent, refuse the credentials, or not know a job, before waiting for it is given
+up. The job itself is not touched: a new call takes up again."""
 _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 
@@ -53,10 +47,8 @@ async def asked(
     platform: str,
     about: str,
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
-    patience: float = PATIENCE,
     bears: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
     pauses: tuple[float, float] = (1.0, 15.0),
-    clock: Clock | None = None,
 ) -> T:
     """Return the answer of a platform, which is asked again while it does not answer.
 
@@ -67,18 +59,17 @@ async def asked(
         pauses: seconds before it is asked again, at first and at the most.
 
     Raises:
-        PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
+        PlatformUnreachable: it was silent for longer than PATIENCE, or cannot be asked from here.
         LoginProblem: the same of the credentials, where that is borne.
     """
-    clock = clock or Clock()
-    begun, told, wait = clock.now(), False, pauses[0]
+    begun, told, wait = now(), False, pauses[0]
     while True:
         try:
             return await asyncio.to_thread(ask)
         except bears as error:
             if was_given_up(error):
                 raise
-            if (seconds := clock.now() - begun) > patience:
+            if (seconds := now() - begun) > PATIENCE:
                 raise type(error)(
                     f"{about} on {platform}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
                     "run the same command again to take up where this left off",
@@ -87,7 +78,7 @@ async def asked(
             if not told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
                 told = True
                 on_silence(error)
-        await clock.sleep(wait)
+        await sleep(wait)
         wait = min(2 * wait, pauses[1])
 
 
@@ -101,8 +92,6 @@ async def follow(
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None] = lambda _: None,
     position: str = "",
     on_position: Callable[[str], None] = lambda _: None,
-    patience: float = PATIENCE,
-    clock: Clock | None = None,
 ) -> JobStatus:
     """Hand every new log line to `on_lines` until the job has ended; returns how. Every line of the job is delivered.
 
@@ -112,14 +101,11 @@ async def follow(
         on_silence: as `asked` calls it, for each silence; waiting goes on.
         position: where to begin in the logs; the beginning, if it is not said.
         on_position: told of the place behind the lines that were handed on, whenever some were.
-        patience: seconds a platform may stay silent, refuse the credentials, or not know the job, before waiting is
-            given up. The job itself is not touched: a new call takes up again.
 
     Raises:
-        PlatformUnreachable, LoginProblem: for longer than that.
+        PlatformUnreachable, LoginProblem: for longer than PATIENCE.
     """
-    clock = clock or Clock()
-    known = clock.now()
+    known = now()
 
     def look() -> tuple[JobStatus, LogPage]:
         # Status first: what the job wrote before it ended is then surely in the page that follows.
@@ -132,10 +118,8 @@ async def follow(
             platform=platform.name,
             about=job_id,
             on_silence=on_silence,
-            patience=patience,
             bears=(PlatformUnreachable, LoginProblem),
             pauses=(poll, poll),
-            clock=clock,
         )
         on_status(status)
         on_lines(page.lines)
@@ -143,8 +127,8 @@ async def follow(
         if page.lines:
             await asyncio.to_thread(on_position, position)
         if page.more or status.state is not JobState.ABSENT:
-            known = clock.now()
-        elif (seconds := clock.now() - known) > patience:
+            known = now()
+        elif (seconds := now() - known) > PATIENCE:
             raise PlatformUnreachable(
                 f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", given_up=True
             )
@@ -152,7 +136,7 @@ async def follow(
             continue  # to what is there already, without a pause
         if status.state.final:
             return status
-        await clock.sleep(poll)
+        await sleep(poll)
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
@@ -190,16 +174,15 @@ def _words(row: Row) -> str:
             return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
         case "step":
             used = f"  MFU {share_text(row['mfu'])}" if row.get("mfu") is not None else ""
-            waited = float(row["data_seconds"])
-            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * float(row["step_seconds"]) else ""
+            waited = row["data_seconds"]
+            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * row["step_seconds"] else ""
             return (
-                f"{step}loss {loss_text(float(row['loss']))}  gradient {float(row['grad_norm']):.3g}  "
-                f"learning rate {float(row['learning_rate']):.3g}  {rate_text(row['tokens_per_second'])}  "
+                f"{step}loss {loss_text(row['loss'])}  gradient {row['grad_norm']:.3g}  "
+                f"learning rate {row['learning_rate']:.3g}  {rate_text(row['tokens_per_second'])}  "
                 f"{bytes_text(row['memory'])}{used}{late}"
             )
         case "evaluation":
-            loss = loss_text(float(row["validation_loss"]))
-            return f"{step}validation loss {loss} ({duration_text(row['seconds'])})"
+            return f"{step}validation loss {loss_text(row['validation_loss'])} ({duration_text(row['seconds'])})"
         case "checkpoint":
             stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
             return (

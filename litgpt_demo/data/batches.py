@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -52,16 +52,11 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
-    """The split in the files `paths`, memory-mapped; a UserError where it is shorter than one window."""
-    size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
-    require_sample(size, length=length, where=str(paths[0]))
-    return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
-
-
 def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
     """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
-    return open_windows([folder / record.path for record in split.files], dtype=manifest.dtype, length=length)
+    paths = [folder / record.path for record in split.files]
+    require_sample(split.tokens, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
 
 
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
@@ -121,33 +116,22 @@ def _mixed(value: Numbers) -> Numbers:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo windows`: prints number and text of every sample of a step."""
+    from tokenizers import Tokenizer
+
     parser = argparse.ArgumentParser(prog="python -m litgpt_demo windows", description="Show the samples of one step.")
     parser.add_argument("--run", required=True, help="address of the run's folder")
     parser.add_argument("--step", required=True, type=int, help="the step, as the metrics count, from 1")
     parser.add_argument("--characters", type=int, default=400, help="of each sample (default: 400)")
-    parser.add_argument("windows", nargs="*", type=int, help="only these, by number")
     args = parser.parse_args(argv)
     spec = read_spec(open_storage(args.run))
     if not 1 <= args.step <= spec.steps:
         raise UserError(f"--step={args.step} is no step of {args.run}; it has the steps 1 to {spec.steps}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = open_storage(spec.dataset).local_path() or stage(spec.dataset, Path(scratch))
-        for number, text in texts(spec, folder, step=args.step, only=args.windows):
+        manifest, tokenizer = open_dataset(str(folder)), Tokenizer.from_file(f"{folder}/tokenizer/tokenizer.json")
+        windows = open_split(folder, manifest, manifest.train, length=spec.model.sequence_length)
+        numbers = numbers_of(spec, windows, args.step - 1)
+        for number, tokens in zip(numbers, windows.read(numbers)[0], strict=True):
+            text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
             print(f"--- window {number}, {len(text)} characters\n{text[: args.characters]}")
     return 0
-
-
-def texts(spec: TrainingSpec, dataset: Path, *, step: int, only: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
-    """Number and text of the samples of step `step`, from 1; of those in `only`, which have to be that step's."""
-    from tokenizers import Tokenizer
-
-    manifest = open_dataset(str(dataset))
-    windows = open_split(dataset, manifest, manifest.train, length=spec.model.sequence_length)
-    numbers = numbers_of(spec, windows, step - 1)
-    if strangers := set(only) - {int(number) for number in numbers}:
-        raise UserError(f"step {step} has no window {min(strangers)}; it has {', '.join(map(str, numbers))}")
-    tokenizer = Tokenizer.from_file(str(dataset / "tokenizer" / "tokenizer.json"))
-    inputs, _ = windows.read(numbers)
-    for number, tokens in zip(numbers, inputs, strict=True):
-        if not only or int(number) in only:
-            yield int(number), tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

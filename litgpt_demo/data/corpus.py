@@ -11,28 +11,24 @@ import fnmatch
 import os
 import re
 import shutil
-import stat
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
-from hashlib import sha1, sha256
+from hashlib import file_digest, sha1, sha256
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.data.reading import CHUNK, Layout, Source, ending_of
+from litgpt_demo.data.reading import Layout, Source, ending_of
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
-from litgpt_demo.secrets import is_protected, redacted
+from litgpt_demo.secrets import is_protected, redacted, translating
 from litgpt_demo.storage import ObjectInfo, bucket_path, crc32c_of, is_remote, open_storage, sha256_of
 from litgpt_demo.storage.local import explaining
-
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
 
 _READERS = 4  # local files read at once
 _NEWLY_READ = (".gzip", ".zstd", ".bz2", ".xz")  # ends of compressed files that were bad documents once
@@ -122,11 +118,12 @@ def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
     for path in corpus.paths:
         if not path.strip():
             raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
-        if bucket_path(path) is None and is_remote(path):
+        if not (found := list(_in_bucket(path) if is_remote(path) else _on_this_machine(path, left_out))):
             raise UserError(
-                f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
+                f"data.corpus.paths has {path!r}, and no file matches that (seen from {Path.cwd()}); `*` stays inside "
+                "a folder, `**/` goes through folders, and names that begin with a dot, `_SUCCESS` and the like are "
+                "left out"
             )
-        found = _on_this_machine(path, left_out) if bucket_path(path) is None else _in_bucket(path)
         _require_one_format(corpus, path, [place.name for place in found])
         for place in found:
             places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
@@ -152,61 +149,47 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
 # --- on this machine, and in a bucket ---------------------------------------------------------------------------------
 
 
-def _on_this_machine(path: str, left_out: list[str]) -> list[_Place]:
+def _on_this_machine(path: str, left_out: list[str]) -> Iterator[_Place]:
+    """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
     given = Path(path).expanduser()
     if given.is_file():
-        return [_Place(_absolute(given), given.name)]
+        yield _Place(os.path.abspath(given), given.name)  # noqa: PTH100 (Path.resolve would follow symbolic links)
+        return
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
-    names = list(_below(base, pattern, left_out))
-    if not names:
-        raise _nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir())
-    return [_Place(_absolute(Path(base, name)), name) for name in names]
-
-
-def _below(base: str, pattern: str, left_out: list[str]) -> Iterator[str]:
-    """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
     parts = pattern.split("/")
     hidden = any(part.startswith((".", "_")) for part in parts)
     folders, links = [""], list[str]()
-    seen = {_identity(parent) for parent in Path(os.path.realpath(base)).parents if parent.is_dir()}
+    seen = {str(parent) for parent in Path(os.path.realpath(base)).parents}
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         here = Path(base, folder)
+        if (real := os.path.realpath(here)) in seen:
+            if Path(os.path.realpath(here.parent)).is_relative_to(real):
+                left_out.append(_shown(f"{here} is a link to {real}, which it lies in"))
+            continue
+        seen.add(real)
         try:
-            if (found := _identity(here)) in seen:
-                if (above := here.resolve()) in [here.parent.resolve(), *here.parent.resolve().parents]:
-                    left_out.append(_shown(f"{here} is a link to {above}, which it lies in"))
-                continue
-            seen.add(found)
-            for path in sorted(here.iterdir()):
-                name = f"{folder}{path.name}"
+            for file in sorted(here.iterdir()):
+                name = f"{folder}{file.name}"
                 deeper = "**" in parts or name.count("/") < len(parts) - 1
-                if path.is_dir():
-                    if deeper and (hidden or _BESIDE.match(path.name) is None):
-                        (links if path.is_symlink() else folders).append(f"{name}/")
+                if file.is_dir():
+                    if deeper and (hidden or _BESIDE.match(file.name) is None):
+                        (links if file.is_symlink() else folders).append(f"{name}/")
                 elif _matches(name, pattern):
-                    if path.is_file():
-                        yield name
+                    if file.is_file():
+                        yield _Place(os.path.abspath(file), name)  # noqa: PTH100
                     else:
-                        left_out.append(_shown(f"{path} {'leads nowhere' if path.is_symlink() else 'is no file'}"))
+                        left_out.append(_shown(f"{file} {'leads nowhere' if file.is_symlink() else 'is no file'}"))
         except OSError as error:
             left_out.append(_shown(f"{here} cannot be read ({error.strerror})"))
 
 
-def _identity(folder: Path) -> tuple[int, int]:
-    return (found := folder.stat()).st_dev, found.st_ino
-
-
-def _absolute(path: str | Path) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow symbolic links)
-
-
-def _in_bucket(address: str) -> list[_Place]:
+def _in_bucket(address: str) -> Iterator[_Place]:
     base, pattern = _fixed_part(address.rstrip("/"))
     parent, _, last = base.rpartition("/")
     if not pattern and is_remote(parent) and open_storage(parent).exists(last):
-        return [_Place(base, last)]
-    found = []
+        yield _Place(base, last)
+        return
     for stored in open_storage(base).inventory(odd=True):
         name = re.sub(r"(^|/)(\.{0,2}/)+", r"\1", stored.path)
         if not _matches(name, pattern or "**"):
@@ -216,22 +199,7 @@ def _in_bucket(address: str) -> list[_Place]:
                 f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: components that "
                 "are empty or dots, and line breaks, cannot be read; rename it, or give a pattern that leaves it out"
             )
-        found.append(_Place(f"{base}/{name}", name, stored))
-    if not found:
-        raise _nothing_at(address, base, pattern, there=True)
-    return found
-
-
-def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> UserError:
-    if not pattern or not there:
-        return UserError(
-            f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
-        )
-    return UserError(
-        f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
-        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out, "
-        "and so are `_SUCCESS` and the like"
-    )
+        yield _Place(f"{base}/{name}", name, stored)
 
 
 def _fixed_part(path: str) -> tuple[str, str]:
@@ -260,7 +228,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 # --- the Hugging Face Hub ---------------------------------------------------------------------------------------------
 
-_HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
+_HUB_ADDRESS = re.compile(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)")
 _HUB_TRIES = 3  # a download goes on where it broke off, so a few tries get a large file through a bad line
 
 
@@ -281,25 +249,46 @@ def hub_endpoint() -> str:
     return endpoint
 
 
+@translating
+def asking_hub(repository: str, revision: str) -> Iterator[None]:
+    """Say what a person can do where the Hub refuses (UserError), is busy (NetworkError) or not there (Unreachable).
+
+    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
+    """
+    from httpx import TransportError
+    from huggingface_hub import errors
+
+    hub = redacted(hub_endpoint())
+    try:
+        yield
+    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, TransportError, RuntimeError) as error:
+        raise Unreachable(
+            f"the Hub at {hub} cannot be reached for {repository} ({words_of(error)})",
+            fix="check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download what is wanted and give its path",
+        ) from None
+    except errors.HfHubHTTPError as error:
+        status, refused = error.response.status_code, f"{hub} refused {repository} at {revision}: {words_of(error)}"
+        if status == 429 or status >= 500:
+            raise NetworkError(refused, fix="the Hub has too much to do, try again later") from None
+        advice = {  # the most special class comes first
+            errors.GatedRepoError: "it is gated: accept its conditions on its page, and `hf auth login`",
+            errors.RepositoryNotFoundError: "there is none, or it is private: check the name, and set HF_TOKEN",
+            errors.RevisionNotFoundError: "it has no such branch, tag or commit",
+            errors.EntryNotFoundError: "it has no such file",
+            Exception: "is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?",
+        }
+        raise UserError(refused, fix=next(fix for kind, fix in advice.items() if isinstance(error, kind))) from None
+
+
 def _hub_sources(corpus: HubCorpus) -> list[Source]:
     """The repository's files that the corpus takes, pinned to a commit."""
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    endpoint = hub_endpoint()
-    hub = redacted(endpoint)
-    try:
-        info = HfApi(endpoint=endpoint).dataset_info(
-            corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
-        )
-    except HfHubHTTPError as error:
-        raise _refusal(error, corpus.name, corpus.revision, hub) from None
-    except (httpx.TransportError, OfflineModeIsEnabled) as error:
-        raise Unreachable(
-            f"the Hub at {hub} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
-            "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
-        ) from None
+    hub = redacted(endpoint := hub_endpoint())
+    with asking_hub(corpus.name, corpus.revision):
+        api = HfApi(endpoint=endpoint)
+        info = api.dataset_info(corpus.name, revision=corpus.revision, files_metadata=True, timeout=60)
     files, found = info.siblings or [], list[Source]()
     for file in files:
         if not _matches(name := file.rfilename, corpus.files):
@@ -322,50 +311,23 @@ def _hub_sources(corpus: HubCorpus) -> list[Source]:
 
 def _fetch_from_hub(source: Source, folder: Path) -> Path:
     """One that broke off there before is taken up where it ended."""
-    import httpx
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     place = _HUB_ADDRESS.fullmatch(source.address)
     assert place is not None, source.address
-    endpoint, lost = hub_endpoint(), ""
+    repository, commit, name = place.groups()
     for _ in range(_HUB_TRIES):
         try:
-            return Path(
-                hf_hub_download(
-                    place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
-                    local_dir=folder, endpoint=endpoint,
-                )
-            )  # fmt: skip
-        except HfHubHTTPError as error:
-            raise _refusal(error, place["repository"], place["commit"], redacted(endpoint)) from None
-        except (httpx.TransportError, LocalEntryNotFoundError) as error:
-            lost = words_of(error)
-    raise NetworkError(f"{source.address} could not be fetched from {redacted(endpoint)} in {_HUB_TRIES} tries: {lost}")
-
-
-def _refusal(error: HfHubHTTPError, repository: str, revision: str, hub: str) -> Exception:
-    """Return what the user can do about the Hub's refusal; the most special class comes first.
-
-    It is not chained to what it says: a traceback may show the headers that were sent, and the token is one of them.
-    """
-    from huggingface_hub import errors
-
-    advice = {
-        errors.GatedRepoError: f"the dataset {repository} is gated: accept its conditions on "
-        f"{hub}/datasets/{repository} and set HF_TOKEN to a token of that account",
-        errors.RepositoryNotFoundError: f"{hub} has no dataset {repository}, or it is private; check data.corpus.name, "
-        "and set HF_TOKEN to a token that may read it",
-        errors.RevisionNotFoundError: f"the dataset {repository} has no branch, tag or commit {revision!r}; "
-        "set data.corpus.revision",
-    }
-    for kind, words in advice.items():
-        if isinstance(error, kind):
-            return UserError(words)
-    status, words = error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}"
-    if status == 429 or status >= 500:
-        return NetworkError(f"{words}; the Hub has too much to do, try again later")
-    return UserError(f"{words}; is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?")
+            with asking_hub(repository, commit):
+                return Path(
+                    hf_hub_download(
+                        repository, name, repo_type="dataset", revision=commit, local_dir=folder,
+                        endpoint=hub_endpoint(),
+                    )
+                )  # fmt: skip
+        except Unreachable as error:
+            lost = error
+    raise NetworkError(f"{source.address} could not be fetched in {_HUB_TRIES} tries: {lost}")
 
 
 # --- a file on this machine, with the very content that was listed ----------------------------------------------------
@@ -386,18 +348,13 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
     if (path := source.file) is None:
         yield _fetched(source, scratch)
         return
-    before, failure = _verified(path, source), None
+    before = _verified(path, source)
     try:
         yield path
-    except (DataError, OSError) as error:
-        failure = error
-    if _verified(path, source) != before:
-        raise DataError(
-            f"{source.address} was written anew while it was read, so that what was read may be neither the old nor "
-            "the new text: it changed meanwhile; run again to list it anew"
-        ) from failure
-    if failure is not None:
-        raise failure
+    except (DataError, OSError):
+        _verified(path, source, before)
+        raise
+    _verified(path, source, before)
 
 
 def _fetched(source: Source, scratch: Path) -> Path:
@@ -410,14 +367,12 @@ def _fetched(source: Source, scratch: Path) -> Path:
                 _fetch_from_hub(source, folder).rename(content)
             else:
                 parent, _, last = source.address.rpartition("/")
-                try:
+                with suppress(FileNotFoundError):
                     open_storage(parent).download(last, content)
-                except FileNotFoundError as error:
-                    raise _gone(source) from error
         try:
             _verified(content, source)
         except DataError:
-            content.unlink()  # so that the next try fetches it anew
+            content.unlink(missing_ok=True)  # so that the next try fetches it anew
             raise
     return content
 
@@ -444,17 +399,15 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _verified(path: Path, source: Source) -> tuple[int, ...]:
-    """What tells this state of the file from another without reading it, if it holds what `source` says.
+def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """What tells this state of the file from another without reading it, if it holds what `source` says, as it did
+    when it was `before`.
 
     The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
     """
-    try:
-        found = path.stat()
-    except FileNotFoundError as error:
-        raise _gone(source) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise _gone(source)
+    if not path.is_file():
+        raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
+    found = path.stat()
     signature = found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
     algorithm, _, listed = source.version.partition(":")
     settled = time.time_ns() - found.st_mtime_ns > _SETTLED
@@ -464,11 +417,9 @@ def _verified(path: Path, source: Source) -> tuple[int, ...]:
             f"{source.address} has {algorithm} {checksum} ({found.st_size} bytes), listed was {listed} "
             f"({source.size} bytes): it changed meanwhile or came damaged; run again to list it anew"
         )
+    if before not in {None, signature}:  # what was read may be neither the old nor the new text
+        raise DataError(f"{source.address} was written anew while it was read; run again to list it anew")
     return signature
-
-
-def _gone(source: Source) -> DataError:
-    return DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
 
 
 @cache
@@ -480,9 +431,7 @@ def _git_blob_of(path: Path) -> str:
     """The id that git gives a file: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects, "Object Storage"."""
     blob = sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)  # git's own choice
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            blob.update(chunk)
-    return blob.hexdigest()
+        return file_digest(file, lambda: blob).hexdigest()
 
 
 _CHECKSUMS: dict[str, Callable[[Path], str]] = {"crc32c": crc32c_of, "sha256": sha256_of, "git": _git_blob_of}

@@ -8,7 +8,6 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -27,9 +26,8 @@ from litgpt_demo.data.corpus import corpus_identity, sources
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
-from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
-from litgpt_demo.findings import Finding
-from litgpt_demo.manifests import FileRecord, bring, read_manifest
+from litgpt_demo.documents import FileRecord, bring, read_manifest
+from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import explaining
 
@@ -151,8 +149,7 @@ def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
-    if (problem := unseen_separator(planned.data.corpus, planned.sources)) is not None:
-        yield Finding("warning", "data.separator", *problem)
+    yield from unseen_separator(planned.data.corpus, planned.sources)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
@@ -206,15 +203,8 @@ class Verification:
     manifest: DatasetManifest
     problems: tuple[str, ...]
     """One sentence each; none if everything is as the manifest says."""
-    strays: tuple[str, ...] = ()
-    """The files that the manifest does not list; each is one of the problems."""
-
-    @property
-    def remedy(self) -> str:
-        """The advice to a person who has these problems."""
-        if len(self.strays) == len(self.problems):
-            return "remove the files that it does not list"
-        return "remove that folder and prepare it again"
+    remedy: str
+    """The advice to a person who has these problems."""
 
 
 class _Content(NamedTuple):
@@ -232,27 +222,22 @@ def verify_dataset(address: str) -> Verification:
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
     Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
     """
-    import numpy as np
-
-    manifest, storage = open_dataset(address), open_storage(address)
+    manifest, storage, problems = open_dataset(address), open_storage(address), list[str]()
     with ThreadPoolExecutor(_READERS) as pool:
-        contents = list(pool.map(lambda record: _content(storage, record, manifest), manifest.files))
-    found = {content.record.path: content for content in contents if content is not None}
-    problems = list[str]()
+        contents = pool.map(lambda record: _content(storage, record, manifest), manifest.files)
+        found = {record.path: content for record, content in zip(manifest.files, contents, strict=True) if content}
     if manifest.format != FORMAT:
         problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
     for record in manifest.files:
         if (here := found.get(record.path)) is None:
-            place = storage.address(record.path)
-            problems.append(f"{place} is not a file" if os.path.lexists(place) else f"{place} is missing")
+            problems.append(f"{storage.address(record.path)} is missing or not a file")
             continue
         for name in ("size", "crc32c", "sha256"):
-            found_here, said = getattr(here.record, name), getattr(record, name)
-            if found_here != said:
-                problems.append(f"{record.path} has {name} {found_here}, its manifest says {said}")
+            if (is_now := getattr(here.record, name)) != (said := getattr(record, name)):
+                problems.append(f"{record.path} has {name} {is_now}, its manifest says {said}")
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
         of_split = [found[record.path] for record in split.files if record.path in found]
-        tokens = sum(content.record.size for content in of_split) // np.dtype(manifest.dtype).itemsize
+        tokens = sum(content.record.size for content in of_split) // int(manifest.dtype[-1])  # bytes of an id
         if tokens != split.tokens:
             problems.append(f"{name} holds {tokens} tokens, its manifest says {split.tokens}")
         if (ends := sum(content.ends for content in of_split)) != split.documents:
@@ -265,8 +250,9 @@ def verify_dataset(address: str) -> Verification:
             if record.size and last != manifest.end_of_text:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
+    remedy = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
-    return Verification(manifest=manifest, problems=tuple(problems), strays=tuple(strays))
+    return Verification(manifest=manifest, problems=tuple(problems), remedy=remedy)
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
@@ -282,18 +268,16 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
             return None
         with explaining(str(path)), path.open("rb") as file:
             while block := file.read(_BLOCK):
-                size += len(block)
-                crc32c = google_crc32c.extend(crc32c, block)
+                size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
                 if record.sha256 is not None:
                     hashed.update(block)
                 if record not in manifest.tokenizer and len(block) % np.dtype(manifest.dtype).itemsize == 0:
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
-        found = FileRecord(
-            path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=record.sha256 and hashed.hexdigest()
-        )
-        return _Content(found, largest, ends, last)
+        digest = record.sha256 and hashed.hexdigest()
+        now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
+        return _Content(now, largest, ends, last)
     return None
 
 

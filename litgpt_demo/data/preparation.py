@@ -16,13 +16,13 @@ import math
 import os
 import shutil
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from hashlib import sha256
+from functools import partial
+from hashlib import file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -57,9 +57,9 @@ from litgpt_demo.data.workers import (
     skipped_ones,
     survey,
 )
+from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.manifests import FileRecord, write_manifest
-from litgpt_demo.storage import MANIFEST, Storage, combined_crc32c, is_remote, open_storage
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
 from litgpt_demo.storage.private import own_temporary
 
 T = TypeVar("T")
@@ -68,7 +68,6 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
-_BLOCK = 1 << 20  # bytes read at a time
 _PLACES = 1000  # of bad documents, that are written down in the manifest
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
@@ -76,7 +75,7 @@ OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validatio
 
 
 class MapFn(Protocol):
-    """A way to carry out steps: `step` on every item, in any place and order; results as they come.
+    """A way to carry out steps: `step` on every item, in any place and order; results in the order of the items.
 
     Closing the generator calls off what has not begun.
     """
@@ -96,8 +95,20 @@ class Preparation:
     all_bytes: int | None = None
     """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
+    began: float = field(default_factory=monotonic)
     seconds: float = 0.0
     """Since the phase began."""
+
+    def and_of(self, record: Survey | Encoded) -> Preparation:
+        """The progress when this shard is done too."""
+        tokens = record.train.tokens + record.validation.tokens if isinstance(record, Encoded) else 0
+        return replace(
+            self,
+            documents=self.documents + record.documents,
+            text_bytes=self.text_bytes + record.text_bytes,
+            tokens=self.tokens + tokens,
+            seconds=monotonic() - self.began,
+        )
 
     @property
     def rate(self) -> float:
@@ -114,26 +125,6 @@ class Preparation:
 Report = Callable[[Preparation], None]
 
 
-class _Progress:
-    """Reports the sums of a phase's records as they come."""
-
-    def __init__(self, report: Report, beginning: Preparation) -> None:
-        self._report, self._start, self._now = report, monotonic(), beginning
-
-    def add(self, record: Survey | Encoded) -> None:
-        now, tokens = self._now, 0
-        if isinstance(record, Encoded):
-            tokens = record.train.tokens + record.validation.tokens
-        self._now = replace(
-            now,
-            documents=now.documents + record.documents,
-            text_bytes=now.text_bytes + record.text_bytes,
-            tokens=now.tokens + tokens,
-            seconds=monotonic() - self._start,
-        )
-        self._report(self._now)
-
-
 def threads_for(root: str) -> int:
     """Return how many threads keep this machine's cores busy: two for each where half of them wait for a bucket."""
     return len(os.sched_getaffinity(0)) * (2 if is_remote(root) else 1)
@@ -144,13 +135,7 @@ def in_threads(workers: int) -> MapFn:
 
     def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
-            futures = [pool.submit(step, item) for item in items]
-            try:
-                for future in as_completed(futures):
-                    yield future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+            yield from pool.map(step, items)  # which calls off the rest when it is closed
 
     return each
 
@@ -168,61 +153,55 @@ def prepare(
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     work = Work(data=planned.data, root=root.root, path=planned.path)
-    if (done := finished_dataset(root, planned)) is None:
-        try:
-            done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
-            write_manifest(work.storage, done)
-        except (TrainLitgptError, OSError):
-            # Another preparation of it may have ended meanwhile, and swept what this one had begun.
-            if (done := finished_dataset(root, planned)) is None:
-                raise
-        finally:
-            _remove_if_empty(work.scratch)
-    # What the making of it has left:
-    for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
-        if name != MANIFEST and name not in {record.path for record in done.files}:
-            work.storage.remove(name)
-    work.storage.remove_unfinished()
-    shutil.rmtree(work.scratch, ignore_errors=True)
-    _remove_if_empty(work.scratch)
-    return done
-
-
-def _remove_if_empty(scratch: Path) -> None:
-    """Remove the folder and its parent if they are empty, but never the user's part of the temporary folder."""
-    for folder in (scratch, scratch.parent):
-        if folder != own_temporary():
-            with suppress(OSError):
-                folder.rmdir()
+    try:
+        if (done := finished_dataset(root, planned)) is None:
+            try:
+                done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
+                write_manifest(work.storage, done)
+            except (TrainLitgptError, OSError):
+                # Another preparation of it may have ended meanwhile, and swept what this one had begun.
+                if (done := finished_dataset(root, planned)) is None:
+                    raise
+        # What the making of it has left:
+        for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
+            if name != MANIFEST and name not in {record.path for record in done.files}:
+                work.storage.remove(name)
+        work.storage.remove_unfinished()
+        shutil.rmtree(work.scratch, ignore_errors=True)
+        return done
+    finally:
+        for folder in (work.scratch, work.scratch.parent):
+            if folder != own_temporary():  # the user's part of the temporary folder, which others are at
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    def sampled(documents: int, text_bytes: int) -> None:
-        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
-
-    tokenizer = settle_tokenizer(planned, work, sampled)
+    sampled = partial(Preparation, phase="tokenizer")
+    tokenizer = settle_tokenizer(planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size)))
     for by_footer in (True, False):
         surveyed = _survey_all(planned, work, partial(survey, work, by_footer=by_footer), each, report)
+        encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
+        progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
         with ExitStack() as stack:
             shared = work
             if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
                 folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
                 shared = replace(work, handover=Path(stack.enter_context(folder)))
-            hashes = _RunningSha256(shared)
-            stack.callback(hashes.stop)
-            all_bytes, encoded = sum(record.text_bytes for _, record in surveyed), list[Encoded]()
-            progress = _Progress(report, Preparation(phase="encode", all_bytes=all_bytes))
-            with closing(each(partial(encode, shared), _assignments(work, surveyed))) as records:
-                for record in records:
-                    if record is None:
-                        break  # there are empty documents, so that all of them have to be read to be counted
-                    progress.add(record)
-                    encoded.append(record)
-                    hashes.add(record)
-                else:
-                    report(Preparation(phase="publish"))
-                    encoded.sort(key=lambda record: record.number)
-                    return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+            thread = ThreadPoolExecutor(1)
+            stack.callback(thread.shutdown, cancel_futures=True)
+            for record in stack.enter_context(closing(each(partial(encode, shared), _assignments(work, surveyed)))):
+                if record is None:
+                    break  # there are empty documents, so that all of them have to be read to be counted
+                assert record.number == len(encoded), "results come in the order of the items"
+                report(progress := progress.and_of(record))
+                encoded.append(record)
+                hashing.append(thread.submit(_hash, shared, record, files))
+            else:
+                report(Preparation(phase="publish"))
+                for done in hashing:
+                    done.result()
+                return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
     raise AssertionError("every document was read and counted, and there are others")
 
 
@@ -233,23 +212,24 @@ def _survey_all(
     planned: PlannedDataset, work: Work, step: Callable[[Shard], Survey], each: MapFn, report: Report
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
-    shards, progress = plan_shards(work.data.corpus, planned.sources), _Progress(report, Preparation(phase="survey"))
-    left, width, taken = work.max_bytes, 1, list[tuple[Shard, Survey]]()
+    shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
+    most, taken = work.data.corpus.max_bytes, Surveyed()
+    left, width = (math.inf, len(shards)) if most is None else (most, 1)
 
     def surveys(chosen: Sequence[Shard]) -> Surveyed:
-        records = dict[int, Survey]()
-        for record in each(step, chosen):
-            progress.add(record)
-            records[record.number] = record
-        return [(shard, records[shard.number]) for shard in chosen]
+        nonlocal progress
+        found = Surveyed()
+        for shard, record in zip(chosen, each(step, chosen), strict=True):
+            assert record.number == shard.number, "results come in the order of the items"
+            report(progress := progress.and_of(record))
+            found.append((shard, record))
+        return found
 
-    if left is None:
-        return surveys(shards)
     # One shard, two, four, …: a small `max_bytes` of a large corpus reads little, a large one is not held up.
     while wave := shards[len(taken) : len(taken) + width]:
         for shard, record in surveys(wave):
             if record.read_bytes >= left:
-                return taken + surveys([replace(shard, limit=left)])
+                return taken + surveys([replace(shard, limit=int(left))])
             taken.append((shard, record))
             left -= record.read_bytes
         width = min(2 * width, _WIDEST_WAVE)
@@ -261,12 +241,7 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     counts = [record.documents for record in surveys]
     unique: Sequence[int | None] = [None] * len(surveys)
     if data.filters.drop_duplicates:
-
-        def digests(position: int) -> bytes:
-            file = surveys[position].digests
-            return work.ledger.read(file.path) if file is not None else b""
-
-        masks = _first_of_each(counts, digests)
+        masks = _first_of_each(work.ledger, surveys)
         for record, mask in zip(surveys, masks, strict=True):
             work.ledger.write(file_name(record.number, "unique"), np.packbits(mask).tobytes())
         unique = counts = [int(mask.sum()) for mask in masks]
@@ -303,20 +278,21 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     ]
 
 
-def _first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> list[Mask]:
+def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
     """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
 
-    The digests of a shard's documents are asked for once for every `_AT_ONCE` documents there are in all, so that
-    memory is bounded by that and by a byte per document.
+    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
+    bounded by that and by a byte per document.
     """
-    first = np.zeros(sum(counts), dtype=bool)
+    starts = np.cumsum([0, *(record.documents for record in surveys)])
+    first = np.zeros(starts[-1], dtype=bool)
     groups = -(-len(first) // _AT_ONCE) or 1
-    starts = np.concatenate([[0], np.cumsum(counts)])
     for group in range(groups):
         # The digests that fall into the group, as pairs of numbers, and the numbers of their documents.
-        every_number, every_key = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
-        for shard, start in enumerate(starts[:-1]):
-            found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
+        every_number, every_key = list[Any](), list[Any]()
+        for start, record in zip(starts, surveys, strict=False):
+            assert record.digests is not None
+            found = np.frombuffer(ledger.read(record.digests.path), dtype="<u8").reshape(-1, 2)
             mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
             every_number.append(mine + start)
             every_key.append(found[mine])
@@ -326,7 +302,7 @@ def _first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes]) -> l
         leads = np.ones(len(ordered), dtype=bool)
         leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
         first[numbers[order[leads]]] = True
-    return np.split(first, starts[1:-1]) if len(counts) else []
+    return np.split(first, starts[1:-1])
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
@@ -340,53 +316,31 @@ class _HashedFile:
     hash: Any = field(default_factory=sha256)
 
 
-class _RunningSha256:
-    """The sha256 of a split's files, taken from the pieces while later ones are still being encoded.
+_Files: TypeAlias = defaultdict[str, list[_HashedFile]]  # of each split: one, or several past the size cap
+
+
+def _hash(work: Work, record: Encoded, into: _Files) -> None:
+    """Take the sha256 of the splits' files on by a shard's pieces, while later ones are still being encoded.
 
     It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
     Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once.
-
-    `stop` calls off what is still to be hashed.
     """
-
-    def __init__(self, work: Work) -> None:
-        self._work, self._thread = work, ThreadPoolExecutor(1)
-        self._waiting, self._hashing = dict[int, Encoded](), list[Future[None]]()
-        self._files: dict[str, list[_HashedFile]] = {"train": [], "val": []}
-
-    def stop(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-    def add(self, record: Encoded) -> None:
-        """Take in a shard that is done; they may come in any order."""
-        self._waiting[record.number] = record
-        while (following := self._waiting.pop(len(self._hashing), None)) is not None:
-            self._hashing.append(self._thread.submit(self._hash, following))
-
-    def files(self, split: str) -> list[_HashedFile]:
-        """Return the split's files: one, or several past the size cap; waits for what is still to be hashed."""
-        for done in self._hashing:
-            done.result()
-        return self._files[split] or [_HashedFile()]
-
-    def _hash(self, record: Encoded) -> None:
-        ledger, folder = self._work.ledger, self._work.handover
-        for split, piece in (("train", record.train), ("val", record.validation)):
-            if piece.file is None:
-                continue
-            files = self._files[split]
-            taken = sum(before.size for before in files[-1].pieces) if files else 0
-            if not files or taken + piece.file.size > self._work.data.max_file_bytes:
-                files.append(_HashedFile())
-            files[-1].pieces.append(piece.file)
-            path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
-            if folder is not None:
-                ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
-            with path.open("rb") as content:
-                while block := content.read(_BLOCK):
-                    files[-1].hash.update(block)
-            if folder is not None:
-                path.unlink()
+    ledger, folder = work.ledger, work.handover
+    for split, piece in (("train", record.train), ("val", record.validation)):
+        if piece.file is None:
+            continue
+        files = into[split]
+        taken = sum(before.size for before in files[-1].pieces) if files else 0
+        if not files or taken + piece.file.size > work.data.max_file_bytes:
+            files.append(_HashedFile())
+        files[-1].pieces.append(piece.file)
+        path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+        if folder is not None:
+            ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+        with path.open("rb") as content:
+            file_digest(content, lambda: files[-1].hash)  # noqa: B023 (it is called at once)
+        if folder is not None:
+            path.unlink()
 
 
 def _published(
@@ -395,7 +349,7 @@ def _published(
     tokenizer: StoredTokenizer,
     surveys: Sequence[Survey],
     encoded: Sequence[Encoded],
-    hashes: _RunningSha256,
+    files: _Files,
 ) -> DatasetManifest:
     """Join the pieces and describe everything; the manifest itself is not written yet."""
     data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
@@ -419,26 +373,25 @@ def _published(
         validation_fraction=data.validation_fraction,
         split_seed=data.split_seed,
         text_bytes=sum(entry.text_bytes for entry in encoded),
-        train=_joined(work, "train", [entry.train for entry in encoded], hashes),
-        validation=_joined(work, "val", [entry.validation for entry in encoded], hashes),
+        train=_joined(work, "train", [entry.train for entry in encoded], files),
+        validation=_joined(work, "val", [entry.validation for entry in encoded], files),
         tokenizer=tokenizer_files,
     )
     check_totals(planned, manifest)
     return manifest
 
 
-def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: _RunningSha256) -> Split:
+def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
     """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
-    files, records = hashes.files(name), list[FileRecord]()
+    files, records = of_splits[name] or [_HashedFile()], list[FileRecord]()
     for number, file in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
         stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
-        expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), file.pieces, "00000000")
-        if (stored.crc32c, stored.size) != (expected, sum(piece.size for piece in file.pieces)):
-            where = work.storage.address(path)
+        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in file.pieces))
+        if stored != expected:
             raise DataError(
-                f"{where} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to {expected}; "
-                "the disk or the bucket damaged it: run again, and if that repeats, on another disk"
+                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to "
+                f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
             )
         records.append(FileRecord.of(stored, sha256=file.hash.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
@@ -447,14 +400,12 @@ def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: _Runnin
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
-    data, usual = planned.data, ("validation_fraction", "split_seed", "filters")
+    usual = {"validation_fraction", "split_seed", "filters"}
+    as_usual = planned.data.model_dump(include=usual) == DataConfig().model_dump(include=usual)
     gpt2 = (manifest.vocab_size, manifest.end_of_text) == (50257, 50256)
-    as_usual = data.model_dump(include={*usual}) == DataConfig().model_dump(include={*usual})
-    if not (isinstance(data.corpus, OpenWebTextCorpus) and gpt2 and as_usual):
-        return
-    tokens = {"train": manifest.train.tokens, "validation": manifest.validation.tokens}
-    found = {"documents": manifest.documents} | tokens
-    if found != OPENWEBTEXT_TOTALS:
+    documents, train, validation = manifest.documents, manifest.train.tokens, manifest.validation.tokens
+    found = {"documents": documents, "train": train, "validation": validation}
+    if isinstance(planned.data.corpus, OpenWebTextCorpus) and gpt2 and as_usual and found != OPENWEBTEXT_TOTALS:
         raise DataError(
             f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
             "a source file is missing or changed: compare the revision of Skylion007/openwebtext"

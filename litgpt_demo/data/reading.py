@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import psutil
 
-from litgpt_demo.config import Corpus, FileCorpus, HubCorpus
+from litgpt_demo.config import Corpus
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage.local import explaining
 
@@ -73,9 +73,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, corpus: Corpus) -> Layout:
-        if isinstance(corpus, FileCorpus):
-            return cls(corpus.format, corpus.column, corpus.separator)
-        return cls(corpus.format, corpus.column) if isinstance(corpus, HubCorpus) else cls()
+        return cls(**corpus.model_dump(include={*cls._fields}))
 
     def format_of(self, name: str) -> Format:
         """Return the format that the user gave, else the one of the name."""
@@ -94,7 +92,7 @@ class BadDocument:
     """A document that cannot be read."""
 
     index: int
-    """Its number in its batch; what `read_shard` gives counts from the shard's first, bad and empty ones too."""
+    """Its number in its batch, bad and empty ones too."""
     place: str
     """The file's name and the position in it, the same wherever the corpus lies: `part-1.jsonl, line 3`."""
     reason: str
@@ -133,8 +131,7 @@ def read(
         return
     with opened(path, source) as stream:
         if not start and (what := foreign(stream.peek(HEAD))):
-            error = DataError(f"{source.address} is {what}")
-            yield _only(BadDocument(index=0, place=f"{source.name}, byte 0", reason=f"is {what}", error=error))
+            yield _only(_bad(source, 0, "byte 0", DataError(f"is {what}")))
             return
         begun = start
         if start:
@@ -148,9 +145,9 @@ def read(
             batches = _whole_text(stream, source, begun, most)
         else:  # UTF-8 keeps characters apart, so the bytes of the separator occur only where the separator does
             batches = (
-                _only(_too_long(source, 0, f"byte {byte}", most))
+                _only(_bad(source, 0, f"byte {byte}", _too_long(most)))
                 if texts is None
-                else _text_batch(texts, byte, len(separator), source)
+                else _text_batch(texts, byte, len(separator), source, most)
                 for byte, texts in _runs(stream, separator, begun, end, most)
             )
         for number, batch in enumerate(batches):
@@ -211,6 +208,7 @@ class Compression(NamedTuple):
     name: str
     endings: tuple[str, ...]
     magic: bytes
+    """A pattern of its first bytes."""
     decoder: Callable[[], Any]
     """Of one member: has decompress, eof and unused_data."""
     piece: int
@@ -222,12 +220,12 @@ class Compression(NamedTuple):
 
 _COMPRESSIONS = (
     # + 16: with gzip's header and trailer
-    Compression("gzip", (".gz", ".gzip"), b"\x1f\x8b", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14),
-    Compression("zstd", (".zst", ".zstd"), b"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
-    Compression("bzip2", (".bz2",), b"BZh", bz2.BZ2Decompressor, 1 << 16, bounded=True),
-    Compression("xz", (".xz",), b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
+    Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14),
+    Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
+    # A block's first bytes, or the end's, too: `BZh` and a digit alone may be text.
+    Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),
+    Compression("xz", (".xz",), rb"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
 )
-_BZIP2_BLOCKS = (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90")  # behind `BZh` and a digit, which alone may be text
 
 # First bytes, and what has them: https://en.wikipedia.org/wiki/List_of_file_signatures
 _UTF16 = "written in UTF-16; convert it, for example with iconv -f utf-16 -t utf-8"
@@ -254,12 +252,9 @@ def ending_of(name: str) -> str:
 def compression_of(path: Path, source: Source) -> Compression | None:
     """Return the compression that the file's first bytes say; where they say none, the end of its name."""
     with path.open("rb") as file:
-        head = file.read(10)
-    for one in _COMPRESSIONS:
-        if head.startswith(one.magic) and (one.name != "bzip2" or head[4:] in _BZIP2_BLOCKS):
-            return one
-    ending = PurePosixPath(source.name.lower()).suffix
-    return next((one for one in _COMPRESSIONS if ending in one.endings), None)
+        head, ending = file.read(10), PurePosixPath(source.name.lower()).suffix
+    named = (one for one in _COMPRESSIONS if ending in one.endings)
+    return next((one for one in _COMPRESSIONS if re.match(one.magic, head)), next(named, None))
 
 
 def foreign(head: bytes) -> str | None:
@@ -300,8 +295,7 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
                 if written > most:
                     raise DataError(
                         f"{source.address} holds more than {most:,} bytes decompressed, over {MOST_RATIO:,} times its "
-                        "size: no parquet file is like that, and the disk is not filled with it. Remove it, or "
-                        "decompress it yourself"
+                        "size, as no parquet file does; remove it, or decompress it yourself"
                     )
                 file.write(block)
         yield plain
@@ -365,34 +359,37 @@ def _only(bad: BadDocument) -> Batch:
 
 def _bad(source: Source, index: int, place: str, told: TrainLitgptError) -> BadDocument:
     """The error that a document is alone says what; here it is told where."""
-    error = type(told)(f"{source.address}, {place} {told.what}", fix=told.fix)
+    error = type(told)(f"{source.address}, {place}: {told.what}", fix=told.fix)
     return BadDocument(index=index, place=f"{source.name}, {place}", reason=told.what, error=error)
 
 
-def _too_long(source: Source, index: int, place: str, most: int) -> BadDocument:
-    reason = f"has more than {most:,} bytes"
-    error = DataError(
-        f"{source.address}: the document at {place} {reason}, and data.max_document_bytes lets in no more. Is it "
-        "damaged, or is there a data.corpus.separator that cuts it? Else raise that setting: making its tokens takes 8 "
-        "times as much memory"
+def _too_long(most: int) -> DataError:
+    return DataError(
+        f"has more than {most:,} bytes",
+        fix="is it damaged, or is there a data.corpus.separator that cuts it? Else raise data.max_document_bytes: "
+        f"making its tokens takes {_MEMORY_OF_A_BYTE} times as much memory",
     )
-    return BadDocument(index=index, place=f"{source.name}, {place}", reason=reason, error=error)
 
 
-def _batch_of(texts: pa.LargeStringArray, bad_one: Callable[[int, UnicodeDecodeError | None], BadDocument]) -> Batch:
-    """The batch of these texts. `bad_one` describes the one at an index that is not UTF-8, or None at all."""
+Why: TypeAlias = DataError | UnicodeDecodeError | None
+
+
+def _batch_of(texts: pa.LargeStringArray, most: int, bad_one: Callable[[int, Why], BadDocument]) -> Batch:
+    """The batch of these texts. `bad_one` describes the one at an index and why it is bad, None where there is none."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    if not texts.null_count:
+    if not texts.null_count and (texts.nbytes <= most or pc.max(pc.binary_length(texts)).as_py() <= most):
         with suppress(pa.ArrowInvalid):
             texts.validate(full=True)
             return Batch(texts=texts)
     good, bad = list[bytes](), list[BadDocument]()
     for index, value in enumerate(texts.view(pa.large_binary()).to_pylist()):
         try:
-            if value is None:
-                bad.append(bad_one(index, None))
-            good.append((value or b"").decode().encode())
+            if value is None or len(value) > most:
+                bad.append(bad_one(index, None if value is None else _too_long(most)))
+                value = b""
+            good.append(value.decode().encode())
         except UnicodeDecodeError as error:
             bad.append(bad_one(index, error))
             good.append(b"")
@@ -412,19 +409,16 @@ _CONVERT = "convert it, for example with iconv -f latin1 -t utf-8"
 def _whole_text(stream: io.BufferedReader, source: Source, start: int, most: int) -> Iterator[Batch]:
     """The file as one document. Without the memory for it, the tokenizer or the system would end the process without a
     word: that is a DataError."""
-    free = psutil.virtual_memory().available
-    limit = min(most, free // _MEMORY_OF_A_BYTE)
+    limit = min(most, psutil.virtual_memory().available // _MEMORY_OF_A_BYTE)
     # A compressed file does not say how long its text is.
-    text = stream.read(limit + 1) if source.size <= limit else None
-    if text is not None and len(text) <= limit:
-        yield _text_batch([text], start, 0, source)
+    if source.size <= limit and len(text := stream.read(limit + 1)) <= limit:
+        yield _text_batch([text], start, 0, source, most)
     elif limit == most:
-        yield _only(_too_long(source, 0, "byte 0", most))
+        yield _only(_bad(source, 0, "byte 0", _too_long(most)))
     else:
-        size = max(source.size, limit)
         raise DataError(
-            f"{source.address} is one document of {size / 1e9:.1f} GB or more, and its tokens take about "
-            f"{_MEMORY_OF_A_BYTE * size / 1e9:.0f} GB of memory to make, of which {free / 1e9:.0f} GB are free",
+            f"{source.address} is one document of more than {limit:,} bytes, and making its tokens takes "
+            f"{_MEMORY_OF_A_BYTE} times as much memory, of which no more is free",
             fix="set data.corpus.separator to what stands between its documents, or cut the file into several",
         )
 
@@ -456,7 +450,7 @@ def _runs(
     with where they begin.
 
     With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
-    `most` bytes: it is told of when so many are read, and never held as a whole.
+    `most` bytes and a chunk: it is told of when so many are read, and never held as a whole.
     """
     left = math.inf if end is None else end - start
     rest, skipping = b"", False
@@ -469,7 +463,7 @@ def _runs(
             start += len(pieces.pop(0)) + len(separator)
             skipping = False
         if pieces:
-            yield from _bounded(pieces, start, len(separator), most)
+            yield start, pieces
             start += sum(map(len, pieces)) + len(separator) * len(pieces)
         if len(rest) > most + unsure and not skipping:
             yield start, None
@@ -478,31 +472,22 @@ def _runs(
             dropped = max(0, len(rest) - unsure)
             start, rest = start + dropped, rest[dropped:]
     if not skipping and (end is None or rest):
-        yield from _bounded([rest], start, len(separator), most)
+        yield start, [rest]
 
 
-def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterator[tuple[int, list[bytes] | None]]:
-    """Yield the pieces with where they begin, and None for each that is too long."""
-    if most >= CHUNK and len(pieces[0]) <= most:  # all others came within one chunk
-        yield start, pieces
-        return
-    for piece in pieces:
-        yield start, [piece] if len(piece) <= most else None
-        start += len(piece) + between
-
-
-def _text_batch(texts: list[bytes], start: int, between: int, source: Source) -> Batch:
+def _text_batch(texts: list[bytes], start: int, between: int, source: Source, most: int) -> Batch:
     """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
     import pyarrow as pa
 
-    def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
-        assert error is not None
-        byte = start + sum(len(text) + between for text in texts[:index]) + error.start
-        what = _not_utf8(error)
-        told = DataError(f"{source.address} is not UTF-8 at byte {byte} ({what})", fix=_CONVERT)
-        return BadDocument(index=index, place=f"{source.name}, byte {byte}", reason=f"not UTF-8 ({what})", error=told)
+    def bad_one(index: int, why: Why) -> BadDocument:
+        byte = start + sum(len(text) + between for text in texts[:index])
+        if isinstance(why, UnicodeDecodeError):
+            byte += why.start
+            why = DataError(f"not UTF-8 ({_not_utf8(why)})", fix=_CONVERT)
+        assert why is not None
+        return _bad(source, index, f"byte {byte}", why)
 
-    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), bad_one)
+    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), most, bad_one)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -534,27 +519,30 @@ def _json_lines(
     for _, lines in _runs(stream, b"\n", begun, end, most):
         first, done = done, done + (1 if lines is None else len(lines))
         if lines is None:
-            yield _only(_too_long(source, 0, f"line {lines_before() + done}", most))
+            yield _only(_bad(source, 0, f"line {lines_before() + done}", _too_long(most)))
             continue
         with suppress(ValueError, LookupError, TypeError, pa.ArrowException):  # one of them is bad: which?
             found = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
-            if not (quick := pa.array(found, pa.large_string())).null_count:
+            quick = pa.array(found, pa.large_string())
+            if not quick.null_count and max(map(len, lines)) <= most:
                 yield Batch(texts=quick)
                 continue
         texts, bad = list[str](), list[BadDocument]()
         for row, line in enumerate(lines):
-            if line and not line.isspace():
+            if len(line) > most or (line and not line.isspace()):
                 try:
-                    texts.append(_json_text(line, column))
+                    texts.append(_json_text(line, column, most))
                 except TrainLitgptError as told:
                     bad.append(_bad(source, len(texts), f"line {lines_before() + first + row + 1}", told))
                     texts.append("")
         yield Batch(texts=pa.array(texts, pa.large_string()), bad=tuple(bad))
 
 
-def _json_text(line: bytes, column: str) -> str:
+def _json_text(line: bytes, column: str, most: int) -> str:
     from pydantic_core import from_json
 
+    if len(line) > most:
+        raise _too_long(most)
     try:
         try:
             record = from_json(line, cache_strings=False)  # as in the quick way: it means the same in any company
@@ -566,8 +554,8 @@ def _json_text(line: bytes, column: str) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"is no JSON: {error}") from error
     if not isinstance(record, dict):
-        reason = f"is no JSON object but {json.dumps(record)[:60]}"
-        raise DataError(reason, fix=f'a line reads {{{json.dumps(column)}: "…"}}')
+        fix = f'a line reads {{{json.dumps(column)}: "…"}}'
+        raise DataError(f"is no JSON object but {json.dumps(record)[:60]}", fix=fix)
     if column not in record:
         raise UserError(f"has no field {column!r}; it has {_quoted(record)}", fix="set data.corpus.column")
     text = record[column]
@@ -626,13 +614,17 @@ def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[Parque
 
 def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int | None, most: int) -> Iterator[Batch]:
     """The values of the column in the row groups [start, end)."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+
+    def bad_one(index: int, why: Why) -> BadDocument:
+        if why is None:
+            why = DataError(f"has null in column {column!r}", fix="a document is a string: repair or drop the row")
+        elif isinstance(why, UnicodeDecodeError):
+            why = DataError(f"is not UTF-8 in column {column!r} ({why})", fix="write the file anew from valid text")
+        return _bad(source, index, f"row group {group}, row {row + index}", why)
 
     with row_groups(path, source, column) as (file, chunks):
         for group in range(start, len(chunks) if end is None else end):
-            place, row, text = f"row group {group}, row ", 0, 0
-            where = f"{source.address}, row group {group}"
+            row, text, where = 0, 0, f"{source.address}, row group {group}"
             rows, size = file.metadata.row_group(group).num_rows, chunks[group].total_uncompressed_size
             bound = MOST_RATIO * chunks[group].total_compressed_size + SLACK // len(chunks)
             _require_bounded(size, bound, where)
@@ -644,39 +636,17 @@ def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int
                     texts = found.column(0).cast("large_string")
                     text += texts.nbytes  # empty ones too: their places in it
                     _require_bounded(text, bound, where)
-                    batch = _rows(texts, column, source, place, row)
-                    if batch.texts.nbytes > most:  # Arrow has read what is too long by now: it holds all of a page
-                        long = pc.greater(pc.binary_length(batch.texts), most)
-                        bad = [
-                            _too_long(source, index, f"{place}{row + index}", most)
-                            for index in pc.indices_nonzero(long).to_pylist()
-                        ]
-                        texts = pc.if_else(long, pa.scalar("", pa.large_string()), batch.texts)
-                        every = sorted((*batch.bad, *bad), key=lambda one: one.index)
-                        batch = Batch(texts=texts, bad=tuple(every))
-                    yield batch
+                    yield _batch_of(texts, most, bad_one)  # Arrow holds all of a page, and so what is too long
                     row += len(texts)
             if row != rows:
                 raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
-
-
-def _rows(texts: Any, column: str, source: Source, place: str, first: int) -> Batch:
-    """`first` is the row of the group that these begin with."""
-
-    def bad_one(index: int, error: UnicodeDecodeError | None) -> BadDocument:
-        told = DataError(f"has null in column {column!r}", fix="a document is a string: repair or drop the row")
-        if error is not None:
-            told = DataError(f"is not UTF-8 in column {column!r} ({error})", fix="write the file anew from valid text")
-        return _bad(source, index, f"{place}{first + index}", told)
-
-    return _batch_of(texts, bad_one)
 
 
 def _require_bounded(size: int, bound: int, where: str) -> None:
     if size > bound:
         raise DataError(
             f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
-            "times its size: no corpus is like that. Remove it, or write it anew without dictionary and compression"
+            "times its size; remove it, or write it anew without dictionary and compression"
         )
 
 
@@ -686,16 +656,12 @@ def _damage(where: str) -> Iterator[None]:
 
     try:
         yield
-    except MemoryError as error:
-        raise DataError(
-            f"{where}: a page of it needs more memory than there is ({error}): the file is damaged or made with huge "
-            "pages; write it anew with smaller row groups, or read it on a machine with more memory"
-        ) from error
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (MemoryError, pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the machine's trouble; Arrow gives no errno where the data are at fault
         raise _damaged(where, error) from error
 
 
 def _damaged(where: str, why: object) -> DataError:
-    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}; write or fetch it anew")
+    fix = "write or fetch it anew, with smaller row groups if its pages take all memory"
+    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}", fix=fix)

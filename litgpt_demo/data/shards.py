@@ -4,7 +4,6 @@ documents in batches."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
+from litgpt_demo.config import Corpus, DataConfig
 from litgpt_demo.data.corpus import local_copy
 from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
-from litgpt_demo.errors import DataError, TrainLitgptError, UserError
+from litgpt_demo.errors import DataError, Finding, TrainLitgptError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,64 +77,51 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_shard(
-    corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool, most: int = MAX_DOCUMENT_BYTES
-) -> Iterator[Batch]:
+def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]:
     """The documents of a shard in their order, the same ones at each reading, until one reaches the shard's limit.
 
     Holds a few times BATCH_BYTES and the largest document. What is fetched stays in `scratch` for the next reading.
-
-    Args:
-        skip_bad: put an empty text for a document that is null, too long, not UTF-8 or no JSON, instead of raising.
-        most: bytes that a document may have.
+    A document that is null, too long, not UTF-8 or no JSON is raised, or an empty text if such ones are skipped.
     """
     import pyarrow as pa
 
     def gathered() -> Batch:
         texts = held[0].texts if len(held) == 1 else pa.concat_arrays([one.texts for one in held])
-        starts = accumulate((len(one.texts) for one in held), initial=done)
+        starts = accumulate((len(one.texts) for one in held), initial=0)
         bad = (
             replace(bad, index=start + bad.index) for start, one in zip(starts, held, strict=False) for bad in one.bad
         )
         return Batch(texts=texts, bad=tuple(bad))
 
     # As many documents at a time as fit BATCH_BYTES, or a single larger one.
-    layout, left = Layout.of(corpus), math.inf if shard.limit is None else shard.limit
-    held, size, done = list[Batch](), 0, 0
+    layout, most, left = Layout.of(data.corpus), data.max_document_bytes, shard.limit
+    held, size = list[Batch](), 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
             for batch in read(path, part.source, layout, part.start, part.end, scratch=scratch, most=most):
-                end = len(batch.texts)
-                if shard.limit is not None:
+                if left is not None:
                     end, text = _reaching(batch.texts, left)
-                    left -= text
-                bad = None if skip_bad or not batch.bad or batch.bad[0].index >= end else batch.bad[0]
-                start, end = 0, end if bad is None else bad.index
-                while start < end:  # cut behind the documents that reach BATCH_BYTES
-                    rest = batch.texts.slice(start, end - start)
-                    count, more = (
-                        (len(rest), rest.nbytes) if rest.nbytes <= BATCH_BYTES else _reaching(rest, BATCH_BYTES)
-                    )
+                    batch, left = batch.slice(0, end), left - text
+                if batch.bad and data.on_bad_document == "fail":
+                    raise batch.bad[0].error
+                start = 0
+                while start < len(batch.texts):
+                    count, more = _reaching(batch.texts.slice(start), BATCH_BYTES)
                     if held and size + more > BATCH_BYTES:
                         yield gathered()
-                        done += sum(len(one.texts) for one in held)
                         held, size = [], 0
                     held.append(batch.slice(start, start + count))
                     size += more
                     start += count
-                if bad is not None:
-                    if held:
-                        yield gathered()
-                    raise bad.error
-                if left <= 0:
+                if left is not None and left <= 0:
                     break
-        if left <= 0:
+        if left is not None and left <= 0:
             break
     if held:
         yield gathered()
 
 
-def _reaching(texts: pa.LargeStringArray, limit: float) -> tuple[int, int]:
+def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
     """Return how many of the texts have `limit` bytes in total, or all of them, and how many bytes those have."""
     import numpy as np
     import pyarrow.compute as pc
@@ -148,30 +134,22 @@ def _reaching(texts: pa.LargeStringArray, limit: float) -> tuple[int, int]:
 
 
 def documents(
-    corpus: Corpus,
-    sources: Sequence[Source],
-    *,
-    scratch: Path,
-    skip_bad: bool = False,
-    most: int = MAX_DOCUMENT_BYTES,
-    skipped: list[BadDocument] | None = None,
+    data: DataConfig, sources: Sequence[Source], scratch: Path, skipped: list[BadDocument] | None = None
 ) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
 
     Args:
-        skipped: takes the bad ones; their `index` counts from their file's first.
+        skipped: takes the bad ones.
     """
-    left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
-    for number, source in enumerate(sources):
+    left = data.corpus.max_bytes
+    for number, source in enumerate(sources):  # one by one: none is fetched before it is wanted
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
-        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
+        for batch in read_shard(data, shard, scratch):
             if skipped is not None:
                 skipped += batch.bad
             yield from filter(None, batch.texts.to_pylist())
-            if left is not None:
-                left -= _reaching(batch.texts, left)[1]
-        if left is not None and left <= 0:
-            return
+            if left is not None and (left := left - _reaching(batch.texts, left)[1]) <= 0:
+                return
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
@@ -196,14 +174,14 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
     return documents, size
 
 
-def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> tuple[str, str] | None:
-    """Return what is wrong, and what to do, where the separator is nowhere in the start of a corpus of text files.
+def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Finding]:
+    """Yield a warning where the separator is nowhere in the start of a corpus of text files.
 
     Looks at the first LOOKED_AT bytes, up to the first file that is not on this machine and has more.
     """
     layout, texts, left = Layout.of(corpus), list[bytes](), LOOKED_AT
     if (separator := layout.separator) is None:
-        return None
+        return
     with TemporaryDirectory(prefix="train-litgpt-") as scratch, suppress(TrainLitgptError, OSError):  # its reader tells
         for source in (source for source in sources if layout.format_of(source.name) == "text"):
             if left <= 0 or (source.file is None and source.size > left):
@@ -213,19 +191,15 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> tuple[str, st
                 texts.append(stream.read(left))
             left -= len(texts[-1])
     if not any(texts) or any(separator.encode() in text for text in texts):
-        return None
-    what = (
-        f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {LOOKED_AT - left:,} bytes of text, "
-        "so that each file is one document"
-    )
+        return
+    what = f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {LOOKED_AT - left:,} bytes of text"
+    fix = "look at what stands between the documents there, or leave it out if each file is one"
     # As a shell hands on what is typed there, and as Windows and Unix end lines.
     typed = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
     unix = typed.replace("\r\n", "\n")
     for other in (typed, unix, unix.replace("\n", "\r\n")):
         if any(other.encode() in text for text in texts):
-            found = json.dumps(other)
-            return (
-                f"{what}; found was {found}",
-                f"set data.corpus.separator={found}, in a shell all of it in quotes: '…'",
-            )
-    return what, "look at what stands between the documents there, or leave it out if each file is one"
+            what += f"; found was {json.dumps(other)}"
+            fix = f"set data.corpus.separator={json.dumps(other)}, in a shell all of it in quotes: '…'"
+            break
+    yield Finding("warning", "data.separator", what, fix)

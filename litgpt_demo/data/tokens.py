@@ -11,11 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.corpus import hub_endpoint
-from litgpt_demo.errors import DataError, Unreachable, UserError, words_of
+from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.documents import first_problem
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 # merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
 # have no such words: the longest of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
-_REPORTED = 1_000_000  # bytes of the sample between two reports
 _COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
 _COMPARED_DOCUMENTS = 32  # of each shard
 
@@ -80,47 +80,31 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
-    from httpx import TransportError
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    endpoint, files = hub_endpoint(), dict[str, bytes]()
+    from huggingface_hub.errors import EntryNotFoundError
 
     def fetch(name: str) -> bytes:
-        return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
+        place = hf_hub_download(settings.name, name, revision=settings.revision, endpoint=hub_endpoint())
+        return Path(place).read_bytes()
 
-    # What went wrong is not chained: a traceback may show the headers that were sent, and the token is one of them.
-    try:
-        files["tokenizer.json"] = fetch("tokenizer.json")
+    with asking_hub(settings.name, settings.revision):
+        files = {"tokenizer.json": fetch("tokenizer.json")}
         for name in _COMPANIONS[:3]:
             with suppress(EntryNotFoundError):
                 files[name] = fetch(name)
-    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
-    except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
-        raise Unreachable(
-            f"data.tokenizer: the hub cannot be reached for {settings.name} ({words_of(error)}); "
-            "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
-        ) from None
-    except HfHubHTTPError as error:
-        raise UserError(
-            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer that can be read "
-            f"({words_of(error)}); check the name, and `hf auth login` if the repository is gated"
-        ) from None
     return files
 
 
 def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
-    tokenizer = _object(files["tokenizer.json"], origin)
-    config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
     try:
-        definition = _Definition.model_validate(tokenizer)
+        definition = _Definition.model_validate_json(files["tokenizer.json"])
+        config = _CONFIG.validate_json(files.get("tokenizer_config.json", b"{}"))
     except ValidationError as error:
-        first = error.errors()[0]
         raise UserError(
-            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
-            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
-            "or {kind: hub, name: openai-community/gpt2}"
+            f"data.tokenizer: {origin} is no tokenizer, or cut short ({first_problem(error)}); give the tokenizer.json "
+            "that transformers' save_pretrained writes for a fast tokenizer, or "
+            "{kind: hub, name: openai-community/gpt2}"
         ) from error
     if isinstance(definition.model.vocab, list):
         raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
@@ -145,16 +129,6 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
 
 
-def _object(content: bytes, origin: str) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
-    if not isinstance(found, dict):
-        raise UserError(f"data.tokenizer: {origin} is no JSON object; give the tokenizer.json of a fast tokenizer")
-    return found
-
-
 _Id = Annotated[int, Field(ge=0)]
 
 
@@ -177,6 +151,9 @@ class _Definition(BaseModel):
     added_tokens: list[_AddedToken] = []
 
 
+_CONFIG = TypeAdapter(dict[str, Any])
+
+
 def train_tokenizer(
     settings: TrainedTokenizer,
     documents: Iterable[str],
@@ -184,20 +161,18 @@ def train_tokenizer(
 ) -> TokenizerFiles:
     """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
 
-    `report` is called with the number of documents in the sample and their bytes, while it is read and before the
-    training, which takes about 0.1 s per megabyte of prose.
+    `report` is called with the number of documents in the sample and their bytes, before the training, which takes
+    about 0.1 s per megabyte of prose.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    sample, seen, reported = list[str](), 0, 0
+    sample, seen = list[str](), 0
     for document in documents:
         sample.append(document[: settings.sample_bytes])  # no more than twice that in all, however long one is
         seen += len(sample[-1].encode())
         if seen >= settings.sample_bytes:
             break
-        if seen - reported >= _REPORTED:
-            report(len(sample), reported := seen)
     report(len(sample), seen)
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")

@@ -6,31 +6,30 @@ The ledger has a record of each thing that was made, which is written last: each
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b, sha256
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import DataConfig, Filters, OpenWebTextCorpus, Settings, TrainedTokenizer, key_of
+from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, key_of
 from litgpt_demo.data.corpus import forget
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.data.reading import BadDocument, Batch
+from litgpt_demo.data.reading import BadDocument
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
-from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.documents import FileRecord, parse_json
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_temporary, own_temporary
@@ -72,11 +71,6 @@ class Work:
         return replace(self.storage.within(SHARDS), durable=False)
 
     @property
-    def max_bytes(self) -> int | None:
-        """The UTF-8 bytes of text after which the corpus ends."""
-        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
-
-    @property
     def scratch(self) -> Path:
         """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
         name = self.path.rpartition("/")[2]
@@ -89,12 +83,8 @@ class Work:
         """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
         if self.scratch.parent == own_temporary():
             return make_temporary(self.scratch.name)
-        try:
+        with explaining(str(self.scratch)):
             self.scratch.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self.scratch} cannot be written ({error.strerror}); choose another root, or TMPDIR"
-            ) from error
         return self.scratch
 
 
@@ -207,14 +197,13 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
         with suppress(FileNotFoundError, DataError):  # DataError: damaged, or of another version of this code
             return _stored_tokenizer(work)
         assert isinstance(data.tokenizer, TrainedTokenizer)
-        bad, skip_bad, scratch = list[BadDocument](), data.on_bad_document == "skip", work.make_scratch()
-        texts = documents(
-            data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=data.max_document_bytes, skipped=bad
-        )
-        if (first := next(texts, None)) is None and bad:
+        bad = list[BadDocument]()
+        texts = documents(data, planned.sources, work.make_scratch(), bad)
+        try:
+            tokenizer = train_tokenizer(data.tokenizer, texts, report)
+        except DataError as error:
             told = skipped_ones(len(bad), [f"{one.place}: {one.reason}" for one in bad])
-            raise DataError(f"data.corpus ({data.corpus.kind}) holds no text{told}")
-        tokenizer = train_tokenizer(data.tokenizer, chain([] if first is None else [first], texts), report)
+            raise DataError(f"{error}{told}") from error
     files = tuple(
         FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
         for name, content in sorted(tokenizer.files.items())
@@ -265,7 +254,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
     name, data, scratch = file_name(shard.number, "survey.json"), work.data, work.make_scratch()
     if (done := _recorded(work, name, Survey, shard)) is not None:
         return done
-    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and work.max_bytes is None:
+    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
         counted = documents_by_footer(data.corpus, shard, scratch=scratch)
         if counted is not None:
             _free_copies(work, shard)
@@ -276,7 +265,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
             )  # fmt: skip
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
     bad, places, read_bytes, kept_bytes = 0, list[str](), 0, 0
-    for batch in _batches(work, shard):
+    for batch in read_shard(data, shard, scratch):
         kept, reasons = passing(batch.texts, data.filters)
         lengths = byte_lengths(batch.texts)
         masks.append(kept)
@@ -286,7 +275,11 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
         places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
         dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if data.filters.drop_duplicates:
-            digests.append(_digests_of(_chosen(batch.texts, kept)))
+            texts = _chosen(batch.texts, kept)
+            _, offsets, content = texts.buffers()
+            edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
+            view = memoryview(content) if content is not None else memoryview(b"")
+            digests += [blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges)]
     mask = np.concatenate(masks)
 
     def stored(suffix: str, content: bytes) -> FileRecord:
@@ -317,11 +310,6 @@ def _free_copies(work: Work, shard: Shard) -> None:
     room = shutil.disk_usage(work.scratch)
     if room.free < room.total * _ROOM:
         forget((part.source for part in shard.parts), work.scratch)
-
-
-def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
-    skip_bad, most = work.data.on_bad_document == "skip", work.data.max_document_bytes
-    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad, most=most)
 
 
 # --- filters: by length, by the share of letters, and because it was there before -------------------------------------
@@ -375,15 +363,11 @@ def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
     """The share of letters and their marks, in any script, among what is not white space; 0 where all of it is."""
     import pyarrow.compute as pc
 
-    ends = np.cumsum(_numbers(pc.utf8_length(texts))).tolist()
-    characters = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
-    letters, spaces = (table[characters] for table in _letters_and_spaces())
-    ratios = np.zeros(len(texts))
-    for document, (start, end) in enumerate(pairwise([0, *ends])):
-        visible = end - start - np.count_nonzero(spaces[start:end])
-        if visible:
-            ratios[document] = np.count_nonzero(letters[start:end]) / visible
-    return ratios
+    edges = np.append(0, np.cumsum(_numbers(pc.utf8_length(texts))))
+    points = np.frombuffer("".join(texts.to_pylist()).encode("utf-32-le"), dtype="<u4")
+    letters, spaces = (np.diff(np.append(0, np.cumsum(table[points]))[edges]) for table in _letters_and_spaces())
+    visible = np.diff(edges) - spaces
+    return np.asarray(np.divide(letters, visible, out=np.zeros(len(texts)), where=visible > 0))
 
 
 @cache
@@ -395,14 +379,6 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
     every = [chr(point) for point in range(sys.maxunicode + 1)]
     letters = np.fromiter((unicodedata.category(character)[0] in "LM" for character in every), dtype=bool)
     return letters, np.fromiter((character.isspace() for character in every), dtype=bool)
-
-
-def _digests_of(texts: Any) -> bytes:
-    """DIGEST_BYTES of each document, behind one another."""
-    _, offsets, content = texts.buffers()
-    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
-    view = memoryview(content) if content is not None else memoryview(b"")
-    return b"".join(blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges))
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------
@@ -452,8 +428,13 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     held_out = np.zeros(int(staying.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
-    with _PieceFile(work, assignment, "train") as train, _PieceFile(work, assignment, "val") as validation:
-        for batch in _batches(work, shard):
+    with TemporaryDirectory(dir=work.make_scratch(), prefix="tokens-", ignore_cleanup_errors=True) as folder:
+        # With the assignment in its name, a preparation that counted otherwise writes another file.
+        train, validation = (
+            _Piece(Path(folder, file_name(shard.number, f"{assignment.digest}.{split}.bin")))
+            for split in ("train", "val")
+        )
+        for batch in read_shard(work.data, shard, work.scratch):
             read += len(batch.texts)
             if read > len(staying):
                 break
@@ -482,8 +463,8 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
             assignment=assignment.digest,
             documents=encoded,
             text_bytes=text_bytes,
-            train=train.stored(),
-            validation=validation.stored(),
+            train=_stored(work, train),
+            validation=_stored(work, validation),
             lengths=tuple(histogram.tolist()),
         )
     _note(work, name, record)
@@ -491,41 +472,29 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     return record
 
 
-class _PieceFile:
+@dataclass
+class _Piece:
     """The tokens of a shard's documents of one split, on their way into the storage."""
 
-    def __init__(self, work: Work, assignment: Assignment, split: str) -> None:
-        self._work = work
-        # With the assignment in its name, a preparation that counted otherwise writes another file.
-        self._name = file_name(assignment.shard.number, f"{assignment.digest}.{split}.bin")
-        self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
-        self._documents = self._tokens = 0
-
-    def __enter__(self) -> _PieceFile:
-        self._file = self._path.open("wb")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with suppress(OSError):  # of what is not stored by now, nothing is wanted
-            self._file.close()
-        self._path.unlink(missing_ok=True)
+    path: Path
+    documents: int = 0
+    tokens: int = 0
 
     def write(self, ids: Ids, documents: int) -> None:
-        with explaining(str(self._path), needed=ids.nbytes):
-            self._file.write(ids.data)
-        self._tokens += len(ids)
-        self._documents += documents
+        with explaining(str(self.path), needed=ids.nbytes), self.path.open("ab") as file:
+            file.write(ids.data)
+        self.tokens += len(ids)
+        self.documents += documents
 
-    def stored(self) -> TokenPiece:
-        """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
-        with explaining(str(self._path)):
-            self._file.close()
-        if not self._tokens:
-            return TokenPiece(documents=0, tokens=0, file=None)
-        folder = self._work.handover
-        if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
-            folder = None
-        stored = self._work.ledger.upload(self._path, self._name, move=folder is None)
-        if folder is not None:
-            self._path.replace(folder / self._name)
-        return TokenPiece(documents=self._documents, tokens=self._tokens, file=FileRecord.of(stored))
+
+def _stored(work: Work, piece: _Piece) -> TokenPiece:
+    """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
+    if not piece.tokens:
+        return TokenPiece(documents=0, tokens=0, file=None)
+    folder = work.handover
+    if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
+        folder = None
+    stored = work.ledger.upload(piece.path, piece.path.name, move=folder is None)
+    if folder is not None:
+        piece.path.replace(folder / piece.path.name)
+    return TokenPiece(documents=piece.documents, tokens=piece.tokens, file=FileRecord.of(stored))

@@ -7,12 +7,10 @@ Here is what is said of them, without torch; `models` makes them.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterator
 
 from litgpt_demo.config import Settings
-from litgpt_demo.manifests import FileRecord, read_manifest
+from litgpt_demo.documents import FileRecord, read_manifest
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, RecordedPrice
 from litgpt_demo.storage import Storage, bucket_path
 from litgpt_demo.training import checkpoints
@@ -33,13 +31,10 @@ class Cost(Settings):
         return self.hours * self.price.usd
 
     def __str__(self) -> str:
-        price = self.price
-        left_out = f"; reports of nodes that could not be read, and are left out: {self.unreadable}"
-        return (
-            f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}, "
-            f"list price on demand in {price.region} of {price.date}"
-            f"{left_out if self.unreadable else ''}"
-        )
+        price, bad = self.price, self.unreadable
+        cost = f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}"
+        left_out = f"; reports of nodes that could not be read, and are left out: {bad}" if bad else ""
+        return f"{cost}, list price on demand in {price.region} of {price.date}{left_out}"
 
 
 class HuggingFaceProof(Settings):
@@ -85,11 +80,6 @@ class FinalManifest(Settings):
     sample: str
     """The text that the collected model wrote after the prompt."""
     files: tuple[FileRecord, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(record.size for record in self.files)
 
 
 def exported(run: Storage) -> FinalManifest | None:
@@ -141,17 +131,3 @@ def usage(run: str, *, huggingface: bool) -> str:
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
         ]
     return "\n".join(lines)
-
-
-def use_of(folder: str, name: str) -> tuple[str, ...]:
-    """Return shell commands that let the LitGPT model in `folder` write, which first copy it here from a bucket.
-
-    Args:
-        name: the run's, which the copy is called after.
-    """
-    copy: tuple[str, ...] = ()
-    if bucket_path(folder) is not None:
-        copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name
-    # JSON's strings are Python's, and their quotes need no escape within the shell's.
-    program = f'from litgpt import LLM; print(LLM.load({json.dumps(folder)}).generate("Once upon a time"))'
-    return (*copy, shlex.join(["python", "-c", program]))

@@ -13,17 +13,45 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat
+
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
-from litgpt_demo.export import FinalManifest, usage
+from litgpt_demo.documents import Unreadable, parse_json
+from litgpt_demo.errors import DataError
+from litgpt_demo.export import Cost, FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import read_document, read_metrics
+from litgpt_demo.runs import ATTEMPTS, MOST_NODE_REPORT, NODE_REPORT, read_document, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 
-Pairs = Sequence[tuple[str, object]]
+# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
+_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
+
+
+class _NodeLife(BaseModel):
+    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
+
+    started: FiniteFloat
+    ended: FiniteFloat
+
+
+def cost_of(run: Storage) -> Cost | None:
+    """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
+    if (price := read_document(run).price) is None:
+        return None
+    attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
+    for path in attempts.list():
+        if _NODE_REPORT.fullmatch(path):
+            try:
+                content = attempts.read(path, most=MOST_NODE_REPORT)
+                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+                seconds += max(0.0, life.ended - life.started)
+            except DataError as error:
+                bad.add(str(error))
+    return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
 
 
 def write_card(
@@ -74,34 +102,13 @@ def _card(
     lineage: Mapping[str, Any], spec: TrainingSpec, dataset: DatasetManifest, final: FinalManifest, *, pictured: bool
 ) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
-    proof, config, skipped = final.huggingface, lineage["config"], lineage["left_out"]
-    results: Pairs = [
-        ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
-        ("Perplexity", f"{final.perplexity:.2f}"),
-        ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
-        ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
-        ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
-        ("Tolerance", f"{final.logits_tolerance:.1e}"),
-    ]
-    corpus = config.get("data", {}).get("corpus", {})
-    sources = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
-    data: Pairs = [
-        ("Corpus", sources or dataset.name),
-        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
-        ("Training split", f"{dataset.train.tokens:,} tokens"),
-        ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
-        ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
-        ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Dataset key", dataset.key),
-    ]
-    without = [("Steps left out", ", ".join(str(one["step"]) for one in skipped))] if skipped else []
-    training: Pairs = [
-        ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
-        ("Steps", f"{spec.steps:,}"),
-        *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
-        *sorted(spec.train.outcome().items()),
-        *without,
-    ]
+    proof, config = final.huggingface, lineage["config"]
+    checkpoint, software = lineage["checkpoint"], lineage["software"]
+    corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
+    known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
+    used = [f"{one.get('world_size', 1):,} x {one.get('device_name', '?')}" for one in lineage["hardware"]]
+    changed = " with uncommitted changes" if software.get("dirty") else ""
+    versions = {**checkpoint["versions"], **software.get("packages", {})}
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
         f"# {_text(spec.run)}",
@@ -109,56 +116,63 @@ def _card(
         f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues "
         "text; it follows no instructions, and says what its training data would.",
         "## Results",
-        _table(results),
+        _table(
+            ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
+            ("Perplexity", f"{final.perplexity:.2f}"),
+            ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
+            ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
+            ("transformers opens it", f"{proof.architecture}, {proof.logits_difference:.1e}" if proof else "no"),
+            ("Tolerance", f"{final.logits_tolerance:.1e}"),
+        ),
         "## What it writes",
         "After the opening of a document it has not seen:",
         _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
         _fenced(usage(lineage["address"], huggingface=proof is not None), "python"),
         "## Data",
-        _table(data),
+        _table(
+            ("Corpus", ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)),
+            ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
+            ("Training split", f"{dataset.train.tokens:,} tokens"),
+            ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
+            ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
+            ("Vocabulary", f"{dataset.vocab_size:,} ids"),
+            ("Dataset key", dataset.key),
+        ),
         "## Training",
-        _table(training),
+        _table(
+            ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
+            ("Steps", f"{spec.steps:,}"),
+            *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
+            *sorted(spec.train.outcome().items()),
+            ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
+        ),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
-        _table(_hardware(lineage, final)),
+        _table(
+            *(("Hardware", one) for one in used),
+            ("Platform", ", ".join(known)),
+            ("Training time", f"{lineage['seconds']:,.0f} s"),
+            ("Process hours", f"{lineage['seconds'] * checkpoint['world_size'] / 3600:,.2f}"),
+            ("Cost", final.cost or ""),
+        ),
         "## Origin",
-        _table(_origin(lineage)),
+        _table(
+            ("Run", lineage["address"]),
+            ("Checkpoint", checkpoint["folder"]),
+            ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
+            ("Commit", f"{software['commit']}{changed}" if software.get("commit") else "not known"),
+            ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+            ("Everything else", LINEAGE),
+        ),
         *(f"> {_text(finding)}" for finding in final.findings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _hardware(lineage: Mapping[str, Any], final: FinalManifest) -> Pairs:
-    seconds, platform = lineage["seconds"], lineage["config"].get("platform", {})
-    rows: list[tuple[str, object]] = [
-        ("Hardware", f"{one.get('world_size', 1):,} x {one.get('device_name', one.get('device', '?'))}")
-        for one in lineage["hardware"]
-    ]
-    if platform:
-        known = {name: platform[name] for name in ("kind", "machine", "nodes", "processes") if platform.get(name)}
-        rows.append(("Platform", ", ".join(f"{name}: {value}" for name, value in known.items())))
-    if seconds:
-        hours = seconds * lineage["checkpoint"]["world_size"] / 3600
-        rows += [("Training time", f"{seconds:,.0f} s"), ("Process hours", f"{hours:,.2f}")]
-    return [*rows, ("Cost", final.cost)] if final.cost else rows
-
-
-def _origin(lineage: Mapping[str, Any]) -> Pairs:
-    software, checkpoint = lineage["software"], lineage["checkpoint"]
-    commit, versions = software.get("commit"), {**checkpoint["versions"], **software.get("packages", {})}
-    return [
-        ("Run", lineage["address"]),
-        ("Checkpoint", checkpoint["folder"]),
-        ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
-        ("Commit", f"{commit} with uncommitted changes" if commit and software.get("dirty") else commit or "not known"),
-        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
-        ("Everything else", LINEAGE),
-    ]
-
-
-def _table(pairs: Pairs) -> str:
-    lines = (f"| {_text(name)} | {_text('none' if value is None else value)} |" for name, value in pairs)
+def _table(*pairs: tuple[str, object]) -> str:
+    told = [(name, "none" if value is None else value) for name, value in pairs if value != ""]
+    lines = (f"| {_text(name)} | {_text(value)} |" for name, value in told)
     return "\n".join(["| | |", "| --- | --- |", *lines])
 
 
@@ -175,19 +189,16 @@ def _fenced(text: str, language: str = "text") -> str:
 
 def _draw_loss(rows: Sequence[Row], path: Path) -> bool:
     """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
     if len(loss) < 2:
         return False
     figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(list(loss), list(loss.values()), color="#8ab4d8", linewidth=1, label="training")
     axes.plot(list(held_out), list(held_out.values()), color="#b5541c", marker="o", markersize=4, label="validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Software": None})  # so that the same curve is the same file

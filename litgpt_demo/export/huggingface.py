@@ -79,9 +79,6 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
     return HuggingFaceModel(architecture=family.architecture, fields=sizes | family.fields(config), rename=rename)
 
 
-# --- what decides -----------------------------------------------------------------------------------------------------
-
-
 def _traits(config: Config) -> Fields:
     """All that one architecture computes and another does not: the config's fields, and what follows from several."""
     adjustments = set(config.rope_adjustments or ())
@@ -90,6 +87,8 @@ def _traits(config: Config) -> Fields:
     if adjustments and (config.rope_condense_ratio != 1 or adjustments not in ({"factor"}, llama3)):
         rope = "scaled in two ways"  # which transformers has not
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
+    windows = config.sliding_window_indices or () if config.sliding_window_size else ()
+    grouped = config.n_expert_groups or config.n_shared_expert or config.first_k_dense_replace
     fields: Fields = vars(config)
     return fields | {
         "block": (config.norm_class_name, config.mlp_class_name),
@@ -100,7 +99,7 @@ def _traits(config: Config) -> Fields:
         "qk_norm": config.norm_qk_type if config.norm_qk else "",
         "square": config.head_size * config.n_head == config.n_embd,
         "queries": {1: "one", config.n_head: "own"}.get(config.n_query_groups, "groups"),
-        "windows": _windows(config),
+        "windows": "none" if not any(windows) else "all" if all(windows) else "some",
         "rope": rope,
         "whole_rotary": whole_rotary,
         "two_ropes": config.rope_local_base_freq is not None,
@@ -110,13 +109,7 @@ def _traits(config: Config) -> Fields:
         "attention_scale": config.attention_scores_scalar not in (None, config.head_size),
         "latent_attention": config.latent_attention is not None,
         # Anything but: every expert may be chosen, by a softmax over those that are.
-        "grouped_experts": config.mlp_class_name == "LLaMAMoE"
-        and bool(
-            config.n_expert_groups
-            or config.n_shared_expert
-            or config.first_k_dense_replace
-            or config.routed_scaling_factor != 1.0
-        ),
+        "grouped_experts": config.mlp_class_name == "LLaMAMoE" and bool(grouped or config.routed_scaling_factor != 1.0),
     }
 
 
@@ -149,15 +142,6 @@ _LATER_GEMMA: Fields = _GEMMA | {
     "windows": {"none", "some", "all"},
     "attention_scale": {True, False},
 }
-
-
-def _windows(config: Config) -> str:
-    """Return which layers look back over a window only."""
-    indices = config.sliding_window_indices if config.sliding_window_size else None
-    return "none" if not indices or not any(indices) else "all" if all(indices) else "some"
-
-
-# --- config.json ------------------------------------------------------------------------------------------------------
 
 
 def _rope(config: Config) -> Fields:
@@ -218,9 +202,7 @@ def _llama_fields(config: Config, **more: Any) -> Fields:
     }
 
 
-def _gemma_fields(config: Config) -> Fields:
-    gelu = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-    return _llama_fields(config, **gelu)
+_gemma_fields = partial(_llama_fields, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh")
 
 
 def _gemma2_fields(config: Config) -> Fields:
@@ -266,7 +248,7 @@ _FAMILIES = (  # in the order in which they are tried
         },
         lambda config: _llama_fields(
             config, partial_rotary_factor=config.rotary_percentage,
-            sliding_window=config.sliding_window_size if _windows(config) == "all" else None,
+            sliding_window=config.sliding_window_size if any(config.sliding_window_indices or ()) else None,
             pad_token_id=None,  # its default is 32000, which a smaller vocabulary does not have
         ),
         maps.copy_weights_phi, "Phi-3",

@@ -9,62 +9,35 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from litgpt.utils import save_config
-from pydantic import BaseModel, FiniteFloat
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import open_split
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.data.tokens import TOKENIZER_FILES
-from litgpt_demo.documents import Unreadable, parse_json
+from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import Cost, FinalManifest, HuggingFaceProof, exported, summary_lines, whole_final
-from litgpt_demo.export.card import write_card
+from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
+from litgpt_demo.export.card import cost_of, write_card
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.manifests import FileRecord, bring, differences, write_manifest
 from litgpt_demo.models.model import litgpt_config
-from litgpt_demo.runs import (
-    ATTEMPTS,
-    CONFIG,
-    FINAL,
-    HUGGINGFACE,
-    LITGPT,
-    MOST_NODE_REPORT,
-    NODE_REPORT,
-    read_document,
-    read_spec,
-)
+from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reading import files_of_weights
-
-# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
-_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
-
-
-def load_libraries() -> None:
-    """Import what is imported only when the models are proved."""
-    import_module("matplotlib.backends.backend_agg")
-    for name in ("generation", "models.auto.modeling_auto", "models.auto.tokenization_auto"):
-        import_module(f"transformers.{name}")
-
-
-# --- the run's folder -------------------------------------------------------------------------------------------------
 
 
 def export(
@@ -110,9 +83,8 @@ def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
     final = run.within(FINAL)
     folder = final.local_path()
     if folder is not None and (wrong := differences(folder, done.files)):
-        raise DataError(
-            f"{final.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and collect again"
-        )
+        what = f"{final.address()} is not what its manifest says: {'; '.join(wrong)}"
+        raise DataError(what, fix="remove that folder and collect again")
     return done
 
 
@@ -124,18 +96,12 @@ def _checkpoint(
     there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
     steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
     if step is not None and not (there := [found for found in there if found.step == step]):
-        raise UserError(
-            f"{run.address()} has no checkpoint of step {step}; there are: {steps}. Retention keeps the last "
-            "train.keep_last, the best train.keep_best and every train.keep_every"
-        )
+        raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
     if not there and newest:
         raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
     if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
-        raise UserError(
-            f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}",
-            fix="run it again, it goes on from there, or collect what is there: --newest, or --step with one of its "
-            f"checkpoints ({steps})",
-        )
+        fix = f"run it again, it goes on from there, or collect what is there: --newest, or --step, one of {steps}"
+        raise UserError(f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}", fix=fix)
 
     def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:
@@ -183,39 +149,12 @@ def _workplace(run: Storage) -> Iterator[Path]:
         os.close(lock)
 
 
-class _NodeLife(BaseModel):
-    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
-
-    started: FiniteFloat
-    ended: FiniteFloat
-
-
-def cost_of(run: Storage) -> Cost | None:
-    """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
-    if (price := read_document(run).price) is None:
-        return None
-    attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
-    for path in attempts.list():
-        if _NODE_REPORT.fullmatch(path):
-            try:
-                content = attempts.read(path, most=MOST_NODE_REPORT)
-                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
-                seconds += max(0.0, life.ended - life.started)
-            except DataError as error:
-                bad.add(str(error))
-    return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
-
-
-# --- the models -------------------------------------------------------------------------------------------------------
-
-
 def make(
     spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str
 ) -> FinalManifest:
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
-    Args:
-        address: what errors call the checkpoint, of which `shards` may be a copy.
+    Errors call `shards`, which may be a copy, by the checkpoint's `address`.
 
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
@@ -243,29 +182,21 @@ def make(
     inputs = probe_of(windows)
     own = trainer_logits(config, shards, inputs)
     final: FinalManifest = opened_by_litgpt(target, own, inputs, windows, spec, checkpoint)
-    proof: HuggingFaceProof | None = None
-    findings: tuple[str, ...] = ()
+    proof, shortcoming, target = None, "", scratch / HUGGINGFACE
     if model is None:
-        findings = (
-            f"there is no {HUGGINGFACE}: transformers has no architecture that computes what {config.name or 'this'} "
-            f"with {config.norm_class_name} and {config.mlp_class_name} does; use {LITGPT}",
-        )
+        parts = f"{config.name or 'this'} with {config.norm_class_name} and {config.mlp_class_name}"
+        shortcoming = f"transformers has no architecture that computes what {parts} does; use {LITGPT}"
     else:
-        target = scratch / HUGGINGFACE
         try:
-            difference, sample = opened_by_transformers(
-                target, own=own, inputs=inputs, tokenizer=tokenizer / "tokenizer.json"
-            )
-            proof = HuggingFaceProof(architecture=model.architecture, logits_difference=difference, sample=sample)
+            own_ids = tokenizer / "tokenizer.json"
+            proof = opened_by_transformers(target, own=own, inputs=inputs, tokenizer=own_ids)
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
             shutil.rmtree(target)
-            findings = (
-                f"there is no {HUGGINGFACE}: as {model.architecture} it is not the checkpoint's model: {error}; use "
-                f"{LITGPT}, and report this with the run's {CONFIG}",
-            )
-    parameters = sum(form.numel() for form in weights.forms.values())
-    return final.model_copy(update={"parameters": parameters, "huggingface": proof, "findings": findings})
+            what = f"as {model.architecture} it is not the checkpoint's model: {error}"
+            shortcoming = f"{what}; use {LITGPT}, and report this with the run's {CONFIG}"
+    findings = (f"there is no {HUGGINGFACE}: {shortcoming}",) if shortcoming else ()
+    return final.model_copy(update={"huggingface": proof, "findings": findings})
 
 
 def _write_huggingface(
@@ -300,10 +231,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="address of the run's folder")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")
     parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
-    waits = (
-        "import what it takes; begin when there is a line on standard input, and publish when there is another; "
-        "end if that is closed"
-    )
+    waits = "import what it takes; begin at a line on standard input, publish at another; end if that is closed"
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
 
@@ -311,8 +239,9 @@ def main(argv: Sequence[str]) -> int:
         if args.on_word and not sys.stdin.readline():
             sys.exit(0)  # it was closed: nothing is published
 
-    if args.on_word:
-        load_libraries()
+    if args.on_word:  # what is imported only when the models are proved
+        from matplotlib.backends import backend_agg  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
     for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
         print(line)

@@ -21,7 +21,7 @@ from torch import Tensor
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
-from litgpt_demo.export import FinalManifest
+from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import LossGPT
 from litgpt_demo.runs import CONFIG, LITGPT
@@ -87,8 +87,7 @@ def opened_by_litgpt(
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
-    Returns:
-        What it has shown; parameters, Hugging Face's model and the files are yet to be told.
+    Returns what it has shown; Hugging Face's model and the files are yet to be told.
 
     Raises:
         DataError: it is not the checkpoint's model.
@@ -100,18 +99,15 @@ def opened_by_litgpt(
         torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
-    fix = f"do not use it, and report this with the run's {CONFIG}"
+    back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
     difference, allowed = largest_difference(own, llm.model(inputs)), tolerance(own)
     if not difference <= allowed:
-        raise DataError(
-            f"the model loaded back from {LITGPT} differs by {difference:.2e} in a logit from the checkpoint, at "
-            f"most {allowed:.0e} is rounding",
-            fix=fix,
-        )
+        what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
+        raise DataError(what, fix=fix)
     # As many samples as the trainer's, fewer of a large model.
-    each = 2 * sum(weight.numel() for weight in llm.model.parameters()) * validation.length
+    parameters = sum(weight.numel() for weight in llm.model.parameters())
     trainers_windows = min(spec.train.evaluation_windows, len(validation))
-    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / each)))
+    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
     total = 0.0
     for number in range(windows):
         batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
@@ -119,11 +115,7 @@ def opened_by_litgpt(
     loss, trainers = total / windows, checkpoint.validation_loss
     same_samples = windows >= trainers_windows
     if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
-        raise DataError(
-            f"the model loaded back from {LITGPT} has a validation loss of {loss:.4f}, the trainer found "
-            f"{trainers:.4f}",
-            fix=fix,
-        )
+        raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
     opening = _opening(inputs)[: max(1, room // 4)]
@@ -138,7 +130,7 @@ def opened_by_litgpt(
         step=checkpoint.step,
         tokens=checkpoint.tokens,
         complete=reached_end(checkpoint, spec),
-        parameters=0,
+        parameters=parameters,
         dataset_key=checkpoint.dataset_key,
         validation_loss=loss,
         perplexity=perplexity(loss),
@@ -154,14 +146,9 @@ def opened_by_litgpt(
 
 
 @torch.no_grad()
-def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> tuple[float, str]:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
-
-    Args:
-        tokenizer: the dataset's tokenizer.json.
-
-    Returns:
-        The largest difference of a logit, and what the model wrote.
+def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
+    tokenizer.json, and let it write.
 
     Raises:
         DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
@@ -195,10 +182,9 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
             raise DataError("its tokenizer gives other ids than the dataset's")
     opening = _opening(inputs)
     prompt = own_ids.encode(own_ids.decode(opening), add_special_tokens=False).ids or opening[:1]
-    room = model.config.max_position_embeddings - len(prompt)
-    if room < 1:
-        return difference, ""
-    written = model.generate(
-        torch.tensor([prompt]), max_new_tokens=min(_NEW_TOKENS, room), do_sample=False, pad_token_id=0
-    )
-    return difference, str(reader.decode(written[0, len(prompt) :]))
+    room, sample = model.config.max_position_embeddings - len(prompt), ""
+    if room > 0:
+        new = min(_NEW_TOKENS, room)
+        written = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        sample = str(reader.decode(written[0, len(prompt) :]))
+    return HuggingFaceProof(architecture=type(model).__name__, logits_difference=difference, sample=sample)

@@ -47,7 +47,7 @@ class Weights:
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(map(_size, self.forms.values()))
+        return sum(form.nbytes for form in self.forms.values())
 
     @property
     def blocks(self) -> list[list[str]]:
@@ -65,13 +65,8 @@ class Weights:
 def write_litgpt(weights: Weights, path: Path) -> None:
     """Write what `torch.load` reads as a state dict."""
     with explaining(str(path), needed=weights.size), incremental_save(path) as saver:
-        saver.save(
-            {
-                name: saver.store_early(tensor)
-                for names in weights.blocks
-                for name, tensor in weights.read(names).items()
-            }
-        )
+        tensors = (named for names in weights.blocks for named in weights.read(names).items())
+        saver.save({name: saver.store_early(tensor) for name, tensor in tensors})
 
 
 def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
@@ -84,7 +79,7 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
     size = SHARD_BYTES
     for names in weights.blocks:
         forms = rename({name: weights.forms[name] for name in names})
-        more = sum(map(_size, forms.values()))
+        more = sum(form.nbytes for form in forms.values())
         if size + more > SHARD_BYTES:
             files.append([])
             size = 0
@@ -96,7 +91,7 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for out, form in (item for _, forms in blocks for item in forms.items()):
-            start, end, where[out] = end, end + _size(form), name
+            start, end, where[out] = end, end + form.nbytes, name
             header[out] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that what follows is aligned
@@ -109,7 +104,3 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
     if len(files) > 1:
         index = {"metadata": {"total_size": weights.size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -174,11 +174,7 @@ class Memory:
 
 
 def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
-    """Return what one of `world_size` devices holds in a step; less with torch.compile, by what that fuses.
-
-    Args:
-        device: cuda or cpu.
-    """
+    """Return what one of `world_size` devices, cuda or cpu, holds in a step; torch.compile needs less."""
     kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if train.precision == "32-true" else 2
     cast = multiplied if kept != multiplied else 0

@@ -10,18 +10,18 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
+from litgpt_demo.heartbeat import BEATS, NODE_DIRECTORY, Watcher, ask_for_stacks, is_held, read_beats, waits
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
-from litgpt_demo.node.network import NetworkUse, bytes_sent
+from litgpt_demo.node.network import NetworkUse
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torchrun import FAILURES, torchrun_command
+from litgpt_demo.node.torchrun import FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +54,50 @@ class Leave:
     asked: float | None = None
 
 
+def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
+    """The argument list that starts this node's ranks: a script, or `-m` and a module, then its arguments. In `log_dir`
+    torchrun keeps one directory per rank with its output and error file.
+
+    The rendezvous is static: ranks follow from `node_rank` alone, and no host has to recognise its own name
+    (pytorch#73656). torchrun's own restarts stay off, because a gang cannot heal in part: a new attempt restarts all.
+    """
+    module = ("-m",) if node.program[0] == "-m" else ()
+    return [
+        *PYTHON, "-m", "litgpt_demo.node.torchrun",
+        f"--nnodes={node.nodes}",
+        f"--node-rank={node.node_rank}",
+        f"--nproc-per-node={node.processes}",
+        f"--master-addr={node.host}",
+        f"--master-port={node.port}",
+        f"--rdzv-id={node.run_id}",
+        "--max-restarts=0",
+        f"--log-dir={log_dir}",
+        "--tee=3",
+        "--role=rank",
+        *module,
+        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
+        "--",
+        *node.program[len(module):],
+    ]  # fmt: skip
+
+
 def run_ranks(
     node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
 ) -> Ending:
-    """Start torchrun in this process's group, wait, and read what its ranks left in `folder`.
+    """Start torchrun, wait, and read what its ranks left in `folder`. Strays are found by NODE_DIRECTORY.
 
-    `place` is the node's number among the ranks, where that is another than its own. NODE_DIRECTORY in the environment
-    of all its processes is how strays are found.
+    `place` is the node's number among the ranks, where that is another than its own.
     """
     logs = node.own / folder
-    (logs / FAILURES).unlink(missing_ok=True)
-    clear_beats(node.own)
-    for dump in node.own.glob(f"{RECORDER}*"):
-        dump.unlink()
-    meet, processes = node.meet if place is None else replace(node.meet, node_rank=place), node.processes
-    command = torchrun_command(meet, processes=processes, program=node.program, log_dir=str(logs))
+    # What an earlier life of this node has left.
+    for left in (logs / FAILURES, *node.own.glob(f"{BEATS}/*.json"), *node.own.glob(f"{RECORDER}*")):
+        left.unlink(missing_ok=True)
+    place = node.node_rank if place is None else place
+    command = torchrun_command(replace(node, node_rank=place), log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    ports: list[str] = []
-    # The cards that this node found for NCCL; other values of the user's name none.
-    if node.network.hca is not None and (cards := environ.get("NCCL_IB_HCA", "")).startswith("="):
-        ports = cards[1:].split(",")
-    # Of all interfaces: sockets would take any of them.
-    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
-    sent = partial(bytes_sent, Path("/sys"), ports, interfaces)
-    wrong = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=meet.nodes, sent=sent))
+    use = NetworkUse(node.network, logs, nodes=node.nodes, cards=environ.get("NCCL_IB_HCA", ""))
+    wrong = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
         return Ending(asked=leave.asked)
@@ -87,7 +106,7 @@ def run_ranks(
     failures, agent = read_failures(logs)
     failures = [wrong] if wrong is not None else failures
     failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
-    of_ranks = {meet.node_rank * processes + local: folder for local, folder in folders.items()}
+    of_ranks = {place * node.processes + local: folder for local, folder in folders.items()}
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
@@ -100,9 +119,7 @@ def run_ranks(
 
 
 def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> RankFailure | None:
-    """Return when torchrun has ended; what is wrong, if it was killed because ranks fell silent, which then have told
-    their stacks, or because NCCL uses another network than the node's.
-    """
+    """Return when torchrun has ended; with what is wrong, if it was killed for silent ranks, or for another network."""
     watcher = Watcher()
     while True:
         paused = time.monotonic()
@@ -171,12 +188,10 @@ def tagged(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
-    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more.
-
-    It looks again until it finds none, because a process can start another between the look and the kill.
-    """
+    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more."""
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
+    # Until there are none, because a process can start another between the look and the kill.
     while (left := tagged(name, value)) and time.monotonic() < kill_at + 10:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

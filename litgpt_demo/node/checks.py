@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
+import shutil
 import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, TrainLitgptError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
 from litgpt_demo.node.rendezvous import Node
@@ -21,16 +22,14 @@ from litgpt_demo.storage.local import NO_ROOM
 
 def check_call(node: Node) -> Iterator[Finding]:
     """Yield what in the call would make this node fail, as far as a moment's look shows it."""
-    meet = node.meet
-    if meet.node_rank >= meet.nodes:
-        what = f"--node-rank={meet.node_rank} is not one of --nodes={meet.nodes}"
-        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {meet.nodes - 1}")
+    if node.node_rank >= node.nodes:
+        what = f"--node-rank={node.node_rank} is not one of --nodes={node.nodes}"
+        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {node.nodes - 1}")
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
-    script = node.program[0]
     # Code that is still to be fetched has the program in it.
-    if node.code is None and not script.startswith("-") and not Path(script).is_file():
+    if node.code is None and not (script := node.program[0]).startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
         yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
@@ -41,10 +40,9 @@ def check_call(node: Node) -> Iterator[Finding]:
         full = error.errno in NO_ROOM
         fix = "make room on its disk" if full else "mount or create a folder that can"
         yield Finding("error", "node.directory", what, fix, Fault.DISK_FULL if full else Fault.NODE)
-    if meet.node_rank == 0 and not port_is_free(meet.port):
-        what = f"port {meet.port} of --master={meet.host}:{meet.port} is taken on this node"
-        fix = "end what listens there, or choose another port"
-        yield Finding("error", "node.port", what, fix, Fault.NODE)
+    if node.node_rank == 0 and not port_is_free(node.port):
+        what = f"port {node.port} of --master={node.host}:{node.port} is taken on this node"
+        yield Finding("error", "node.port", what, "end what listens there, or choose another port", Fault.NODE)
 
 
 def port_is_free(port: int) -> bool:
@@ -71,10 +69,8 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     if not any(finding.severity == "error" for finding in sick):
         yield from check_torch(node, environ, root)
     yield from check_interfaces(network, root)
-    folder, size = root / "dev/shm", 0
-    if folder.exists():
-        told = os.statvfs(folder)
-        size = told.f_blocks * told.f_frsize
+    folder = root / "dev/shm"
+    size = shutil.disk_usage(folder).total if folder.exists() else 0
     # NCCL fails with too little of it, by `No space left on device`, data loaders by a bus error (NVIDIA/nccl#290).
     if size < network.shm_bytes:
         what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
@@ -92,12 +88,11 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
         yield Finding("error", "network.pmtu", what, fix)
     # A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead.
-    found = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    name, _, number = found.partition(" ")
+    name, number = platform.libc_ver()
     if network.glibc is not None and not (name == "glibc" and within(number, (f">={network.glibc}",))):
-        what = f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}"
+        what = f"the image has {name or 'no glibc'} {number}, and {network.name}'s plug-in needs glibc {network.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
-    if node.meet.nodes > 1:
+    if node.nodes > 1:
         yield from check_daemon(network)
         yield from check_plugin(network, environ)
 
@@ -109,7 +104,7 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
     visible = environ.get(gpu.VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
     about_gpus = network.gpus > 0 or visible
     named = network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)
-    about_nccl = node.meet.nodes > 1 and bool(network.nccl_fails or named)
+    about_nccl = node.nodes > 1 and bool(network.nccl_fails or named)
     if not (about_gpus or about_nccl):
         return
     try:
@@ -159,8 +154,9 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     if missing := [name for name in network.interfaces if name not in there]:
         what = f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}"
-        fix = "look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
-        fix += "networks that the node pool has"
+        fix = (
+            "see the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and the node pool's"
+        )
         yield Finding("error", "network.interfaces", what, fix, Fault.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
@@ -171,9 +167,7 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
 
 
 def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
-    """Check that the network's receive daemon answers. It has `patience` seconds to come up, where the platform has not
-    waited for it: TCPXO's takes 30.
-    """
+    """Check that the network's receive daemon answers, which has `patience` seconds to come up: TCPXO's takes 30."""
 
     def unanswered(place: str) -> str:
         try:
@@ -212,14 +206,13 @@ def cores_of(text: str) -> set[int]:
     return found
 
 
-def keep_to(cpus: str | None) -> Finding | None:
+def keep_to(cpus: str | None) -> Iterator[Finding]:
     """Keep this process and all that it starts off the cores that the network's own threads are bound to."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
-        return None
+        return
     if mine := os.sched_getaffinity(0) & cores_of(cpus):
         os.sched_setaffinity(0, mine)
-        return None
-    what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
-    return Finding(
-        "warning", "node.cores", what, "use the machine type that the network profile is made for", Fault.NODE
-    )
+    else:
+        what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
+        fix = "use the machine type that the network profile is made for"
+        yield Finding("warning", "node.cores", what, fix, Fault.NODE)

@@ -27,13 +27,6 @@ MOST_BYTES = 64 << 20
 MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
 """Bytes of an archive: a header for each file, two more where its path is long, and what fills its last block."""
 
-_NAME = re.compile(r"(?P<sha256>[0-9a-f]{64})\.tar")
-
-
-def archive_name(digest: str) -> str:
-    """Return the name of the archive whose sha256 this is."""
-    return f"{digest}.tar"
-
 
 @contextlib.contextmanager
 def unpacked_code(address: str, folder: Path) -> Iterator[None]:
@@ -44,22 +37,19 @@ def unpacked_code(address: str, folder: Path) -> Iterator[None]:
     from litgpt_demo.storage import open_storage
 
     place, _, name = address.rpartition("/")
-    if (named := _NAME.fullmatch(name)) is None or not place:
-        fix = "give …/<sha256>.tar, as the launcher writes it"
-        raise UserError(f"--code={address} names no archive by its hash", fix=fix)
-    storage = open_storage(place)
+    if (named := re.fullmatch(r"([0-9a-f]{64})\.tar", name)) is None or not place:
+        raise UserError(
+            f"--code={address} names no archive by its hash", fix="give …/<sha256>.tar, as the launcher does"
+        )
     try:
-        content = storage.read(name, most=MOST_ARCHIVE)
+        content = open_storage(place).read(name, most=MOST_ARCHIVE)
     except FileNotFoundError:
-        fix = "run the same command again, which writes it"
-        raise DataError(f"{storage.address(name)} is not there", fix=fix) from None
-    if (found := sha256(content).hexdigest()) != named["sha256"]:
-        what = f"{storage.address(name)} has the sha256 {found}, so that somebody has changed it"
+        raise DataError(f"{address} is not there", fix="run the same command again, which writes it") from None
+    if (found := sha256(content).hexdigest()) != named[1]:
+        what = f"{address} has the sha256 {found}, so that somebody has changed it"
         raise DataError(what, fix="see who writes there, remove it, and run the same command again")
     if not hasattr(tarfile, "data_filter"):  # PEP 706
-        # The image's Python is that of every node: a restart elsewhere would end alike.
-        fix = "take an image with Python 3.11.4 or newer"
-        raise UserError("this Python cannot unpack an archive safely", fix=fix)
+        raise UserError("this Python cannot unpack an archive safely", fix="take an image with Python 3.11.4 or newer")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
     size, times = 0, dict[str, float]()
@@ -71,8 +61,9 @@ def unpacked_code(address: str, folder: Path) -> Iterator[None]:
                 if files > MOST_FILES or not 0 <= member.size <= MOST_BYTES or size > MOST_BYTES:
                     raise DataError(f"{address} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
                 if member.type != tarfile.REGTYPE:
-                    what = f"{address} holds {member.name!r}, which is no plain file as the launcher writes them"
-                    raise DataError(what)
+                    raise DataError(
+                        f"{address} holds {member.name!r}, which is no plain file as the launcher writes them"
+                    )
                 tar.extract(member, folder, set_attrs=True, filter="data")
                 times[member.name.lstrip("/")] = member.mtime
     except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:

@@ -8,6 +8,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,11 +29,11 @@ _SMALLEST, _LARGEST = 2**20, {"cuda": 2**30, "cpu": 2**26}
 
 
 def rounds(nodes: int, *, most: int) -> list[list[NodePair]]:
-    """At most `most` rounds in each of which every node has one partner or none, all pairs different. With fewer than
-    all they are spread evenly, so that partners are near and far.
+    """At most `most` rounds in each of which every node has one partner or none, all pairs different.
 
-    The numbers of partners have one sum in a round, modulo the number of nodes.
+    With fewer than all they are spread evenly, so that partners are near and far.
     """
+    # The numbers of two partners have one sum in a round, modulo the number of nodes.
     every = [[(one, (turn - one) % nodes) for one in range(nodes)] for turn in range(nodes)]
     every = [pairs for turn in every if (pairs := [pair for pair in turn if pair[0] < pair[1]])]
     return every if len(every) <= most else [every[number * len(every) // most] for number in range(most)]
@@ -42,25 +43,20 @@ class Ranks:
     """The process group, seen from one rank. What all ranks have to decide alike follows from sums among them."""
 
     def __init__(self, *, seconds: float, largest: int | None, heart: Heartbeat) -> None:
-        """Meet all other ranks, and see that a sum comes out right: a link may be fast and wrong. The `seconds` are for
-        everything that is measured from now on.
-        """
+        """Meet all ranks, and see that a sum comes out right; `seconds` are for all that is measured from now on."""
         self._heart = heart
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         self.node, self.nodes = self.rank // self.per_node, self.world // self.per_node
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+        self._synchronize: Callable[[], None] = partial(torch.cuda.synchronize, self.device) if cuda else lambda: None
         self.largest = largest or _LARGEST[self.device.type]
         self._small = torch.full((1,), self.rank + 1, dtype=torch.float64, device=self.device)
         dist.all_reduce(self._small)
-        right = self.world * (self.world + 1) / 2
-        if float(self._small) != right:
-            raise NetworkError(
-                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
-                "corrupts data",
-                fix="run NVIDIA's dcgmi diag on the nodes",
-            )
+        if (found := float(self._small)) != (right := self.world * (self.world + 1) / 2):
+            what = f"the sum over {self.world} ranks is {found:g}, not {right:g}: the network or a GPU corrupts data"
+            raise NetworkError(what, fix="run NVIDIA's dcgmi diag on the nodes")
         self._buffer = torch.zeros(self.largest // 4, dtype=torch.float32, device=self.device)
         self._begun = time.monotonic()
         self._end = self._begun + seconds
@@ -88,16 +84,10 @@ class Ranks:
         self._synchronize()
         return (time.perf_counter() - start) / repeats
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _all_reduce(
         self, members: Sequence[int], group: Any, *, budget: float, largest: int | None = None
     ) -> list[Speed]:
-        """Speeds of growing sizes, as far as `budget` seconds reach, the smallest whatever it takes. Every rank of
-        `members` calls this, and no other.
-        """
+        """Speeds of growing sizes, as far as `budget` seconds reach. Every rank of `members` calls this, no other."""
         size, spent, predicted = min(_SMALLEST, self.largest), 0.0, 0.0
         found: list[Speed] = []
         while size <= (largest or self.largest) and (not found or spent + 3 * predicted < budget):
@@ -150,16 +140,6 @@ class Ranks:
         for members, group in groups:
             speeds += self._all_reduce(members, group, budget=budget) if self.rank in members else []
             self._most(0.0)  # the others wait here
-        best = max((speed for speed in speeds if speed.ranks == self.world), key=lambda speed: speed.algbw)
-        alone: dict[int, float] = {}
-        pairs: dict[NodePair, float] = {}
-        if self.nodes > 1 and (table or (floor is not None and best.busbw < floor)):
-            if self.per_node > 1:  # within each node, all nodes at the same time
-                each = [everyone[first : first + self.per_node] for first in everyone[:: self.per_node]]
-                within = [dist.new_group(ranks) for ranks in each]
-                found = self._all_reduce(each[self.node], within[self.node], budget=2.0, largest=2**24)
-                alone = self._of_nodes(max(speed.busbw for speed in found))
-            pairs = self._pairs(best.algbw)
         # Name and place of each node's machine, as numbers, because torch turns objects into tensors by way of numpy,
         # which an image need not have. A host name has 253 bytes at most, three names of GCE's in a place 63 each.
         mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:1024].ljust(1024)
@@ -167,17 +147,23 @@ class Ranks:
         told = [torch.empty_like(numbers) for _ in range(self.world)]
         dist.all_gather(told, numbers)
         lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
-        return Result(
+        result = Result(
             backend="nccl" if self.device.type == "cuda" else "gloo",
             nodes=self.nodes,
             hosts=tuple(line.partition("\n")[0] for line in lines),
             places=tuple(line.partition("\n")[2] for line in lines),
             speeds=tuple(speeds),
             floor=floor,
-            seconds=time.monotonic() - self._begun,
-            pairs=pairs,
-            alone=alone,
+            seconds=0.0,
         )
+        if self.nodes > 1 and (table or not result.enough):
+            if self.per_node > 1:  # within each node, all nodes at the same time
+                each = [everyone[first : first + self.per_node] for first in everyone[:: self.per_node]]
+                within = [dist.new_group(ranks) for ranks in each]
+                found = self._all_reduce(each[self.node], within[self.node], budget=2.0, largest=2**24)
+                result = replace(result, alone=self._of_nodes(max(speed.busbw for speed in found)))
+            result = replace(result, pairs=self._pairs(result.best.algbw))
+        return replace(result, seconds=time.monotonic() - self._begun)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,14 +28,10 @@ _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 
 
 
 def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
-    """`environ` as the network wants it.
-
-    What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
-    user's last of all.
-    """
+    """`environ` as the network wants it. Scripts overwrite what was set: the profile's and the user's come later."""
 
     def with_libraries(environ: Mapping[str, str]) -> dict[str, str]:
-        there = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+        there = filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
         path = ":".join(dict.fromkeys((*network.library_paths, *there)))
         return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
 
@@ -51,25 +47,19 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that shell scripts leave."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
-        raise NodeError(
-            f"the network's script {', '.join(missing)} is not on this node",
-            fix="see whether the installer's DaemonSet is ready here, and its folder mounted",
-        )
+        what = f"the network's script {', '.join(missing)} is not on this node"
+        raise NodeError(what, fix="see whether the installer's DaemonSet is ready here, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
-            command = ["bash", "-c", _SOURCE, "source", str(target), *scripts]
-            done = subprocess.run(command, env=dict(environ), check=False)
+            code = subprocess.call(["bash", "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ))
         except FileNotFoundError as error:
-            what = f"the network's scripts need bash, and the image has none ({error})"
-            raise UserError(what, fix="install it") from error
-        if done.returncode != 0 or not target.exists():
-            what = f"the network's scripts {', '.join(scripts)} ended with {done.returncode}"
+            raise UserError("the network's scripts need bash, and the image has none", fix="install it") from error
+        if code != 0 or not target.exists():
+            what = f"the network's scripts {', '.join(scripts)} ended with {code}"
             raise UserError(what, fix="what they printed is above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
-    pairs = (entry.partition("=") for entry in entries if "=" in entry)
-    own = {"_", "SHLVL", "PWD", "OLDPWD"} - environ.keys()  # bash's, which a rank has no use for
-    return {name: value for name, _, value in pairs if name not in own}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 # --- RDMA over Ethernet: which card, and which entry of its table of addresses (GIDs) ---------------------------------
@@ -90,19 +80,15 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
     pods' addresses can be in the same table.
     """
 
-    def numbered(folder: Path) -> list[Path]:
-        return sorted(folder.glob("*"), key=lambda path: int(path.name))
-
-    cards = sorted((sys / "class/infiniband").glob("*"))
-    if not any(card.name.startswith(prefix) for card in cards):
-        there = f"there are {', '.join(card.name for card in cards)}" if cards else "there are none"
-        fix = f"look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA"
-        raise NodeError(f"no RDMA card is called {prefix}*: {there}", fix=fix)
+    there = sorted((sys / "class/infiniband").glob("*"))
+    if not (cards := [card for card in there if card.name.startswith(prefix)]):
+        what = f"no RDMA card is called {prefix}*: there are {', '.join(card.name for card in there) or 'none'}"
+        raise NodeError(what, fix=f"look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA")
     rows: list[str] = []
     usable: list[tuple[str, int, str]] = []
-    for card in (card for card in cards if card.name.startswith(prefix)):
-        for port in numbered(card / "ports"):
-            for path in numbered(port / "gids"):
+    for card in cards:
+        for port in sorted((card / "ports").glob("*")):
+            for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
                 # The type of an entry that is not in use cannot be read (EINVAL).
                 with contextlib.suppress(OSError):
                     if (address := path.read_text().strip()) == _UNUSED:
@@ -114,27 +100,22 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
                     rows.append(f"  {name:<16} {path.name:>3}  {address}  {kind:<11}  {interface or '-'}")
                     if kind == "RoCE v2" and address.startswith(_IPV4) and not address.endswith(":0000:0000"):
                         usable.append((name, int(path.name), interface))
-    told = " in the table\n" + ("\n".join(rows) or "  (empty)") + "\n"
     # Where the kernel tells no interface at all, there is nothing to choose by.
     if interfaces and any(interface for _, _, interface in usable):
         usable = [one for one in usable if one[2] in interfaces]
+    names, indices = [name for name, _, _ in usable], {index for _, index, _ in usable}
     if not usable:
-        raise NodeError(
-            f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}{told}"
-            f"Look at {_ANNOTATION}: the second interface has got no IPv4 address"
-        )
-    names = [name for name, _, _ in usable]
-    if double := sorted({name for name in names if names.count(name) > 1}):
-        raise NodeError(
-            f"{', '.join(double)} has more than one address that is RoCE v2 over IPv4{told}Give the interface one "
-            "address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
-        )
-    if len({index for _, index, _ in usable}) > 1:
-        raise NodeError(
-            f"the ports {', '.join(names)} have it at different indices{told}Set NCCL_IB_HCA in platform.overrides to "
-            "one card's name, or leave the index to NCCL 2.21 or newer by NCCL_IB_GID_INDEX=-1"
-        )
-    return names, usable[0][1]
+        what = f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}"
+        fix = f"look at {_ANNOTATION}: the second interface has got no IPv4 address"
+    elif len(names) > len(set(names)):
+        what = f"one of the ports {', '.join(names)} has more than one address that is RoCE v2 over IPv4"
+        fix = "give the interface one address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
+    elif len(indices) > 1:
+        what = f"the ports {', '.join(names)} have their address that is RoCE v2 over IPv4 at different indices"
+        fix = "set NCCL_IB_HCA in platform.overrides to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
+    else:
+        return names, indices.pop()
+    raise NodeError("\n".join([f"{what} in the table", *(rows or ["  (empty)"])]), fix=fix)
 
 
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
@@ -155,13 +136,13 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
+
     Its own choice is a folder that is taken whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
     """
-    mine = dict(environ)
     with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
-        if _COMPILED not in mine:
-            mine[_COMPILED] = str(make_temporary("torchinductor"))
-    return mine
+        if _COMPILED not in environ:
+            return {**environ, _COMPILED: str(make_temporary("torchinductor"))}
+    return dict(environ)
 
 
 def require_executable_cache(environ: Mapping[str, str]) -> None:
@@ -169,11 +150,8 @@ def require_executable_cache(environ: Mapping[str, str]) -> None:
     folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        raise UserError(
-            f"train.compile makes programs and keeps them in {folder}, on a file system from which none may be run "
-            "(noexec)",
-            fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none",
-        )
+        what = f"train.compile keeps the programs that it makes in {folder}, from which none may be run (noexec)"
+        raise UserError(what, fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none")
 
 
 def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:

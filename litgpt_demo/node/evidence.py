@@ -1,8 +1,5 @@
-"""What the ranks of a node left: how each that failed ended, by torchrun's findings and its error file; and the traces
-of a bad end outside of these: lines of the kernel's log and of the ranks' output, the container's count of processes
-killed for want of memory, and what torch's flight recorders dumped.
-
-They are picked here and judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
+"""What the ranks of a node left: how each that failed ended, and other traces of a bad end. They are picked here and
+judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
 """
 
 from __future__ import annotations
@@ -132,9 +129,8 @@ def _last_lines(folder: Path, size: int) -> list[str]:
 
 
 def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: int) -> list[Trace]:
-    """Return the traces of a node that ended badly: of its `ranks`, by rank within the whole job, whose output lies in
-    these folders and whose flight recorders' dumps in `recorders`; of the kernel `since` then, in seconds of the epoch;
-    and of the processes of this container that it `killed` for want of memory.
+    """Return the traces of a node that ended badly: of its `ranks` by number within the whole job, with the folder of
+    each one's output; of their dumps in `recorders`; of the kernel `since` then (by the epoch), and what it `killed`.
     """
     found = []
     if killed:

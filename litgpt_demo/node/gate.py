@@ -135,18 +135,17 @@ def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
 def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | None:
     """Measure, and go on if the network is good; the result is in the node's folder too, and None where none is needed.
 
-    It is a NodeError if this node is the slow one, a NetworkError if another node or the network as a whole is, or if
-    the measurement did not end.
+    It is a NodeError if this node is the slow one, else a NetworkError, also if the measurement did not end.
     """
     network = node.network
-    if node.meet.nodes < 2 or network.gate_seconds == 0:
+    if node.nodes < 2 or network.gate_seconds == 0:
         return None
     path = node.own / RESULT
     path.unlink(missing_ok=True)
-    floor = network.floor(node.meet.nodes)
+    floor = network.floor(node.nodes)
     flags = ["--seconds", str(network.gate_seconds), *(["--floor", str(floor)] if floor is not None else [])]
-    meet = replace(node.meet, port=node.meet.port + PORT, run_id=f"{node.meet.run_id}-gate")
-    gate = replace(node, meet=meet, program=("-m", "litgpt_demo", "collectives", *flags))
+    program = ("-m", "litgpt_demo", "collectives", *flags)
+    gate = replace(node, port=node.port + PORT, run_id=f"{node.run_id}-gate", program=program)
     ending = run_ranks(gate, environ, leave, folder="gate")
     leave.torchrun = None
     fault = fault_of(ending)
@@ -155,7 +154,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
         raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
-    if problem := verdict(result, node.meet.node_rank, name=network.name):
+    if problem := verdict(result, node.node_rank, name=network.name):
         if not network.allow_sockets:
             raise problem
         print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)
@@ -182,22 +181,18 @@ def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> li
 
 
 def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
-    """Return what this node has to say of the result; None if the network is good enough. The slow node ends with a
-    fault of its own, so that the next attempt can leave it out; the others only lost a peer.
-    """
+    """Return this node's error, None if the network is good enough; the slow node's lets an attempt leave it out."""
     if result.enough:
         return None
 
     def evidence(node: int) -> str:
-        """The figures that speak of one node."""
-        told = []
-        if mine := {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}:
-            others = sorted(speed for pair, speed in result.pairs.items() if node not in pair)
-            words = ", ".join(f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items())
-            told.append(words + (f", others have {others[len(others) // 2]:.2f}" if others else ""))
+        mine = {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}
+        told = [f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items()]
+        if others := [speed for pair, speed in result.pairs.items() if node not in pair]:
+            told.append(f"others have {median(others):.2f}")
         if node in result.alone:
             told.append(f"{result.alone[node]:.2f} GB/s within the node")
-        return "; ".join(told) or "nothing else was measured"
+        return ", ".join(told) or "nothing else was measured"
 
     best, slow, hosts = result.best, result.slow, result.hosts
     what = (
@@ -210,14 +205,10 @@ def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
         named = ", ".join(f"node {number} ({hosts[number]})" for number in slow)
         return NetworkError(f"{what}; {named} is slow: {evidence(slow[0])}")
     if result.nodes == 2:
-        both = " and ".join(hosts)
-        return NetworkError(
-            f"{what}; of two nodes it cannot be told which is slow: measure {both} with a third one each"
-        )
-    return NetworkError(
-        f"{what}; all nodes are alike ({evidence(0)}), so look at what they share: the fabric's settings "
-        "(render --explain), the plug-in's release, the placement"
-    )
+        fix = f"measure {' and '.join(hosts)} with a third one each"
+        return NetworkError(f"{what}, and of two nodes it cannot be told which is slow", fix=fix)
+    fix = "look at what they share: the fabric's settings (render --explain), the plug-in's release, the placement"
+    return NetworkError(f"{what}; all nodes are alike ({evidence(0)})", fix=fix)
 
 
 # --- the order of ranks -----------------------------------------------------------------------------------------------
@@ -236,16 +227,14 @@ def place_of(source: str | None, environ: Mapping[str, str]) -> str:
         return ""
     from urllib.request import Request, urlopen
 
-    # Google's own libraries find another server by this variable too.
-    host = environ.get("GCE_METADATA_HOST", "169.254.169.254")
+    host = environ.get("GCE_METADATA_HOST", "169.254.169.254")  # as Google's own libraries find another server
     url = f"http://{host}/computeMetadata/v1/instance/attributes/physical_host"
     request = Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()
     except OSError as error:  # machines without a placement policy have no such attribute
-        words = f"the place of this machine is not known: {error} -> ranks keep their order"
-        print(f"warning [node.place] {words}", flush=True)
+        print(f"warning [node.place] this machine's place is not known: {error} -> ranks keep their order", flush=True)
         return ""
 
 
@@ -257,10 +246,10 @@ def ranks_by_place(places: Sequence[str]) -> list[int]:
     """
     parts = [tuple(part for part in place.split("/") if part) for place in places]
 
-    def order(node: int) -> tuple[bool, bool, tuple[tuple[bool, str], ...], int]:
+    def order(node: int) -> tuple[object, ...]:
         mine, first = parts[node], parts[0]
-        shared = [mine[: depth + 1] != first[: depth + 1] for depth in range(len(mine))]
-        return node != 0 and not mine, node != 0 and not first, tuple(zip(shared, mine, strict=True)), node
+        near = tuple((mine[: depth + 1] != first[: depth + 1], part) for depth, part in enumerate(mine))
+        return node != 0, not mine, near, node
 
     ordered = sorted(range(len(places)), key=order)
     return [ordered.index(node) for node in range(len(places))]

@@ -1,10 +1,8 @@
 """The GPUs of a node: how many, which driver, with errors or without, and what a rank's torch can do with them.
 
-    python -m litgpt_demo.node.gpu torch      the GPUs and the NCCL that torch has, as JSON
-
 Processes are asked, because a driver may hang, and because nothing but a process like a rank knows: the image's
 NCCL_VERSION may be another's (pytorch/pytorch#122571), torch's own figure is what it was built with, and nvidia-smi
-shows GPUs that torch cannot use.
+shows GPUs that torch cannot use. `python -m litgpt_demo.node.gpu torch` prints as JSON what torch has.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import Fault, NodeError, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, NodeError, UserError
 from litgpt_demo.node.network import NodeNetwork, within
 
 LIBCUDA = "libcuda.so.1"
@@ -43,7 +40,6 @@ class TorchSeen:
     """The torch of this image, on this machine, as a rank will get it."""
 
     torch: str
-    """Its version."""
     cuda: str | None
     """The CUDA that it was built with; None of a build for CPUs, or for other makers' GPUs."""
     nccl: str | None
@@ -55,25 +51,21 @@ class TorchSeen:
     """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def torch_seen(environ: Mapping[str, str], *, python: str | None = None) -> TorchSeen:
+def torch_seen(environ: Mapping[str, str]) -> TorchSeen:
     """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
-    patience = 300.0  # importing torch from an image that was just pulled reads gigabytes
-    hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
-    code, told, errors = _asked("torch", environ, patience=patience, hung=hung, python=python)
+    # Seconds: importing torch from an image that was just pulled reads gigabytes.
+    code, told, errors = _asked("torch", environ, patience=300.0)
     if code == 0:
         with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
             return TorchSeen(**json.loads(told.splitlines()[-1]))
     words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
     fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
-    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}", fix=fix)
+    raise UserError(f"torch cannot be asked here what it can use (exit code {code}): {words.strip()[:500]}", fix=fix)
 
 
-def _asked(
-    what: str, environ: Mapping[str, str], *, patience: float, hung: str, python: str | None = None
-) -> tuple[int, str, str]:
+def _asked(what: str, environ: Mapping[str, str], *, patience: float) -> tuple[int, str, str]:
     """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
-    command, pipe = [*((python,) if python else PYTHON), "-m", __name__, what], subprocess.PIPE
+    command, pipe = [*PYTHON, "-m", __name__, what], subprocess.PIPE
     process = subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace")
     try:
         told, errors = process.communicate(timeout=patience)
@@ -81,6 +73,7 @@ def _asked(
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
             process.communicate(timeout=1)
+        hung = f"{what} did not answer for {patience:.0f} s: a GPU of this machine hangs, or its disk does"
         raise NodeError(hung, fix=_REPAIR) from error
     return process.returncode, told, errors
 
@@ -90,11 +83,9 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     if not network.gpus:
         return
     folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
-    patience = 60.0  # seconds: with eight GPUs and no persistence daemon it takes 10
-    hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
     try:
-        asked = {**environ, "LD_LIBRARY_PATH": ":".join(folders)}
-        code, told, words = _asked("driver", asked, patience=patience, hung=hung)
+        # Seconds: with eight GPUs and no persistence daemon it takes 10.
+        code, told, words = _asked("driver", {**environ, "LD_LIBRARY_PATH": ":".join(folders)}, patience=60.0)
         if code != 0:
             raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
     except NodeError as error:
@@ -124,10 +115,7 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 def check_used(
     network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
 ) -> Iterator[Finding]:
-    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot.
-
-    What the job did not ask for is a warning: it may be meant.
-    """
+    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot."""
     if seen.gpus == 0:
         what, fix, fault = _why_unused(seen, environ)
         if network.gpus:
@@ -144,23 +132,20 @@ def check_used(
 
 
 def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
-    has = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here"
     if seen.cuda is None:
         what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
         return what, "install a CUDA build of torch in the image", Fault.USER
-    if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
-        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
+    what = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here ({seen.gpu_error})"
+    if "driver on your system is too old" in seen.gpu_error:
         major = seen.cuda.partition(".")[0]
-        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
-        fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
-        return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
+        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer: " if major in DRIVER_FLOORS else ""
+        return what, f"{needs}upgrade the node pool's, or use an image with an older CUDA", Fault.NODE
     if "no kernel image is available" in seen.gpu_error:
-        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
-        return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
+        fix = "use an image whose torch was built for this GPU: torch.cuda.get_arch_list() names what this one knows"
+        return what, fix, Fault.USER
     if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
-        fix = f"leave {VISIBLE} out, or name GPUs that are here"
-        return f"{has} with {VISIBLE}={environ[VISIBLE]!r} ({seen.gpu_error})", fix, Fault.USER
-    return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
+        return f"{what} with {VISIBLE}={environ[VISIBLE]!r}", f"leave {VISIBLE} out, or name GPUs here", Fault.USER
+    return what, "run elsewhere: exclude this node, and look at its driver", Fault.NODE
 
 
 def libcuda_is_cached() -> bool:
@@ -229,23 +214,16 @@ def _say_torch() -> None:
 
 
 def _nccl() -> tuple[str | None, str]:
-    """Return version and path of the NCCL whose functions torch calls: of several, the one that was preloaded."""
+    """Return the version of the NCCL that torch calls, of several the preloaded one's, and the paths of all."""
     maps = Path("/proc/self/maps").read_text()
     paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
-    if not paths:
+    library, code = ctypes.CDLL(None), ctypes.c_int()
+    if paths and not hasattr(library, "ncclGetVersion"):  # it came with torch alone
+        library = ctypes.CDLL(paths[0])
+    if not paths or library.ncclGetVersion(ctypes.byref(code)) != 0:
         return None, ""
-    library, code, path = ctypes.CDLL(None), ctypes.c_int(), paths[0]
-    if hasattr(library, "ncclGetVersion"):
-        address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p).value or 0
-        for start, end, mapped in re.findall(r"^(\w+)-(\w+) .* (/\S*libnccl\.so\S*)$", maps, re.MULTILINE):
-            if int(start, 16) <= address < int(end, 16):
-                path = mapped
-    else:  # it came with torch alone
-        library = ctypes.CDLL(path)
-    if library.ncclGetVersion(ctypes.byref(code)) != 0:
-        return None, path
     number = code.value  # since 2.9: major, two digits of minor, two of patch
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", path
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", " and ".join(paths)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,7 @@ _turn = threading.RLock()
 
 
 class LossyLog(io.FileIO):
-    """A file that has a line whole or, where its disk has no room, not at all; room is kept for lines of trouble.
-
-    Streams and processes may share it.
-    """
+    """A file, which streams and processes may share, that has a line whole or, where its disk is full, not at all."""
 
     def __init__(self, file: Path | int, mode: str, *, closefd: bool = True) -> None:
         super().__init__(file, mode, closefd=closefd)
@@ -78,10 +74,9 @@ class LossyLog(io.FileIO):
 
     def _is_reserved(self) -> bool:
         missing = 0 if self._reserve is None else _RESERVE - self._reserve.seek(0, os.SEEK_END)
-        try:
+        with contextlib.suppress(OSError):
             return not missing or bool(self._reserve.write(b" " * missing) == missing)
-        except OSError:
-            return False
+        return False
 
     def _fits(self, line: bytes) -> bool:
         done = 0
@@ -97,23 +92,14 @@ class LossyLog(io.FileIO):
 
 
 def drop_what_does_not_fit() -> None:
-    """Let `print` lose a line where the disk of the log is full.
-
-    Without this the line raises OSError and ends what runs, and Python ends with 120 when it cannot flush its output.
-    """
+    """Let `print` lose a line where the log's disk is full: else it raises OSError, and Python ends with 120."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         stream.flush()
         log = LossyLog(stream.fileno(), "w", closefd=False)
-        printed = io.TextIOWrapper(
-            # As Python does it: with PYTHONUNBUFFERED nothing is held back.
-            log if stream.write_through else io.BufferedWriter(log),
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        setattr(sys, name, printed)
+        raw = log if stream.write_through else io.BufferedWriter(log)  # with PYTHONUNBUFFERED nothing is held back
+        flags = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, **flags))
 
 
 # --- brought to where it outlives the machine -------------------------------------------------------------------------
@@ -159,19 +145,17 @@ def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interva
             target.upload(aside, name, move=True)
             done[name] = (told.st_size, told.st_mtime)
 
-    def attempt(action: Callable[[], None]) -> None:
-        # A bucket that does not answer must not end a training; the next look copies what this one could not.
-        try:
-            action()
-        except (TrainLitgptError, OSError) as error:
-            message = f"logs could not be copied: {error} -> they are in {directory}"
-            print(f"warning [node.log-uri] {message}", flush=True)
-
     def run() -> None:
-        attempt(set_aside)
-        for look in itertools.count(1):
-            last = over.wait(interval)
-            attempt(partial(copy, look, last))
+        for look in itertools.count():
+            last = look > 0 and over.wait(interval)
+            try:
+                if look == 0:
+                    set_aside()
+                else:
+                    copy(look, last)
+            # A bucket that does not answer must not end a training; the next look copies what this one could not.
+            except (TrainLitgptError, OSError) as error:
+                print(f"warning [node.log-uri] logs are not copied: {error} -> they are in {directory}", flush=True)
             if last:
                 return
 

@@ -14,15 +14,13 @@ import contextlib
 import json
 import os
 import shutil
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.errors import Fault, TrainLitgptError, UserError, decisive, fault_of_exception
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, TrainLitgptError, UserError, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import torchrun
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
@@ -63,14 +61,13 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first."""
     first, cause = place * node.processes, decisive(ending.failures)
     return {
-        "node": node.meet.node_rank,
+        "node": node.node_rank,
         "host": machine_name(),
         "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
         "asked": ending.asked,
-        "ended": time.time(),
-        "nodes": node.meet.nodes,
+        "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
@@ -83,7 +80,7 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
 
 def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
     """Everything from the checks to the report, which will lie at `path`."""
-    leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.meet.node_rank
+    leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.node_rank
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
         reserve(path)
     pass_signals_on(leave, grace=node.grace)
@@ -91,7 +88,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         found = [*check_call(node), *contradictions(node, os.environ)]
         ranks: dict[str, str] = {}
         if not any(finding.severity == "error" for finding in found):
-            bound = keep_to(node.network.cpus)
+            found += keep_to(node.network.cpus)
             ranks, unset = exports(node, os.environ, cores=usable_cores()), []
             try:
                 ranks = of_network(node.network, ranks)
@@ -99,17 +96,16 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
                 unset.append(Finding.of(error, "network.environment"))
             ranks = with_libcuda(ranks)
             # A script of the network may have failed because of what is wrong with the machine: that comes first.
-            found += [*([bound] if bound else []), *check_machine(node, ranks), *unset]
+            found += [*check_machine(node, ranks), *unset]
         for finding in found:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), Ending(), place=place)
-        await_name(node.meet.host)
+        await_name(node.host)
         if node.code is not None:
             stack.enter_context(unpacked_code(node.code, code))
             if not (script := node.program[0]).startswith("-") and not (code / script).is_file():
-                fix = "give its path in there"
-                raise UserError(f"the program {script} is no file of the mounted code", fix=fix)
+                raise UserError(f"the program {script} is no file of the mounted code", fix="give its path in there")
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         with times.spent_on("gate"):
@@ -123,7 +119,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
             with times.spent_on("stage"):
                 first, *_ = [stage(address, node.own / "data") for address in node.stage]
             ranks["LITGPT_DATASET"] = str(first)
-        if node.code is not None:
+        if node.code is not None:  # the gate's ranks are ours
             ranks[CODE] = str(code)
         ranks[TIMES] = json.dumps(asdict(times))
         ending = run_ranks(node, ranks, leave, place=place)
@@ -133,7 +129,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         words = f"{type(error).__name__}: {error}"
-        return report(node, fault_of_exception(error), words, Ending(), place=node.meet.node_rank)
+        return report(node, fault_of_exception(error), words, Ending(), place=node.node_rank)
     finally:
         stack.close()
     return report(node, fault_of(ending), ending.cause, ending, place=place)
@@ -147,14 +143,12 @@ def main(argv: Sequence[str]) -> int:
     node = parse(unpack(argv, os.environ), os.environ)
     attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
     times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0
-    number = node.meet.node_rank
-    path = node.directory / f"node-{number}.json"
+    number, path = node.node_rank, node.own.with_suffix(".json")
     with contextlib.ExitStack() as stack:
         if node.log_uri is not None and open_storage(node.log_uri).address() != str(node.directory.resolve()):
-            told = os.environ.get("LITGPT_RESTART", "")
-            life = int(told) if told.isdecimal() else 0
-            kept = uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every)
-            stack.enter_context(kept)
+            restart = os.environ.get("LITGPT_RESTART", "")
+            life = int(restart) if restart.isdecimal() else 0
+            stack.enter_context(uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every))
             stack.enter_context(tee(path.with_suffix(".log")))
         outcome = run(node, times, path)
         outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}

@@ -7,49 +7,39 @@ import operator
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import first_problem
-from litgpt_demo.errors import Fault, RankFailure, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding, RankFailure, UserError
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
 
-
-Version = tuple[int, ...]
-
-_COMPARED: Mapping[str, Callable[[Version, Version], bool]] = {
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
 
 
-def version(text: str) -> Version:
-    """`535.161.08` as (535, 161, 8); what follows the numbers is left out."""
-    found = re.match(r"v?(\d+(?:\.\d+)*)", text.strip())
-    if found is None:
+def version(text: str) -> tuple[int, ...]:
+    """`535.161.08` as (535, 161, 8); zeros at the end and what follows the numbers are left out."""
+    if (found := re.match(r"v?(\d+(?:\.\d+)*?)(?:\.0+)*(?!\.?\d)", text.strip())) is None:
         raise ValueError(f"{text!r} is no version; write numbers with dots between them, as in 2.19.4")
-    return tuple(int(number) for number in found[1].split("."))
+    return tuple(map(int, found[1].split(".")))
 
 
-def within(found: str, ranges: Iterable[str]) -> bool:
+def within(found: str, ranges: Collection[str]) -> bool:
     """Whether a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 is 2.19.0."""
 
     def holds(bound: str) -> bool:
-        split = re.match(r"\s*(>=|<=|==|>|<)\s*(.+?)\s*$", bound)
-        if split is None:
-            raise ValueError(f"{bound!r} is no bound of a range; write >=2.19 or <2.20")
-        mine, theirs = version(found), version(split[2])
-        length = max(len(mine), len(theirs))
-        return _COMPARED[split[1]](mine + (0,) * (length - len(mine)), theirs + (0,) * (length - len(theirs)))
+        _, compared, number = re.split("([<>=]+)", bound)
+        return _COMPARED[compared](version(found), version(number))
 
-    ranges = tuple(ranges)
     return not ranges or any(all(map(holds, one.split(","))) for one in ranges)
 
 
@@ -70,7 +60,6 @@ class NodeNetwork(Settings):
     """The node's part of a network profile: what to set up, what has to be there, what has to come out."""
 
     name: str = "plain"
-    """The name of the profile."""
     nccl_net: str | None = None
     """The name that NCCL must report as `Using network …`; None where plain sockets are right."""
     scripts: tuple[str, ...] = ()
@@ -146,39 +135,37 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
 
     The `owner` is who has it, as `the image's torch 2.13.0`; `instead` what to do, where the caller knows better.
     """
-    fit, name = network.nccl_fit(version), network.name
+    fit, name, has = network.nccl_fit(version), network.name, f"{owner} has NCCL {version}"
     tested = " or ".join(network.nccl_versions)
     use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
     use = instead or (use if tested else "use an image with another NCCL")
     if fit is NcclFit.FAILS:
-        what = f"{owner} has NCCL {version}, which is known to fail with the {name} plug-in"
-        yield Finding("error", "nccl.version", what, use)
+        yield Finding("error", "nccl.version", f"{has}, which is known to fail with the {name} plug-in", use)
     elif fit is NcclFit.UNKNOWN:
-        what = f"{owner} has NCCL {version}, and which NCCL this release of the {name} plug-in works with is not known"
+        what = f"{has}, and which NCCL this release of the {name} plug-in works with is not known"
         other = " or ".join(network.nccl_elsewhere)
-        fix = f"another release is qualified for {other} (docs/network.md)"
-        yield Finding("warning", "nccl.version", what, f"{fix}: take that one, or let a short job prove this")
+        fix = f"take the release that is qualified for {other} (docs/network.md), or let a short job prove this"
+        yield Finding("warning", "nccl.version", what, fix)
     elif fit is NcclFit.UNQUALIFIED:
         loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
-        what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "
-        what += "loads it, which is no proof that it works" if loads else "is not known to load it"
-        allowed = network.allow_unqualified
-        fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
-        fix = "platform.allow_unqualified_nccl is set: the job goes on" if allowed else fix
-        yield Finding("warning" if allowed else "error", "nccl.version", what, fix)
+        known = "loads it, which is no proof that it works" if loads else "is not known to load it"
+        what = f"{has}, and the {name} plug-in is qualified for {tested}: this one {known}"
+        if network.allow_unqualified:
+            yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job go on")
+        else:
+            fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
+            yield Finding("error", "nccl.version", what, fix)
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """The network that the environment names; a plain one, that is not measured, where it names none."""
+    """The network that the environment names; UNTOLD where it names none."""
     if NETWORK not in environ:
         return UNTOLD
     try:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
-        raise UserError(
-            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})",
-            fix="the launcher that submits and the image that runs have to be of one version",
-        ) from error
+        what = f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})"
+        raise UserError(what, fix="let the launcher that submits and the image that runs be of one version") from error
 
 
 # --- whether ranks use it ---------------------------------------------------------------------------------------------
@@ -207,29 +194,19 @@ _HINTS = {
 }
 
 
-def bytes_sent(sys: Path, ports: Sequence[str], interfaces: Sequence[str]) -> tuple[int, int] | None:
-    """Bytes that the cards' ports (`device:port`) and the network interfaces have sent; None where a pod may not look.
-
-    RDMA bypasses the kernel's network stack: a port's own counters move, those of its interface stay still.
-    """
-    try:
-        # port_xmit_data counts words of four bytes (InfiniBand's PortXmitData).
-        counters = [sys / f"class/infiniband/{'/ports/'.join(port.split(':'))}/counters" for port in ports]
-        cards = [4 * int((folder / "port_xmit_data").read_text()) for folder in counters]
-        kernel = [int((sys / f"class/net/{name}/statistics/tx_bytes").read_text()) for name in interfaces]
-    except (OSError, ValueError):
-        return None
-    return (sum(cards), sum(kernel)) if cards and kernel else None
-
-
-Counters = Callable[[], tuple[int, int] | None]
-
-
 class NetworkUse:
-    """Reads along in what the ranks of one node print into `logs`, and looks at the cards that NCCL was told to use."""
+    """Reads along in what the ranks of one node print into `logs`, and looks at the `cards` that NCCL was told to use:
+    its NCCL_IB_HCA, as this node has found it (`=device:port,…`); other values of the user's name none.
+    """
 
-    def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, sent: Counters = lambda: None) -> None:
-        self._sent, self._before = sent, sent()
+    def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, cards: str = "", sys: str = "/sys") -> None:
+        ports = cards[1:].split(",") if network.hca is not None and cards.startswith("=") else []
+        counters = (f"class/infiniband/{port.replace(':', '/ports/')}/counters/port_xmit_data" for port in ports)
+        self._cards = [Path(sys) / counter for counter in counters]
+        # Of all interfaces: sockets would take any of them.
+        interfaces = (folder for folder in Path(sys, "class/net").glob("*") if folder.name != "lo")
+        self._interfaces = [folder / "statistics/tx_bytes" for folder in interfaces]
+        self._before = self._sent()
         # Within one node NCCL names a network too, and does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
         self._logs, self._network = logs, network
@@ -237,11 +214,16 @@ class NetworkUse:
         self._tail: deque[str] = deque(maxlen=30)
         self._seen: set[str] = set()
 
-    def look(self, *, steps: int = 0) -> RankFailure | None:
-        """Read what is new; what is told if the network is not the one asked for.
+    def _sent(self) -> tuple[int, int] | None:
+        """Bytes that cards and interfaces have sent, None where a pod may not look. RDMA counts for cards alone."""
+        try:
+            cards, kernel = ([int(file.read_text()) for file in files] for files in (self._cards, self._interfaces))
+        except (OSError, ValueError):
+            return None
+        return (4 * sum(cards), sum(kernel)) if cards and kernel else None  # port_xmit_data counts words of four bytes
 
-        After the first of the ranks' `steps` NCCL has begun, and has to have said so.
-        """
+    def look(self, *, steps: int = 0) -> RankFailure | None:
+        """Read what is new; what is wrong, if the network is another, or NCCL has said nothing after the first step."""
         if self._expected is None:
             return None
         for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):

@@ -1,10 +1,8 @@
 """The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment.
 
-    python -m litgpt_demo node --spec eyJhcmd2Ijpb…
-
-is such a command line as one word. Some launchers join the words of a command for a shell, some keep them, and what is
-right for the one breaks on the other (Run:ai's CLI of 2.13 and of 2.18): a word without blanks, quotes and `$` is the
-same under both.
+`python -m litgpt_demo node --spec eyJhcmd2Ijpb…` is such a command line as one word. Some launchers join the words of a
+command for a shell, some keep them, and what is right for the one breaks on the other (Run:ai's CLI of 2.13 and of
+2.18): a word without blanks, quotes and `$` is the same under both.
 """
 
 from __future__ import annotations
@@ -21,37 +19,28 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import NetworkError, UserError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, NetworkError, UserError
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
-from litgpt_demo.node.torchrun import Rendezvous
 
-AUTO = "auto"
 PYTORCHJOB = "pytorchjob"
 """The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
 
-# The ports of node 0 where the platform names none: torchrun's own, and pytorchjob-port of the operator.
-_PORTS = {AUTO: "29500", PYTORCHJOB: "23456"}
-
-# Where platforms tell a node its number, the number of nodes, and where node 0 is. The first that is there counts.
-# JOB_COMPLETION_INDEX: Indexed Jobs and JobSets. PET_*: Kubeflow's trainers and Run:ai; torchrun reads them by itself.
-# RANK is the node's in older Run:ai, and a process's under torchrun.
-NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")
-NODE_COUNTS = ("PET_NNODES", "WORLD_SIZE")
-MASTERS = ("PET_MASTER_ADDR", "MASTER_ADDR")
-
 _POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
-_SHOWN = (
-    "PET_NODE_RANK", "RANK", "PET_NNODES", "WORLD_SIZE", "PET_NPROC_PER_NODE", "RUNAI_NUM_OF_GPUS", "HOSTNAME",
-    "PET_MASTER_ADDR", "PET_MASTER_PORT", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+_SHOWN = re.compile(r"(PET_|MASTER_)\w+|RANK|WORLD_SIZE|RUNAI_NUM_OF_GPUS|HOSTNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """The task of one node."""
 
-    meet: Rendezvous
+    nodes: int
+    node_rank: int
+    host: str
+    """Address of node 0, as every node can reach it. Never defaulted: a node that falls back to localhost forms
+    a world of its own and trains alone."""
+    port: int
+    run_id: str
+    """One per attempt: a peer left over from the last one must not be able to join (pytorch#116974)."""
     processes: int
     """Ranks on this node."""
     directory: Path
@@ -71,23 +60,18 @@ class Node:
     @property
     def own(self) -> Path:
         """The part of the directory that no other node writes to."""
-        return self.directory / f"node-{self.meet.node_rank}"
+        return self.directory / f"node-{self.node_rank}"
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     """The node that a command line asks for. A value `env:NAME` is read from the environment, so that one command line
-    serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`); `auto` takes what
-    the platform is known to tell.
-
-    Raises:
-        UserError: a number that is none, an address without a port, a variable that is not there, no program.
+    serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`).
     """
     parser = argparse.ArgumentParser(
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
-        description="Run one node of a job. A value env:NAME is read from the environment; --nodes, --node-rank and "
-        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say; --node-rank "
-        "and --master may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
+        description="Run one node of a job. A value env:NAME is read from the environment; --node-rank and --master "
+        "may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
@@ -104,46 +88,40 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     split = list(argv).index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(list(argv[:split]))
     if not (program := tuple(argv[split + 1 :])):
-        fix = "end the command line with `-- script.py …` or `-- -m module …`"
-        raise UserError("no program given", fix=fix)
+        raise UserError("no program given", fix="end the command line with `-- script.py …` or `-- -m module …`")
 
-    def told(flag: str, given: str, names: Sequence[str] = ()) -> str:
-        """A flag's value: as it is given, of the variable that it names, or of the first of `names` that is set."""
+    def told(flag: str, given: str, *names: str) -> str:
+        """A flag's value: as it is given, of the variable that it names, or of the first of a PyTorchJob's `names`."""
         if given.startswith("env:"):
-            names = [given.removeprefix("env:")]
-        elif given not in _PORTS or not names:
+            names = (given.removeprefix("env:"),)
+        elif given != PYTORCHJOB or not names:
             return given
-        for name in names:
-            if environ.get(name):
-                return environ[name]
-        what = f"{flag}={given} is not to be had: {', '.join(names)} is not in the environment"
-        fix = "give the value itself"
-        if given in _PORTS:
-            what += ", so that this node does not know which node it is, or where node 0 is"
-            fix += f", or submit the job as a PyTorch training with a master. The platform tells\n{_table(environ)}"
-        raise UserError(what, fix=fix)
+        if value := next(filter(None, map(environ.get, names)), None):
+            return value
+        what = f"{flag}={given} is not to be had: {' or '.join(names)} is not in the environment"
+        fix = "give the value itself, or submit the job as a PyTorch training with a master"
+        raise UserError(what, fix=f"{fix}. The platform tells\n{_table(environ)}")
 
-    def number(flag: str, given: str, names: Sequence[str] = ()) -> int:
-        if not (value := told(flag, given, names)).isdecimal():
+    def number(flag: str, given: str, *names: str) -> int:
+        if not (value := told(flag, given, *names)).isdecimal():
             raise UserError(f"{flag}={value!r} is not a whole number", fix="give one such as 0 or 8")
         return int(value)
 
     # Node 0's address is never guessed: then each node would train alone.
-    master = told("--master", flags.master, MASTERS)
-    if flags.master in _PORTS:
-        ports = (environ.get(name) for name in ("PET_MASTER_PORT", "MASTER_PORT"))
-        master = f"{master}:{next(filter(None, ports), _PORTS[flags.master])}"
+    master = told("--master", flags.master, "PET_MASTER_ADDR", "MASTER_ADDR")
+    if flags.master == PYTORCHJOB:
+        ports = map(environ.get, ("PET_MASTER_PORT", "MASTER_PORT"))
+        master = f"{master}:{next(filter(None, ports), '23456')}"  # the operator's pytorchjob-port
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port", fix="give HOST:PORT, for example 10.0.0.5:29500")
     return Node(
-        meet=Rendezvous(
-            nodes=number("--nodes", flags.nodes, NODE_COUNTS),
-            node_rank=number("--node-rank", flags.node_rank, NODE_RANKS),
-            host=host,
-            port=number("--master's port", port),
-            run_id=told("--run-id", flags.run_id),
-        ),
+        nodes=number("--nodes", flags.nodes),
+        # RANK is the node's in older Run:ai, and a process's under torchrun.
+        node_rank=number("--node-rank", flags.node_rank, "PET_NODE_RANK", "RANK"),
+        host=host,
+        port=number("--master's port", port),
+        run_id=told("--run-id", flags.run_id),
         processes=number("--processes", flags.processes),
         directory=Path(flags.directory).absolute(),
         program=program,
@@ -182,10 +160,8 @@ def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
         document = json.loads(base64.urlsafe_b64decode(word))
         words, variables = [*map(str, document["argv"])], dict(document["env"])
     except (binascii.Error, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error}); copy the whole "
-            "command that `train-litgpt render` prints"
-        ) from error
+        what = f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error})"
+        raise UserError(what, fix="copy the whole command that `train-litgpt render` prints") from error
     environ.update(variables)
     return words
 
@@ -198,10 +174,10 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
     and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md).
     """
-    nodes, rank = node.meet.nodes, node.meet.node_rank
+    nodes, rank = node.nodes, node.node_rank
     allowed = {"PET_NODE_RANK": {rank}, "JOB_COMPLETION_INDEX": {rank}, "PET_NNODES": {nodes}}
     allowed["WORLD_SIZE"] = {nodes, nodes * node.processes}
-    told, fix = dict(environ), ""
+    told = dict(environ)
     if node.by_pytorchjob:
         allowed["RANK"] = {rank}
         # A pod may have more GPUs than it has ranks.
@@ -211,43 +187,38 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
             name = f"the pod's name {pod[0]}: node"
             told[name] = "0" if pod["role"] == "master" else str(int(pod["index"]) + 1)
             allowed[name] = {rank}
-        fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
-        fix = f"{fix}\n{_table(environ)}"
     for name, values in allowed.items():
         if not (given := told.get(name)) or given in map(str, values):
             continue
-        flag = f"--nodes={nodes}" if name in NODE_COUNTS else f"--node-rank={rank}"
-        of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
         loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ and not node.by_pytorchjob
         yield Finding(
             "warning" if loose else "error",
             "node.contradiction",
-            what=f"{name}={given} does not agree with {flag}{of}",
-            fix=fix or f"submit as many nodes as the job is told of, or take {name} out of the environment",
+            what=f"{name}={given} does not agree with --nodes={nodes} --node-rank={rank} --processes={node.processes}",
+            fix="submit as many nodes as the job is told of (a PyTorchJob's are workers + 1), or take the variable out "
+            f"of the environment. The platform tells\n{_table(environ)}",
         )
 
 
 def _table(environ: Mapping[str, str]) -> str:
-    return "\n".join(f"  {name}={environ[name]}" for name in _SHOWN if name in environ) or "  nothing"
+    return "\n".join(f"  {name}={environ[name]}" for name in sorted(filter(_SHOWN.fullmatch, environ))) or "  nothing"
 
 
 def await_name(host: str) -> None:
     """Return when node 0's name resolves: a headless Service knows its pods only once they are there."""
     limit = 600.0  # seconds: as torchrun's own rendezvous waits (elastic/rendezvous/static_tcp_rendezvous.py)
-    deadline, pause = time.monotonic() + limit, 0.5
+    deadline = time.monotonic() + limit
     while True:
         try:
             socket.getaddrinfo(host.strip("[]"), None)
             return
         except OSError as error:
-            if time.monotonic() + pause > deadline:
-                raise NetworkError(
-                    f"node 0's name {host} did not resolve for {limit:.0f} s ({error}); look whether its pod is there "
-                    "(pending, or its image not pulled), and whether the job's headless Service is"
-                ) from error
-        time.sleep(pause)
-        pause = min(pause * 2, 5.0)
+            if time.monotonic() > deadline:
+                what = f"node 0's name {host} did not resolve for {limit:.0f} s ({error})"
+                fix = "see whether its pod is pending, or pulls its image, and the job's headless Service is there"
+                raise NetworkError(what, fix=fix) from error
+        time.sleep(1.0)
 
 
 def machine_name() -> str:

@@ -1,10 +1,8 @@
-"""torchrun: the one place where its command line is built.
+"""torchrun, of any torch from 2.2 on, with three differences: users bring images with torch of their own.
 
-Run as a module it *is* torchrun, with three differences. torchrun ends with 1 whatever happened and prints how each
-rank ended as prose; here that is also written to `failures.json` in the log directory. The peers of a failed rank get
-`PEER_GRACE` seconds. And where node 0's address is this machine's own loopback, its store listens there alone.
-
-It is any torchrun from torch 2.2 on: users bring images with torch of their own.
+torchrun ends with 1 whatever happened and prints how each rank ended as prose; here that is also written to
+`failures.json` in the log directory. The peers of a failed rank get `PEER_GRACE` seconds. And where node 0's address is
+this machine's own loopback, its store listens there alone.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo import PYTHON
 from litgpt_demo.errors import Fault, NetworkError
 from litgpt_demo.node.code import CODE
 from litgpt_demo.node.logs import drop_what_does_not_fit
@@ -39,51 +35,8 @@ FAILURES = "failures.json"
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """The meeting point of an attempt's nodes, and the rank of this one."""
-
-    nodes: int
-    node_rank: int
-    host: str
-    """Address of node 0, as every node can reach it. Never defaulted: a node that falls back to localhost forms
-    a world of its own and trains alone."""
-    port: int
-    run_id: str
-    """One per attempt: a peer left over from the last one must not be able to join (pytorch#116974)."""
-
-
-def torchrun_command(meet: Rendezvous, *, processes: int, program: Sequence[str], log_dir: str) -> list[str]:
-    """The argument list that starts this node's ranks: a script, or `-m` and a module, then its arguments. In `log_dir`
-    torchrun keeps one directory per rank with its output and error file.
-
-    The rendezvous is static: ranks follow from `node_rank` alone, and no host has to recognise its own name
-    (pytorch#73656). torchrun's own restarts stay off, because a gang cannot heal in part: a new attempt restarts all.
-    """
-    module = ("-m",) if program[0] == "-m" else ()
-    return [
-        *PYTHON, "-m", "litgpt_demo.node.torchrun",
-        f"--nnodes={meet.nodes}",
-        f"--node-rank={meet.node_rank}",
-        f"--nproc-per-node={processes}",
-        f"--master-addr={meet.host}",
-        f"--master-port={meet.port}",
-        f"--rdzv-id={meet.run_id}",
-        "--max-restarts=0",
-        f"--log-dir={log_dir}",
-        "--tee=3",
-        "--role=rank",
-        *module,
-        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
-        "--",
-        *program[len(module):],
-    ]  # fmt: skip
-
-
 def main(argv: Sequence[str]) -> int:
-    """torchrun with these arguments; 1 if a rank failed, as torchrun itself, or the code of a full disk where there is
-    no room to write down how.
-    """
+    """torchrun with these arguments: 1 if a rank failed, or the code of a full disk if how cannot be written down."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 

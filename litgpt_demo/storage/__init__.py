@@ -8,6 +8,7 @@ short, resumed downloads that it does not check, corruption that it does not ret
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from litgpt_demo.storage.base import (
     Position,
     Storage,
     bucket_path,
-    combined_crc32c,
     crc32c_of,
     is_remote,
     sha256_of,
+    whole_of,
 )
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
@@ -34,11 +35,11 @@ __all__ = [
     "Position",
     "Storage",
     "bucket_path",
-    "combined_crc32c",
     "crc32c_of",
     "is_remote",
     "open_storage",
     "sha256_of",
+    "whole_of",
 ]
 
 
@@ -48,21 +49,14 @@ def open_storage(address: str) -> Storage:
     Raises:
         UserError: another scheme, no usable bucket or path, or a bucket where its client is not installed.
     """
-    if address.startswith("$"):
-        raise UserError(f"{address!r} begins with a variable, which no shell has replaced; write the path out, or ~/…")
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):
         try:
-            path = Path(address).expanduser()
-        except RuntimeError as error:  # no such user
+            return LocalStorage(root=str(Path(address).expanduser().resolve()))
+        except (RuntimeError, OSError) as error:  # no such user, or a symbolic link that leads to itself
             fix = f"write the path out, or ./{address} for a folder of that name"
-            raise UserError(f"{address!r}: {error}; {fix}") from error
-        try:
-            return LocalStorage(root=str(path.resolve()))
-        except (RuntimeError, OSError) as error:
-            fix = "give another, or remove it"
-            raise UserError(f"{address!r} is a symbolic link that leads to itself; {fix}") from error
+            raise UserError(f"{address!r} leads nowhere ({error}); {fix}") from error
     if (there := bucket_path(address)) is None:
         raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
     bucket, _, prefix = there.partition("/")
@@ -71,10 +65,9 @@ def open_storage(address: str) -> Storage:
         raise UserError(
             f"{address!r} names no bucket: {bucket!r} is not 3 or more lower-case letters, digits, '-', '_' and '.'"
         )
-    try:
+    client = None
+    with suppress(ModuleNotFoundError):  # nothing of Google's is here
         client = find_spec("google.cloud.storage")
-    except ModuleNotFoundError:  # nothing of Google's is here
-        client = None
     if client is None:
         raise UserError(f"{address} needs google-cloud-storage, which is not installed here; pip install it")
     return BucketStorage(root=f"gs://{bucket}").within(prefix)

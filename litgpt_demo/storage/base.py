@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
@@ -233,9 +233,14 @@ def absent(address: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "no such file", address)
 
 
-def crc32c_of(path: Path) -> str:
+def content_of(path: Path) -> tuple[int, str]:
+    """Size and crc32c of a local file."""
     with path.open("rb") as file:
-        return copy_with_crc(file)[1]
+        return copy_with_crc(file)
+
+
+def crc32c_of(path: Path) -> str:
+    return content_of(path)[1]
 
 
 def sha256_of(path: Path) -> str:
@@ -255,19 +260,22 @@ def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None) -> tuple[int, 
     return size, f"{crc32c:08x}"
 
 
-def combined_crc32c(first: str, second: str, size: int) -> str:
-    """The crc32c of a text from those of its two halves, the second being `size` bytes long.
+def whole_of(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
+    """Size and checksum of `parts` behind one another, from theirs alone.
 
-    A crc is a remainder of polynomials over GF(2): to put `size` bytes behind the first half is to multiply its
-    remainder by x^(8 size), and the second half's is added, which is xor.
+    A crc is a remainder of polynomials over GF(2): to put `size` bytes behind a text is to multiply its remainder by
+    x^(8 size), and that of the bytes is added, which is xor.
     """
-    crc32c, square = int(first, 16), 1 << 23  # x^8
-    while size:
-        if size & 1:
-            crc32c = _product(square, crc32c)
-        square = _product(square, square)
-        size >>= 1
-    return f"{crc32c ^ int(second, 16):08x}"
+    size, crc32c = 0, 0
+    for part in parts:
+        square, left = 1 << 23, part.size  # x^8
+        while left:
+            if left & 1:
+                crc32c = _product(square, crc32c)
+            square = _product(square, square)
+            left >>= 1
+        size, crc32c = size + part.size, crc32c ^ int(part.crc32c, 16)
+    return ObjectInfo(path, size, f"{crc32c:08x}")
 
 
 def _product(one: int, other: int) -> int:

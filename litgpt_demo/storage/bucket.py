@@ -12,11 +12,12 @@ import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import translating
@@ -33,15 +34,17 @@ from litgpt_demo.storage.base import (
     absent,
     clean_file,
     clean_path,
-    combined_crc32c,
+    content_of,
     copy_with_crc,
     is_partial,
     removable,
     require_size,
+    whole_of,
 )
-from litgpt_demo.storage.local import content_of, explaining, replacing
+from litgpt_demo.storage.local import explaining, replacing
 
 T = TypeVar("T")
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 Item = TypeVar("Item")
 Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
 
@@ -64,6 +67,19 @@ class UnsettledError(Exception):
     """An attempt ended without our knowing that it did what it should: look at the object and try again."""
 
 
+def _settled(role: str) -> Callable[[Verb], Verb]:
+    """Make each call of a verb about a path an attempt of `_retry_transient`."""
+
+    def decorated(attempt: Verb) -> Verb:
+        @wraps(attempt)
+        def verb(self: BucketStorage, *given: Any, **named: Any) -> Any:
+            return self._retry_transient(self.address(*given[:1]), role, lambda: attempt(self, *given, **named))
+
+        return cast(Verb, verb)
+
+    return decorated
+
+
 @dataclass(frozen=True)
 class BucketStorage(Storage):
     """A bucket of Google Cloud Storage, or of whatever STORAGE_EMULATOR_HOST points at. Safe to pickle and to fork.
@@ -83,55 +99,46 @@ class BucketStorage(Storage):
     def list(self, prefix: str = "") -> Names:
         return [stored.path for stored in self.inventory(prefix)]
 
+    @_settled(_VIEWER)
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
-        name = self._name(prefix)
-        blobs = self._retry_transient(name, _VIEWER, lambda: self._listed(f"{name}/" if name else ""))
         # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
         # here) and names like `a//b`.
         ours = [
             stored
-            for stored in map(self._stored, blobs)
+            for stored in map(self._stored, self._listed(self._folder(prefix)))
             if _is_ours(stored.path) or (odd and stored.path and not stored.path.endswith("/"))
         ]
         return sorted(ours, key=lambda stored: stored.path)
 
+    @_settled(_VIEWER)
     def exists(self, path: str) -> bool:
-        name = self._file(path)
-        return self._retry_transient(name, _VIEWER, lambda: self._look(name) is not None)
+        return self._look(self._file(path)) is not None
 
+    @_settled(_VIEWER)
     def read(self, path: str, *, most: int = MOST_READ) -> bytes:
-        name = self._file(path)
+        blob = self._found(self._file(path))
+        require_size(metadata(blob).size, most, self.address(path))
+        return self._content(blob)
 
-        def attempt() -> bytes:
-            blob = self._found(name)
-            require_size(metadata(blob).size, most, self.address(path))
-            return self._content(blob)
-
-        return self._retry_transient(name, _VIEWER, attempt)
-
+    @_settled(_VIEWER)
     def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
-        name = self._file(path)
-
-        def attempt() -> tuple[Position, bytes]:
-            blob = self._found(name)
-            whole = metadata(blob)
-            end = Position(whole.size, whole.crc32c)
-            if end == position:
-                return position, b""
-            fresh = io.BytesIO()
-            if end.size > position.size > 0:
-                self._fetch_range(blob, range(position.size, min(end.size, position.size + most)), fresh)
-                if position.size + fresh.tell() < end.size or position.after(fresh.getvalue()) == end:
-                    return position, fresh.getvalue()
-            if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
-                self._fetch_range(blob, range(most), fresh := io.BytesIO())
-                return Position(), fresh.getvalue()
-            content = self._content(blob)
-            # The range may have come damaged: then it is the same file all the same.
-            begin = position if Position().after(content[: position.size]) == position else Position()
-            return begin, content[begin.size :]
-
-        return self._retry_transient(name, _VIEWER, attempt)
+        blob = self._found(self._file(path))
+        whole = metadata(blob)
+        end = Position(whole.size, whole.crc32c)
+        if end == position:
+            return position, b""
+        fresh = io.BytesIO()
+        if end.size > position.size > 0:
+            self._fetch_range(blob, range(position.size, min(end.size, position.size + most)), fresh)
+            if position.size + fresh.tell() < end.size or position.after(fresh.getvalue()) == end:
+                return position, fresh.getvalue()
+        if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
+            self._fetch_range(blob, range(most), fresh := io.BytesIO())
+            return Position(), fresh.getvalue()
+        content = self._content(blob)
+        # The range may have come damaged: then it is the same file all the same.
+        begin = position if Position().after(content[: position.size]) == position else Position()
+        return begin, content[begin.size :]
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
@@ -148,11 +155,11 @@ class BucketStorage(Storage):
                 self._send(wanted, lambda: io.BytesIO(data), there)
             return there is None or metadata(there) == wanted
 
-        return self._retry_transient(wanted.path, _USER, attempt)
+        return self._retry_transient(self.address(path), _USER, attempt)
 
+    @_settled(_VIEWER)
     def stat(self, path: str) -> ObjectInfo:
-        name = self._file(path)
-        return self._retry_transient(name, _VIEWER, lambda: self._stored(self._found(name)))
+        return self._stored(self._found(self._file(path)))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         name = self._file(path)
@@ -176,7 +183,7 @@ class BucketStorage(Storage):
                 return io.BytesIO(file.read(len(place)))
 
         contents = [ObjectInfo("", *copy_with_crc(content(place))) for place in places]
-        wanted = _whole(name, contents)
+        wanted = whole_of(name, contents)
         key = _hidden(name, f"{wanted.size}-{wanted.crc32c}")
         parts = {
             replace(part, path=f"{key}-{number:05d}.partial"): place
@@ -197,30 +204,26 @@ class BucketStorage(Storage):
                 self._join([blobs[part] for part in parts], name)
             self._sweep(name)
 
-        self._retry_transient(name, _USER, attempt)
+        self._retry_transient(self._address(name), _USER, attempt)
         return wanted
 
+    @_settled(_VIEWER)
     def download(self, path: str, target: Path) -> ObjectInfo:
-        name = self._file(path)
-
-        def attempt() -> ObjectInfo:
-            blob = self._found(name)
-            stored = self._stored(blob)
-            with explaining(str(target), needed=stored.size):
-                there = target.is_file() and target.stat().st_size == stored.size
-                if not there or content_of(target) != (stored.size, stored.crc32c):
-                    with replacing(target) as partial:
-                        self._fetch(blob, partial, Path(partial.name))
-            return stored
-
-        return self._retry_transient(name, _VIEWER, attempt)
+        blob = self._found(self._file(path))
+        stored = self._stored(blob)
+        with explaining(str(target), needed=stored.size):
+            there = target.is_file() and target.stat().st_size == stored.size
+            if not there or content_of(target) != (stored.size, stored.crc32c):
+                with replacing(target) as partial:
+                    self._fetch(blob, partial, Path(partial.name))
+        return stored
 
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         name, names = self._file(path), [self._file(part) for part in parts]
-        folders = sorted({part.rpartition("/")[0] for part in names})
+        folders = {"".join(part.rpartition("/")[:2]) for part in names}
 
         def attempt() -> ObjectInfo:
-            lists = self._each(lambda folder: self._listed(f"{folder}/" if folder else "", direct=True), folders)
+            lists = self._each(lambda folder: self._listed(folder, direct=True), folders)
             there = {blob.name: blob for blobs in lists for blob in blobs}
             if missing := next((part for part in names if part not in there), None):
                 raise absent(self._address(missing))
@@ -230,32 +233,25 @@ class BucketStorage(Storage):
 
         if not names:
             return self.write(path, b"")
-        return replace(self._retry_transient(name, _USER, attempt), path=clean_path(path))
+        return replace(self._retry_transient(self.address(path), _USER, attempt), path=clean_path(path))
 
     def move(self, folder: str, target: str) -> None:
         for path in self.within(folder).list():
             self.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
         self.remove(folder)
 
+    @_settled(_USER)
     def remove(self, path: str) -> None:
-        name = self._name(removable(path))
+        blobs = self._listed(self._folder(removable(path)))
+        blobs += [there for there in [self._look(self._name(path))] if there]
+        manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
+        self._each(self._delete, manifests)
+        self._each(self._delete, [blob for blob in blobs if blob not in manifests])
 
-        def attempt() -> None:
-            blobs = self._listed(f"{name}/") + [there for there in [self._look(name)] if there]
-            manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
-            self._each(self._delete, manifests)
-            self._each(self._delete, [blob for blob in blobs if blob not in manifests])
-
-        self._retry_transient(name, _USER, attempt)
-
+    @_settled(_USER)
     def remove_unfinished(self) -> None:
-        name = self._name("")
-
-        def attempt() -> None:
-            blobs = self._listed(f"{name}/" if name else "")
-            self._each(self._delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
-
-        self._retry_transient(name, _USER, attempt)
+        blobs = self._listed(self._folder(""))
+        self._each(self._delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -264,6 +260,10 @@ class BucketStorage(Storage):
 
     def _name(self, path: str) -> str:
         return self.address(path).removeprefix(SCHEME).partition("/")[2]
+
+    def _folder(self, path: str) -> str:
+        """The beginning of the names of what lies below it."""
+        return f"{name}/" if (name := self._name(path)) else ""
 
     def _stored(self, blob: Any) -> ObjectInfo:
         """`metadata` with the path that `_name` makes this name of."""
@@ -289,7 +289,7 @@ class BucketStorage(Storage):
 
         return DEFAULT_RETRY.with_delay(maximum=30.0).with_timeout(self.patience + size / _SLOWEST)
 
-    def _retry_transient(self, name: str, role: str, attempt: Callable[[], T]) -> T:
+    def _retry_transient(self, address: str, role: str, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
 
         Args:
@@ -298,12 +298,12 @@ class BucketStorage(Storage):
         reason = UnsettledError()
         for _ in range(_TRIES):
             try:
-                with _explaining(self._address(name), role):
+                with _explaining(address, role):
                     return attempt()
             except UnsettledError as error:
                 reason = error
         raise DataError(
-            f"{self._address(name)}: did not come out right in {_TRIES} tries, the last time: {reason}",
+            f"{address}: did not come out right in {_TRIES} tries, the last time: {reason}",
             fix="see whether something else writes there, else try from another machine",
         ) from reason
 
@@ -329,16 +329,12 @@ class BucketStorage(Storage):
         """The objects whose names begin so, with generation, size and checksum; `direct`: without a further `/`."""
         from google.api_core.exceptions import NotFound
 
+        fields, delimiter = "items(name,generation,size,crc32c),nextPageToken", "/" if direct else None
+        found = self._handle.list_blobs(
+            prefix=prefix, delimiter=delimiter, max_results=limit, fields=fields, retry=self._retry()
+        )
         try:
-            return [
-                *self._handle.list_blobs(
-                    prefix=prefix,
-                    delimiter="/" if direct else None,
-                    max_results=limit,
-                    fields="items(name,generation,size,crc32c),nextPageToken",
-                    retry=self._retry(),
-                )
-            ]
+            return [*found]
         except NotFound:
             raise UserError(
                 f"{self._address('')}: there is no bucket {self._bucket!r}",
@@ -353,7 +349,7 @@ class BucketStorage(Storage):
             if there is None or metadata(there) != wanted:
                 self._send(wanted, source, there)
 
-        self._retry_transient(wanted.path, _USER, attempt)
+        self._retry_transient(self._address(wanted.path), _USER, attempt)
 
     def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
         """Upload in place of `there`, the object as it was seen last."""
@@ -414,10 +410,10 @@ class BucketStorage(Storage):
         """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
 
         def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
-            part = _whole("", map(metadata, group))
+            part = whole_of("", map(metadata, group))
             return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
-        wanted = _whole(name, map(metadata, blobs))
+        wanted = whole_of(name, map(metadata, blobs))
         there = self._look(name)
         if there is None or metadata(there) != wanted:
             while len(blobs) > _JOINED_AT_ONCE:
@@ -450,11 +446,9 @@ class BucketStorage(Storage):
         """Remove this generation of the object: a request that is carried out late must not take a newer one."""
         from google.api_core.exceptions import NotFound
 
-        try:
+        with suppress(NotFound):  # gone before, or by a delete whose answer was lost
             # By a handle that names no generation: else the object would be gone for good where versions are kept.
             self._handle.blob(blob.name).delete(if_generation_match=blob.generation, retry=self._retry())
-        except NotFound:
-            return  # gone before, or by a delete whose answer was lost
 
 
 def _is_ours(name: str) -> bool:
@@ -482,14 +476,6 @@ def _require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
 
 def _ranges(size: int, part_size: int) -> list[range]:
     return [range(start, min(start + part_size, size)) for start in range(0, size, part_size)]
-
-
-def _whole(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
-    """Return size and checksum of `parts` after one another."""
-    size, crc32c = 0, EMPTY
-    for part in parts:
-        size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)
-    return ObjectInfo(path, size, crc32c)
 
 
 def _hidden(name: str, rest: str = "") -> str:

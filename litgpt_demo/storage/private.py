@@ -52,38 +52,22 @@ def make_temporary(name: str) -> Path:
     with explaining(str(own)):
         with suppress(FileExistsError):
             own.mkdir(mode=0o700)
-        try:  # opened once, so that what is looked at is what is closed
-            opened = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except NotADirectoryError:
-            problem = "is a symbolic link" if own.is_symlink() else "is not a folder"
-        except PermissionError:
-            problem = f"belongs to {_owner(own.lstat())}"
-        else:
-            try:
-                status, problem = os.fstat(opened), ""
-                if status.st_uid != os.geteuid():
-                    problem = f"belongs to {_owner(status)}"
-                elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    problem = f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others write"
-                else:
-                    os.fchmod(opened, stat.S_IRWXU)  # an older version's may be read by others
-            finally:
-                os.close(opened)
+        found, problem = own.lstat(), ""
+        if not stat.S_ISDIR(found.st_mode):
+            problem = "is not a folder"
+        elif found.st_uid != os.geteuid():
+            problem = f"belongs to the user {found.st_uid}"
+        elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            problem = f"has mode {stat.S_IMODE(found.st_mode):o}, which lets others write"
         if problem:
             raise UserError(
                 f"{own} {problem}, so that another user of this machine could change what is kept there",
                 fix="remove it, or set TMPDIR to a folder of your own",
             )
+        own.chmod(stat.S_IRWXU)  # it is ours, so that nobody can have put another there; an older version's was open
         folder = own / name
         folder.mkdir(exist_ok=True)
     return folder
-
-
-def _owner(status: os.stat_result) -> str:
-    try:
-        return f"the user {pwd.getpwuid(status.st_uid).pw_name}"
-    except KeyError:
-        return f"the user {status.st_uid}"
 
 
 def make_private(folder: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.documents import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage
 
 FORMAT = 2
@@ -71,9 +71,7 @@ def committed(
         try:
             manifest = read_manifest(run.within(folder), CheckpointManifest)
             if manifest is not None and folder_of(manifest.step) != folder:
-                raise DataError(
-                    f"{run.address(folder)} holds the manifest of step {manifest.step}; was it moved there?"
-                )
+                raise DataError(f"{run.address(folder)} holds the manifest of step {manifest.step}: was it moved?")
         except DataError as error:
             damaged(folder, error)
         else:
@@ -93,16 +91,21 @@ def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int
     """
 
     def verifies(manifest: CheckpointManifest) -> bool:
-        place, said = run.within(folder_of(manifest.step)), manifest.files
-        if INDEX not in {file.path for file in said} or len(said) < 2 or manifest.size < least:
-            return False
-        if (folder := place.local_path()) is not None:
-            return not differences(folder, said)
-        there = {stored.path: (stored.size, stored.crc32c) for stored in place.inventory()}
-        return all(there.get(file.path) == (file.size, file.crc32c) for file in said)
+        said = manifest.files
+        whole = INDEX in {file.path for file in said} and len(said) > 1 and manifest.size >= least
+        return whole and not _wrong(run.within(folder_of(manifest.step)), said)
 
     newest = next((manifest.step for manifest in committed(run) if verifies(manifest)), 0)
     return newest if most is None else min(newest, most)
+
+
+def _wrong(place: Storage, records: Iterable[FileRecord]) -> list[str]:
+    """How files differ from their records, a sentence each. Those of a folder are read, of a bucket it says itself."""
+    if (folder := place.local_path()) is not None:
+        return differences(folder, records)
+    there = {stored.path: (stored.size, stored.crc32c) for stored in place.inventory()}
+    pairs = [(file.path, there.get(file.path), (file.size, file.crc32c)) for file in records]
+    return [f"{path} has size and crc32c {has}, its manifest says {said}" for path, has, said in pairs if has != said]
 
 
 def open_checkpoint(
@@ -115,13 +118,13 @@ def open_checkpoint(
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
     """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
-    where = run.address(folder_of(manifest.step))
+    where, what = run.address(folder_of(manifest.step)), ""
+    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
     if manifest.dataset_key != spec.dataset_key:
         what = f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
-        raise DataError(what, fix="give the run another name or root")
-    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
-    if theirs is not None and theirs != ours:
+    elif theirs not in (None, ours):
         what = f"{where} is of the model {theirs}, this run trains {ours}"
+    if what:
         raise DataError(what, fix="give the run another name or root")
 
 
@@ -152,23 +155,13 @@ def commit(run: Storage, manifest: CheckpointManifest) -> None:
     write_manifest(run.within(folder_of(manifest.step)), manifest)
 
 
-def verify(run: Storage, step: int, paths: Iterable[str]) -> None:
+def verify(run: Storage, step: int, paths: Collection[str]) -> None:
     """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself."""
     place = run.within(folder_of(step))
     manifest = read_manifest(place, CheckpointManifest)
-    records = manifest.files if manifest else ()
-    said = {record.path: f"{record.size} bytes and crc32c {record.crc32c}" for record in records}
-    wrong = []
-    for path in paths:
-        try:
-            found = place.stat(path)
-        except FileNotFoundError:
-            wrong.append(f"{path} is missing")
-            continue
-        has = f"{found.size} bytes and crc32c {found.crc32c}"
-        if has != said.get(path):
-            wrong.append(f"{path} has {has}, and its manifest says {said.get(path, 'nothing of it')}")
-    if wrong:
+    said = {record.path: record for record in manifest.files} if manifest else {}
+    missing = [f"its manifest does not list {path}" for path in paths if path not in said]
+    if wrong := missing + _wrong(place, [said[path] for path in paths if path in said]):
         what = f"{place.address()} is not what was written: {'; '.join(wrong)}"
         raise DataError(what, fix="look at that disk or mount")
 

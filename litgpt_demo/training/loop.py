@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -43,9 +42,6 @@ _LONG = PATIENCE.total_seconds()
 
 # A batch or two may be bad; a training that makes no update in so many steps has another trouble.
 _MOST_IN_A_ROW = 10
-
-# Numbers of samples that a message lists; all of them are a command away.
-_LISTED = 64
 
 
 def fit(training: Training) -> None:
@@ -89,7 +85,7 @@ class Loop:
         self._training, self._report, self._saver, self._asked = training, report, saver, asked_to_leave
         self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
-        self.why_left: Literal["preempted", "max_time"] | None = None
+        self.why_left: str | None = None
         """Why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
@@ -108,15 +104,23 @@ class Loop:
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever. So the newest step is waited
             # for too, and where one says to leave.
-            why: Literal["preempted", "max_time"] | None = None
+            why: str | None = None
             while (result := self._exchange.take(keep=0 if evaluates or saves or why else 1)) is not None:
                 self._hear(result)
-                if result.leave or result.time_up:
-                    why = "preempted" if result.leave else "max_time"
+                why = result.why or why
             # A process that is asked to leave has little time; an evaluation would be the first to go.
             if why is not None and not last:
                 self.why_left, evaluates = why, why == "max_time"
-            validation_loss = self._evaluate() if evaluates else None
+            validation_loss = None
+            if evaluates:
+                began = monotonic()
+                validation_loss = evaluate(training, done=self.done)
+                if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
+                    what = f"the validation loss of step {self.done} is {validation_loss}"
+                    raise UserError(f"{what}. {self._advice()}")
+                report.pause(seconds := monotonic() - began)
+                figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
+                report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
             if saves or last or self.why_left:
                 training.heart.beat(self.done, "saving", allow=_LONG)
                 if self.why_left == "max_time":  # by another rank's clock, a moment ahead of this one
@@ -146,12 +150,9 @@ class Loop:
             return [int(number) for share in shares or [numbers] for number in share]
 
         windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
-        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
-        told = (
-            f"{wrong[0]}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training "
-            f"split; look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`. "
-            f"{self._advice()}"
-        )
+        listed = ", ".join(map(str, windows[:64])) + (", …" if len(windows) > 64 else "")
+        look = f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`"
+        told = f"{wrong[0]}; its samples are the windows {listed} of the training split; {look}. {self._advice()}"
         if spec.train.on_not_finite == "stop":
             raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
         if self._in_a_row == _MOST_IN_A_ROW:
@@ -160,20 +161,8 @@ class Loop:
 
     def _advice(self) -> str:
         train = self._training.spec.train
-        return (
-            f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
-            "train.precision=32-true usually fix it"
-        )
-
-    def _evaluate(self) -> float:
-        began = monotonic()
-        loss = evaluate(self._training, done=self.done)
-        if not math.isfinite(loss):  # it is of weights, not of a batch: there is no update to leave out
-            raise UserError(f"the validation loss of step {self.done} is {loss}. {self._advice()}")
-        self._report.pause(seconds := monotonic() - began)
-        figures = {"validation_loss": loss, "perplexity": perplexity(loss), "seconds": round(seconds, 2)}
-        self._report.row(kind="evaluation", step=self.done, **figures)
-        return loss
+        often = f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps}"
+        return f"{often} or train.precision=32-true usually fix it"
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
@@ -182,9 +171,9 @@ def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
     if grace is None or seconds <= float(grace):
         return None
     return (
-        f"saving took {seconds:.0f} s, and the platform waits {grace} s for a job that it cancels or takes away: the "
-        f"steps since its last checkpoint would be lost. Set platform.grace to {math.ceil(2 * seconds)} where it can "
-        "wait (a Spot VM is gone after 30 s), or save more often with a smaller train.checkpoint_every"
+        f"saving took {seconds:.0f} s, and the platform waits {grace} s for a job that it takes away: its last steps "
+        f"would be lost. Set platform.grace to {math.ceil(2 * seconds)} where it can wait (a Spot VM is gone after "
+        "30 s), or save more often with a smaller train.checkpoint_every"
     )
 
 
@@ -216,10 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         heart.beat(0, "meeting the other ranks", allow=_LONG)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:
-            raise UserError(
-                f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}",
-                fix="submit it again",
-            )
+            what = f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}"
+            raise UserError(what, fix="submit it again")
         scratch = scratch_of(run, fabric.global_rank)
         try:
             staged = os.environ.get("LITGPT_DATASET")

@@ -19,17 +19,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as _FORMATS
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from litgpt_demo.errors import DataError, TrainLitgptError, words_of
+from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.training.checkpoints import INDEX
 
 State: TypeAlias = dict[str, Any]
@@ -81,11 +76,9 @@ def load_shards(
     return dict(state.get("precision", {}))
 
 
-def files_of_shards(
-    model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
-) -> set[str]:
-    """Return the files that `load_shards` would read on this rank, by name; of `folder` the index alone is read."""
-    reader, _, plan = _planned(training_state(model, optimizer, precision), folder, address)
+def files_of_state(state: State, folder: Path, *, address: str = "") -> set[str]:
+    """Return the files that this rank reads to fill a `training_state`; of `folder` the index alone is read."""
+    reader, _, plan = _planned(state, folder, address)
     return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
@@ -105,7 +98,7 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
     where = f"{address or folder}/{INDEX}"
     try:
         with (folder / INDEX).open("rb") as file:
-            metadata = _IndexUnpickler(file, where).load()
+            metadata = _IndexUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"it holds a {type(metadata).__name__}")
         for name, stored in metadata.state_dict_metadata.items():
@@ -117,7 +110,7 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
                 raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
             if getattr(place, "transform_descriptors", None):
                 raise ValueError(f"{index!r} is stored in a form that training does not write")
-    except (TrainLitgptError, OSError):
+    except OSError:
         raise
     except Exception as error:  # damaged pickles raise whatever the step that they broke raises
         raise DataError(f"{where} is not the index of a checkpoint ({words_of(error)}). {_REMEDY}") from error
@@ -127,25 +120,18 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
 class _IndexUnpickler(pickle.Unpickler):
     """Makes objects of the classes in `_STORED`, and of no others."""
 
-    def __init__(self, file: Any, where: str) -> None:
-        super().__init__(file)
-        self._where = where
-
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        refused = DataError(
-            f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
-            f"shapes and places alone. {_REMEDY}"
-        )
+        refused = pickle.UnpicklingError(f"it names {module}.{name} for its reader to call")
         if (module, name) == ("builtins", "getattr"):
             # A member of the one enumeration in an index: Python 3.11.0 to 3.11.3, Debian 12's own among them, stores
             # it as `getattr(enumeration, name)` (3.11.2's enum.py, line 1233).
             def member(_: type, kind: object, name: str) -> Any:
-                if not isinstance(kind, type) or kind.__name__ != _MEM_FORMAT_ENCODING.__name__:
+                if not isinstance(kind, type) or kind.__name__ != _FORMATS.__name__:
                     raise refused
-                return _MEM_FORMAT_ENCODING[name]
+                return _FORMATS[name]
 
             return type(name, (), {"__new__": member})
         if name not in _STORED.get(module, ()):

@@ -10,18 +10,16 @@ import csv
 import os
 import platform
 import resource
-import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
 import torch
 
-from litgpt_demo.config import TrainConfig, TrainingSpec, WandbConfig
+from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.errors import TrainLitgptError, UserError, words_of
 from litgpt_demo.metrics import MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
@@ -31,7 +29,7 @@ from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.step import StepResult, learning_rate
+from litgpt_demo.training.step import StepResult
 
 TABLE = "metrics.csv"
 
@@ -45,8 +43,8 @@ class Reporter:
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
-        self._loggers: list[Logger] = []
-        self._failed: list[Logger] = []
+        self._loggers: dict[Logger, bool] = {}
+        """All that were opened, and whether each still takes rows."""
         if not training.fabric.is_global_zero:
             return
         # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
@@ -56,13 +54,16 @@ class Reporter:
         if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
-        for name, opened in asked_for(spec, self._folder, resumed_from=resumed_from).items():
-            try:
-                self._loggers.append(opened())
-            except Exception as error:  # a service that does not answer, a key that it does not know
-                warn(f"{name} is told no metrics: {words_of(error)}")
+        self._loggers[Table(self._folder / TABLE, rows_of(self._path.read_bytes()))] = True
         config, train, fabric = training.model.module.config, spec.train, training.fabric
+        asked: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
+        for kind in [kind for kind, wanted in asked.items() if wanted]:
+            try:
+                self._loggers[kind(spec, self._folder, resumed_from=resumed_from)] = True
+            except UserError:  # a setting that no attempt can train with
+                raise
+            except Exception as error:  # a service that does not answer, a key that it does not know
+                warn(f"{kind.__name__} is told no metrics: {words_of(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
         estimate = estimates.memory(config, train, length=length, world_size=fabric.world_size, device=device.type)
@@ -90,12 +91,11 @@ class Reporter:
         if self._file is None:
             return
         self._file.write(values | self.elapsed("elapsed"))
-        for logger in list(self._loggers):
+        for logger in [one for one, takes in self._loggers.items() if takes]:
             try:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
-                self._loggers.remove(logger)
-                self._failed.append(logger)
+                self._loggers[logger] = False
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
@@ -119,7 +119,7 @@ class Reporter:
             kind="step",
             step=result.done,
             loss=result.loss,
-            learning_rate=learning_rate(train, step=result.done - 1, steps=spec.steps),
+            learning_rate=train.rate(result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
             tokens_per_second=round(pace, 1),
@@ -161,14 +161,12 @@ class Reporter:
         """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
         if ended_well:
             self.row(kind="end", step=step, seconds=round(monotonic() - self._begun, 2))
-        for logger in self._loggers:
+        for logger, takes in self._loggers.items():
             try:
                 logger.close()
             except Exception as error:
-                warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
-        for logger in self._failed:
-            with suppress(Exception):  # it was told that they lack metrics
-                logger.close()
+                if takes:  # else it was told that it lacks metrics
+                    warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
         self.publish(closed=True)
         if self._file is not None:
             self._file.close()
@@ -211,11 +209,11 @@ class Table:
 class TensorBoard:
     """Event files; `tensorboard --logdir` on the folder shows them."""
 
-    def __init__(self, folder: Path, *, resumed_from: int) -> None:
+    def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps of older attempts that will be repeated are not to be drawn twice.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1, flush_secs=10)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_from + 1, flush_secs=10)
 
     def write(self, row: Row) -> None:
         for name, value in _scalars(row).items():
@@ -233,13 +231,19 @@ class Wandb:
     killed left is dealt with when the next one begins.
     """
 
-    def __init__(self, settings: WandbConfig, spec: TrainingSpec, folder: Path, environ: Mapping[str, str]) -> None:
-        self._files = folder / "wandb"
-        self._key = None if settings.secret is None else environ[settings.secret]
-        forget(self._files, self._key)
-        try:
-            import wandb
+    def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
+        settings = spec.train.wandb
+        assert settings is not None
+        files, key = folder / "wandb", settings.secret and os.environ.get(settings.secret)
+        if settings.secret and not key:
+            what = f"train.wandb.secret={settings.secret} names a variable that is not in this node's environment"
+            raise UserError(what, fix="set it where the run is submitted, or leave the secret empty to stay offline")
+        forget(files, key)
+        import wandb
 
+        with ExitStack() as ends:
+            ends.callback(forget, files, key)
+            ends.callback(wandb.teardown)  # which waits until their program has written its last line
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
@@ -248,56 +252,25 @@ class Wandb:
                 resume="allow",
                 dir=str(folder),
                 config=spec.model_dump(mode="json"),
-                mode="offline" if self._key is None else "online",
+                mode="online" if key else "offline",
                 # What the job prints is its own log already, and code and git are in the run's folder.
-                settings=wandb.Settings(
-                    api_key=self._key, console="off", silent=True, disable_git=True, disable_code=True
-                ),
+                settings=wandb.Settings(api_key=key, console="off", silent=True, disable_git=True, disable_code=True),
             )
             # Their own step cannot go back, ours does when an attempt repeats steps.
             self._run.define_metric("*", step_metric="step")
-        except BaseException:
-            self._end()
-            raise
+            ends.callback(self._run.finish)
+            self._ends = ends.pop_all()
 
     def write(self, row: Row) -> None:
         if values := _scalars(row):
             self._run.log({"step": int(row["step"]), **values})
 
     def close(self) -> None:
-        try:
-            self._run.finish()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """Wait until their program has written its last line, and read the key nowhere in it."""
-        import wandb
-
-        try:
-            wandb.teardown()
-        finally:
-            forget(self._files, self._key)
+        self._ends.close()
 
 
 Logger: TypeAlias = Table | TensorBoard | Wandb
 """It takes rows without waiting for disk or network; `close` waits until all are where they should be."""
-
-
-def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for, still to be opened; their files go below `folder`."""
-    found: dict[str, Callable[[], Logger]] = {}
-    if spec.train.tensorboard:
-        found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)
-    if (asked := spec.train.wandb) is not None:
-        if asked.secret is not None and not os.environ.get(asked.secret):
-            raise UserError(
-                f"train.wandb.secret={asked.secret} names a variable that is not in this node's environment",
-                fix="set it where the run is submitted, or leave the secret empty to keep the records in the run's "
-                "folder",
-            )
-        found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
-    return found
 
 
 def _scalars(row: Row) -> dict[str, float]:
@@ -382,7 +355,7 @@ def held_bytes(device: torch.device) -> int:
     # getrusage begins with the peak of the process that started this one.
     if peak := _said("/proc/self/status", "VmHWM:"):
         return int(peak.split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes, on a Mac
 
 
 def _said(path: str, name: str) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -33,13 +34,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo.documents import FileRecord, bring
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.manifests import FileRecord, bring
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import WEIGHTS, State, files_of_shards, load_shards, training_state
+from litgpt_demo.training.reading import WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
 Written: TypeAlias = list[WriteResult]
@@ -265,38 +266,32 @@ class Shards:
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
         tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
-        at_most = sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
+        at_most = sum(tensor.nbytes + _AROUND_A_TENSOR for tensor in tensors)
         planner = DefaultSavePlanner()
         planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
         with explaining(str(folder), needed=at_most):
             folder.mkdir(parents=True)
-            written: Written = []
+            # What is written lies in host memory already: nothing to be copied ahead.
+            writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
             # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
             for kind, weights in (("", True), ("training", False)):
                 items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
                 prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
                 plan = replace(self._plan, items=items, storage_data=prefix)
-                written += _Writer(folder).write_data(plan, planner).wait() if items else []
+                written += writer.write_data(plan, planner).wait() if items else []
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Rank 0's: the file that says where everything is in the ranks' files."""
         with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
-            _Writer(folder).finish(self._metadata, written)
+            _Writer(folder, sync_files=False).finish(self._metadata, written)
 
 
 class _Writer(FileSystemWriter):
     """One file per plan, whose bytes depend on the state alone: no random id of the save, no path."""
 
-    def __init__(self, folder: Path | str) -> None:
-        # What is written lies in host memory already: nothing to be copied ahead.
-        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
-
     def storage_meta(self) -> StorageMeta | None:
         return None
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 def resume(training: Training, *, tell: Callable[[str], object]) -> int:
@@ -320,48 +315,41 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             checkpoints.require_same(run, manifest, training.spec)
         return found
 
-    def verified(manifest: CheckpointManifest) -> bool:
-        """Whether the files that the ranks of this node read are there, and what they should be.
-
-        The ranks bring and compare a share of the files each: of all in a local folder, which they see all, and of
-        what their node reads from a bucket.
-        """
+    def right(manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
+        """Whether the files that the ranks bring and compare, each these of its own, are what they should be."""
         path = checkpoints.folder_of(manifest.step)
-        place = run.within(path)
-
-        def right(records: Sequence[FileRecord]) -> bool:
-            try:
-                ranks.together(lambda: bring(place, records, lambda: folder), lambda _: None)
-            except DataError as error:
-                reason = error
-                ranks.first(lambda: set_aside(path, reason))
-                return False
-            return True
-
-        def read_here() -> tuple[int, set[str]]:
-            state = precision.state_dict()
-            return node, files_of_shards(model, optimizer, folder, precision=state, address=place.address())
-
-        if place.local_path() is not None:
-            return right(manifest.files[ranks.number :: ranks.world])
-        if not right([file for file in manifest.files if file.path == INDEX and local_rank == 0]):
+        try:
+            ranks.together(lambda: bring(run.within(path), records, lambda: folder), lambda _: None)
+        except DataError as error:
+            ranks.first(partial(set_aside, path, error))
             return False
-        needs = ranks.together(read_here, lambda found: found)
-        here = {name for where, names in needs for name in names if where == node}
-        return right([file for file in manifest.files if file.path in here][local_rank::processes])
+        return True
 
+    def read_here(address: str) -> tuple[int, set[str]]:
+        state = training_state(model, optimizer, precision.state_dict())
+        return node, files_of_state(state, folder, address=address)
+
+    done, before = 0, 0.0
     for manifest in ranks.first(candidates):
-        if not verified(manifest):
+        place = run.within(checkpoints.folder_of(manifest.step))
+        address, local, files = place.address(), place.local_path(), manifest.files
+        # All ranks see all of a local folder, and have a share of it each; of a bucket, of what their node reads.
+        if local is not None:
+            verified = right(manifest, files[ranks.number :: ranks.world])
+        elif verified := right(manifest, [file for file in files if file.path == INDEX and local_rank == 0]):
+            needs = ranks.together(partial(read_here, address), lambda found: found)
+            here = {name for where, names in needs for name in names if where == node}
+            verified = right(manifest, [file for file in files if file.path in here][local_rank::processes])
+        if not verified:
             optimizer.state.clear()  # which is made to see what is read: a training begins without
             continue
-        place = run.within(checkpoints.folder_of(manifest.step))
-        address, state = place.address(), precision.state_dict()
-        if saved := load_shards(model, optimizer, place.local_path() or folder, precision=state, address=address):
+        state = precision.state_dict()
+        if saved := load_shards(model, optimizer, local or folder, precision=state, address=address):
             precision.load_state_dict(saved)
         ranks.first(lambda: None)  # until then some rank may still read
-        if run.local_path() is None and local_rank == 0:
+        if local is None and local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        training.clock.before, training.clock.begun = manifest.seconds, monotonic()
-        return manifest.step
-    training.clock.before, training.clock.begun = 0.0, monotonic()
-    return 0
+        done, before = manifest.step, manifest.seconds
+        break
+    training.clock.before, training.clock.begun = before, monotonic()
+    return done

@@ -20,10 +20,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from litgpt.model import GPT, Block
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -61,10 +58,8 @@ def open_fabric(train: TrainConfig) -> Fabric:
         # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
         static = train.global_batch == world_size * train.micro_batch
         strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=patience, static_graph=static, **buffers)
-    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    fabric = Fabric(
-        accelerator=accelerator, devices=processes, num_nodes=nodes, strategy=strategy, precision=train.precision
-    )
+    kind, precision = "cuda" if torch.cuda.is_available() else "cpu", train.precision
+    fabric = Fabric(accelerator=kind, devices=processes, num_nodes=nodes, strategy=strategy, precision=precision)
     fabric.launch()
     return fabric
 
@@ -105,9 +100,8 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
     """Open the two splits, memory-mapped."""
     manifest = open_dataset(str(folder))
     if manifest.key != spec.dataset_key:
-        raise DataError(
-            f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}", fix="stage that one"
-        )
+        what = f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}"
+        raise DataError(what, fix="stage that one")
     opened = partial(open_split, folder, manifest, length=spec.model.sequence_length)
     return Data(manifest=manifest, train=opened(manifest.train), validation=opened(manifest.validation))
 
@@ -154,14 +148,9 @@ def to_device(samples: Samples, device: torch.device) -> Samples:
 
 
 # What costs arithmetic; recomputing the rest costs memory traffic alone.
-_KEPT = [
-    getattr(torch.ops.aten, name).default
-    for name in (
-        *("mm", "addmm", "bmm", "_scaled_mm", "_scaled_dot_product_flash_attention"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        "_scaled_dot_product_flash_attention_for_cpu",
-    )
-]
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_NAMES = ("mm", "addmm", "bmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
+_KEPT = [getattr(torch.ops.aten, name).default for name in _NAMES]
 
 
 def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
@@ -171,16 +160,14 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
     if train.float8:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
             has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-            raise UserError(
-                f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}",
-                fix="leave it off",
-            )
+            what = f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}"
+            raise UserError(what, fix="leave it off")
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":
         contexts = partial(create_selective_checkpoint_contexts, _KEPT)
         selective = train.activation_checkpointing == "selective"
-        wrap = partial(checkpoint_wrapper, context_fn=contexts) if selective else checkpoint_wrapper
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda one: isinstance(one, Block))
+        wrap = partial(wrapping.checkpoint_wrapper, context_fn=contexts) if selective else wrapping.checkpoint_wrapper
+        wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda one: isinstance(one, Block))
     if train.compile == "blocks":
         # The forward alone: hooks, FSDP's among them, stay outside. One compilation serves all blocks that are alike.
         for block in model.transformer.h:
@@ -265,8 +252,8 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
     # A fused one would take the scale off the gradients by itself, after they should have been clipped.
     fused = None if scaled else fabric.device.type in {"cuda", "cpu"}
-    groups = decay_groups(wrapped, train.weight_decay)
-    adamw = torch.optim.AdamW(groups, lr=train.learning_rate, betas=train.betas, fused=fused)
+    # Each step sets its learning rate.
+    adamw = torch.optim.AdamW(decay_groups(wrapped, train.weight_decay), betas=train.betas, fused=fused)
     return Training(
         spec=spec,
         data=data,

@@ -16,7 +16,6 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.config import TrainConfig
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 FIRST_PASS = 900.0
@@ -41,7 +40,7 @@ def train_step(training: Training, step: int) -> Passed:
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
     for group in training.optimizer.param_groups:
-        group["lr"] = learning_rate(train, step=step, steps=spec.steps)
+        group["lr"] = train.rate(step, steps=spec.steps)
     batches, waited = training.feed.take(step)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
     for index, (inputs, targets) in enumerate(batches, 1):
@@ -63,15 +62,6 @@ def train_step(training: Training, step: int) -> Passed:
     return Passed(total / len(batches), whole, waited)
 
 
-def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last step."""
-    low = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
-    if step < train.warmup_steps:
-        return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
-    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-
-
 class StepResult(NamedTuple):
     """One step, as all ranks know it."""
 
@@ -80,10 +70,8 @@ class StepResult(NamedTuple):
     loss: float
     """The mean over all ranks; each saw an equal share of the batch."""
     grad_norm: float
-    leave: bool
-    """A rank was asked to leave."""
-    time_up: bool
-    """It has been trained for long enough, by the clock of a rank."""
+    why: str | None
+    """The reason to leave, if there is one: preempted if a rank was asked to, max_time by the clock of a rank."""
     ended: float
     """When the device came to the end of the step, on the monotonic clock."""
     own: Passed
@@ -126,7 +114,8 @@ class Exchange:
                 arrived.wait()
             loss, norm, leave, time_up = sums.tolist()
             # The norm is the whole gradient's on every rank.
-            return StepResult(done, loss / self._world, norm / self._world, leave > 0, time_up > 0, ended, passed)
+            why = "preempted" if leave > 0 else "max_time" if time_up > 0 else None
+            return StepResult(done, loss / self._world, norm / self._world, why, ended, passed)
 
         self._underway.append(result)
 

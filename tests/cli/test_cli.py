@@ -87,7 +87,7 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["plan", "poem.txt"], "holds a single value"),
+        (["plan", "poem.txt"], "holds no settings"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
         (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
         (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from waiting import until
 
-from cli.console import Watch
+from cli.foreground import Watch
 from cli.terminal import Screen
 from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 

@@ -53,8 +53,8 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
     ("events", "words"),
     [
         ((), "nothing was started"),
-        ((FLOW, StepStarted(step=Step.DATASET)), "the preparation of the dataset goes on where it was"),
-        ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "its last checkpoint is collected"),
+        ((FLOW, StepStarted(step=Step.DATASET)), "what was begun goes on where it was"),
+        ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "no job is running"),
         ((FLOW, job("submitting")), "was being submitted to local, and may have been started"),
     ],
 )

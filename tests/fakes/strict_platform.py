@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
-from litgpt_demo.findings import Finding
+from launcher.platforms.base import Avoidable
+from litgpt_demo.errors import Finding
 from litgpt_demo.storage import open_storage
 
 
@@ -30,7 +30,7 @@ class StrictPlatform:
     """Five verbs for the product, and five for the test: start, say, end, remove, silence."""
 
     name: ClassVar[str] = "strict"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(self, *, spare: int | None = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, JsonValue
 
@@ -70,7 +70,7 @@ def judged(case: Case) -> Verdict:
     with TemporaryDirectory() as folder:
         for name, content in case.reports.items():
             (Path(folder) / name).write_text(json.dumps(content))
-        reports: list[dict[str, Any]] = node_reports(open_storage(folder))
+        reports = node_reports(open_storage(folder))
     status = JobStatus(state=JobState.FAILED, **case.status.model_dump())
     tail = [LogLine(node=node, text=text) for node, text in case.logs[-200:]]
     return diagnose(status, reports, tail, logs="/runs/faults/attempts/1", nodes=case.nodes)

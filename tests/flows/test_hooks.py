@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 from strict_platform import StrictPlatform
 
-from flows.hooks import cancel_jobs, taken
+from flows.parameters import cancel_jobs, taken
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig

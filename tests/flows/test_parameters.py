@@ -9,12 +9,10 @@ import pytest
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 
-from flows.benchmark_network import benchmark_network
 from flows.parameters import DATASET_FIELDS, KINDS, config_from, tell_of_defaults
-from flows.prepare_dataset import prepare_dataset
-from flows.run_torchrun import run_torchrun
+from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import train_litgpt
+from flows.train_litgpt import prepare_dataset, train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
@@ -53,7 +51,11 @@ def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_befo
     ("given", "problem", "single"),
     [
         ({"train": {"max_steps": 20}}, "train.warmup_steps=100 leaves nothing", '{"train.max_steps": 20}'),
-        ({"platform": {"kind": "local", "nods": 2}}, "local.nods: Extra inputs", '{"platform.nods": 2}'),
+        (
+            {"platform": {"kind": "local", "nods": 2}},
+            "Extra inputs are not permitted at local.nods",
+            '{"platform.nods": 2}',
+        ),
     ],
 )
 def test_a_section_that_cannot_be_used_names_overrides(given: dict[str, Any], problem: str, single: str) -> None:

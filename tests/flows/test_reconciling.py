@@ -18,8 +18,7 @@ from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
 from waiting import until
 
-from flows.reap import reap
-from flows.reconciling import Reaped, contradicted, crash_orphans, is_abandoned, reap_jobs
+from flows.reconciling import Reaped, contradicted, crash_orphans, is_abandoned, reap, reap_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import PlatformUnreachable

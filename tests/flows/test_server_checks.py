@@ -49,7 +49,7 @@ def test_an_address_of_something_else_is_refused_with_what_it_answered(
         with temporary_settings({PREFECT_API_URL: address}), pytest.raises(ServerUnreachable) as refused:
             require_server()
     assert advice in str(refused.value)
-    assert str(refused.value).startswith(f"PREFECT_API_URL={address} in Prefect's settings cannot be used")
+    assert str(refused.value).startswith(f"PREFECT_API_URL={address} cannot be used")
 
 
 def test_a_server_that_takes_connections_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

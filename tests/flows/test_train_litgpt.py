@@ -22,13 +22,13 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import JobCancelled
 from launcher.events import Event, StepDone
-from launcher.images.identity import SBOM
+from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
 from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.manifests import read_manifest
+from litgpt_demo.documents import read_manifest
 
 pytestmark = pytest.mark.prefect
 
@@ -74,8 +74,7 @@ def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(tr
     assert "Training: tokens" in found[f"dataset-figures-{dataset}"]
     assert "xychart-beta" in found[f"dataset-lengths-{dataset}"]
     assert "8\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}8" in found[f"training-{run.name}"]
-    assert "xychart-beta" in found[f"report-{run.name}"]
-    assert "Validation loss" in found[f"figures-{run.name}"]
+    assert all(words in found[f"report-{run.name}"] for words in ("xychart-beta", "Validation loss"))
 
 
 def test_a_second_run_finds_every_step_done_and_writes_nothing(
@@ -96,7 +95,7 @@ def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_i
     config = tiny({"data.corpus.paths": [str(own)]})
     run = plan_run(config)
     dataset = prepare(run.dataset, run.root)
-    write_config(run, training_spec(run, dataset), {"image": None, "packages": {}, "commit": "abc", "dirty": False})
+    write_config(run, training_spec(run, dataset), SoftwareIdentity(image=None, commit="abc", dirty=False))
     claim = replace(claim_at(run), flow_runs=["its-id"])
     job_id = begin(claim)
     own.unlink()

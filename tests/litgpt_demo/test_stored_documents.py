@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import ModelConfig, Settings, TrainConfig, TrainingSpec
-from litgpt_demo.documents import parse_json
+from litgpt_demo.documents import FileRecord, bring, differences, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.runs import RunDocument, read_document, read_spec, write_document
 from litgpt_demo.storage import Storage, open_storage
 

@@ -14,7 +14,7 @@ from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
 from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from tasks import dataset
-from tasks.workers import Fanout
+from tasks.dataset import Fanout
 
 pytestmark = pytest.mark.prefect
 
@@ -24,7 +24,7 @@ ONE = ThreadWorkers(kind="threads", count=1)
 @pytest.fixture
 def prepare(tiny: Callable[..., RunConfig]) -> Callable[..., Awaitable[bool]]:
     """The flow; it returns whether it found the dataset done."""
-    from flows.prepare_dataset import prepare_dataset
+    from flows.train_litgpt import prepare_dataset
 
     async def prepared(workers: Workers = ONE) -> bool:
         config, events = tiny(), list[Event]()

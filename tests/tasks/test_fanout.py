@@ -16,8 +16,8 @@ from waiting import until
 from launcher.config import DaskWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
 from litgpt_demo.errors import DataError, Fault
-from tasks import workers as module
-from tasks.workers import Fanout
+from tasks import dataset as module
+from tasks.dataset import Fanout
 
 ONE, TWO = (ThreadWorkers(kind="threads", count=count) for count in (1, 2))
 

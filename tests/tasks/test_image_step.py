@@ -16,7 +16,7 @@ from launcher.images.stacks import STACKS
 
 def identity(reference: str, network: str = "tcpxo") -> SoftwareIdentity:
     """What the step says of a script on A3 Mega."""
-    from tasks.image import build_image
+    from tasks.preflight import build_image
 
     platform = {"kind": "gke", "machine": "a3-megagpu-8g", "nodes": 2, "network": network}
     given = {"script": "-m x", "image": {"kind": "prebuilt", "reference": reference}, "platform": platform}

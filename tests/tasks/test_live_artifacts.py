@@ -11,9 +11,7 @@ from prefect import flow, get_client
 
 from launcher.errors import ConfigProblem
 from launcher.runs.diagnosis import Verdict
-from litgpt_demo.errors import Fault
-from litgpt_demo.findings import Finding
-from tasks import live as module
+from litgpt_demo.errors import Fault, Finding
 from tasks import report
 from tasks.preflight import report_findings
 from tasks.report import LiveArtifacts
@@ -33,10 +31,9 @@ def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monk
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(module, "acreate_markdown_artifact", never)
-    monkeypatch.setattr(module, "acreate_progress_artifact", never)
+    monkeypatch.setattr(report, "acreate_progress_artifact", never)
     monkeypatch.setattr(report, "acreate_markdown_artifact", never)
-    monkeypatch.setattr(module, "_ANSWER", 0.05)
+    monkeypatch.setattr(report, "_ANSWER", 0.05)
     verdict = Verdict(fault=Fault.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
 
     @flow(name="scene")

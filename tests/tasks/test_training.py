@@ -12,7 +12,6 @@ from functools import partial
 from itertools import repeat
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
-from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.findings import Finding
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.documents import FileRecord
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -45,14 +43,13 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def at_once(*_: Any, **__: Any) -> None: ...
 
-    clock: Any = SimpleNamespace(now=lambda: 0.0, sleep=at_once)
     monkeypatch.setattr(training, "submit_job", training.submit_job.fn)
     monkeypatch.setattr(training, "await_job", training.await_job.fn)
     monkeypatch.setattr(training, "as_it_is", lambda claim: claim)
     monkeypatch.setattr(training, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(training, "show_verdict", at_once)
     monkeypatch.setattr("tasks.training.LiveArtifacts.show", at_once)
-    monkeypatch.setattr(training, "asked", partial(asked, clock=clock))
+    monkeypatch.setattr(training, "asked", partial(asked, pauses=(0.0, 0.0)))
 
 
 def ended_well(

@@ -6,25 +6,23 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.google import Service, google_errors
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.batch import states
-from launcher.platforms.batch.render import container_of, group_of, job_id_of, render
+from launcher.platforms.batch.render import container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
-from litgpt_demo.errors import words_of
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
 
 if TYPE_CHECKING:
@@ -33,12 +31,10 @@ if TYPE_CHECKING:
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
 BATCH = Service(
-    extra="batch", settings="platform's", refused=PlatformRefused, away=PlatformUnreachable,
-    emulator="BATCH_EMULATOR_HOST",
+    extra="batch", refused=PlatformRefused, away=PlatformUnreachable, emulator="BATCH_EMULATOR_HOST",
     roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
     "roles/iam.serviceAccountUser on the VMs' service account",
 )  # fmt: skip
-LOGGING = replace(BATCH, emulator="LOGGING_EMULATOR_HOST")
 
 _LIMIT = 30.0
 """Seconds that one call may take."""
@@ -46,8 +42,6 @@ _OVERLAP = timedelta(seconds=60)
 """Entries of logs come late and not in order; each look goes back so far and leaves out what it has seen."""
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
-
-Answer = TypeVar("Answer")
 
 
 class BatchPlatform:
@@ -60,7 +54,7 @@ class BatchPlatform:
     """
 
     name: ClassVar[str] = "batch"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
@@ -71,17 +65,14 @@ class BatchPlatform:
 
     @cached_property
     def _batch(self) -> batch_v1.BatchServiceClient:
-        with google_errors(BATCH, "signing in"):
-            from google.cloud.batch_v1 import BatchServiceClient
-
-            return BatchServiceClient(transport=BATCH.transport(BatchServiceClient))
+        client: batch_v1.BatchServiceClient = BATCH.client("google.cloud.batch_v1:BatchServiceClient")
+        return client
 
     @cached_property
     def _logging(self) -> LoggingServiceV2Client:
-        with google_errors(BATCH, "signing in"):
-            from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
-
-            return LoggingServiceV2Client(transport=LOGGING.transport(LoggingServiceV2Client))
+        logs = "google.cloud.logging_v2.services.logging_service_v2:LoggingServiceV2Client"
+        client: LoggingServiceV2Client = replace(BATCH, emulator="LOGGING_EMULATOR_HOST").client(logs)
+        return client
 
     def render(self, job: Job) -> Submission:
         return render(job, self._settings)
@@ -111,31 +102,16 @@ class BatchPlatform:
 
         image = settings.boot_image or f"batch-{settings.os}"
         cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
-        if cos and settings.os == "debian" and settings.node_gpus:
-            what = (
-                f"the boot image {image} is Container-Optimized OS, which has no nvidia-ctk, and whose root cannot be "
-                "written: the way of Debian's images does not go there"
-            )
-            yield found("cos", what, "set platform.os=cos, which mounts the driver instead")
-        if not cos and settings.os == "cos":
-            yield found("cos", f"platform.os=cos, and the boot image is {image}", "set platform.os=debian")
-        if settings.gvnic and not cos and not settings.boot_image:
-            what = "platform.gvnic with Batch's Debian image, which may not support it"
-            yield found("gvnic", what, "leave it out, or name a platform.boot_image that does", "warning")
+        if cos != (settings.os == "cos"):  # which has no nvidia-ctk and a firewall of its own
+            what = f"platform.os={settings.os}, and the boot image is {image}"
+            yield found("cos", what, f"set platform.os={'cos' if cos else 'debian'}")
 
         commands = container_of(submission.body)["commands"]
         folder, inside = commands[commands.index("--log-uri") + 1], f"{settings.nfs_path.rstrip('/')}/"
-        if not is_remote(folder) and settings.nfs is None:
-            what = f"the run's folder {folder} is on this machine, where VMs do not see it"
-            fix = "set root to gs://bucket/prefix, or mount a file server that has it: platform.nfs"
-            yield found("root", what, fix)
-        elif not is_remote(folder) and not folder.startswith(inside):
-            yield found("root", f"the run's folder {folder} is not in platform.nfs_path={inside}", "set root below it")
+        if not is_remote(folder) and (settings.nfs is None or not folder.startswith(inside)):
+            what = f"VMs do not see the run's folder {folder}: platform.nfs={settings.nfs}, platform.nfs_path={inside}"
+            yield found("root", what, "set root to gs://bucket/prefix, or to a folder of a file server: platform.nfs")
 
-        if settings.nodes > 1 and (settings.vpc or settings.subnetwork):
-            what = f"the VMs of {settings.subnetwork or settings.vpc} have to reach each other on all TCP ports"
-            fix = "as default-allow-internal does in the default network: gcloud compute firewall-rules create …"
-            yield found("firewall", what, fix, "info")
         where = settings.location
         if settings.subnetwork and f"/regions/{where}/" not in f"/{settings.subnetwork}":
             what = f"platform.subnetwork={settings.subnetwork} is not in platform.location={where}"
@@ -144,41 +120,27 @@ class BatchPlatform:
             what = "VMs without external addresses reach Google's services through Private Google Access only"
             fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
             yield found("external-ip", what, fix, "warning")
-        for name, value in group_of(submission.body)["taskSpec"]["environment"]["variables"].items():
-            if "\n" in value:
-                # INFERRED: variables reach the container through a file of lines.
-                yield found("environment", f"{name} has more than one line", "put the text into a file")
 
     def avoidable(self, job: Job) -> Avoidable:
-        """No machine: an AllocationPolicy has no field for it, and each attempt gets VMs of new names anyway.
-
-        https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy
-        """
-        return Avoidable(
-            0,
-            "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone "
-            "(platform.zones) or reservation, and report the VM to Google",
-        )
+        # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.
+        why = "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone"
+        return Avoidable(0, f"{why} (platform.zones) or reservation, and report the VM to Google")
 
     def check_access(self) -> str:
         where = self._settings.parent
-        with google_errors(BATCH, f"asking for the jobs of {where}"):
-            from google.api_core import exceptions
-
-            try:
-                self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
-            except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}", fix=BATCH.roles) from None
-        return f"Batch answers for {where}"
+        with google_errors(BATCH, f"asking for the jobs of {where}", "PermissionDenied"):
+            self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
+            return f"Batch answers for {where}"
+        raise LoginProblem(f"you may not list the jobs of {where} (batch.jobs.list)", fix=BATCH.roles)
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job; one that is there, in whatever state, is left as it is."""
         if container_of(submission.body)["imageUri"] == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image", fix="build one (image: {kind: docker, …}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
-        with google_errors(BATCH, f"submitting {submission.job_id}"):
-            from google.api_core import exceptions, retry
+        # AlreadyExists: somebody was quicker, and that job is adopted.
+        with google_errors(BATCH, f"submitting {submission.job_id}", "AlreadyExists"):
+            from google.api_core.retry import Retry
             from google.cloud import batch_v1
 
             request = batch_v1.CreateJobRequest(
@@ -188,14 +150,10 @@ class BatchPlatform:
                 # The client does not repeat what creates; with an id, Batch knows a repeated call for the same.
                 request_id=str(uuid.uuid4()),
             )
-            unanswered = retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded)
-            again = retry.Retry(predicate=unanswered, timeout=_LIMIT)
-            with suppress(exceptions.AlreadyExists):  # somebody was quicker: adopted
-                self._batch.create_job(request, retry=again, timeout=_LIMIT)
+            self._batch.create_job(request, retry=Retry(timeout=_LIMIT), timeout=_LIMIT)
         return submission.job_id
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id is the job's resource name."""
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -203,8 +161,7 @@ class BatchPlatform:
         job = self._job(job_id)
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
-        pending = states.STATES.get(job.status.state.name) is JobState.PENDING
-        tasks = [] if pending else self._tasks(job_id)
+        tasks = [] if states.state_of(job) is JobState.PENDING else self._tasks(job_id)
         return states.status_of(job, tasks, now=time.time(), grace=self._grace, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
@@ -214,9 +171,9 @@ class BatchPlatform:
         # Where reading stopped: the timestamp of the newest entry that was read, and the ids of those that the next
         # look finds again. A position in another job's log is none.
         there = json.loads(position or "{}")
-        if there.get("uid") != job.uid:
-            there = {"uid": job.uid, "newest": "", "seen": []}
-        since = (datetime.fromisoformat(there["newest"]) if there["newest"] else job.create_time) - _OVERLAP
+        if there.get("uid") != job.uid or not there["newest"]:
+            there = {"uid": job.uid, "newest": job.create_time.isoformat(), "seen": []}
+        since = datetime.fromisoformat(there["newest"]) - _OVERLAP
         project = job_id.split("/")[1]
         request = {
             "resource_names": [f"projects/{project}"],
@@ -226,14 +183,12 @@ class BatchPlatform:
             "order_by": "timestamp asc",
             "page_size": 1000,  # entries that an answer of Cloud Logging holds
         }
-        known, size, more = set(there["seen"]), 0, False
-        lines: list[LogLine] = []
-        times: list[tuple[datetime, str]] = []
+        known, size, more, times, lines = set(there["seen"]), 0, False, dict[str, datetime](), list[LogLine]()
         with google_errors(BATCH, f"reading the log of {job_id}"):
             for entry in self._logging.list_log_entries(request=request):
                 if more := size > PAGE:
                     break
-                times.append((entry.timestamp, entry.insert_id))
+                times[entry.insert_id] = entry.timestamp
                 task = _TASK.search(entry.labels.get("task_id", ""))
                 if entry.insert_id in known or task is None:
                     continue
@@ -243,71 +198,41 @@ class BatchPlatform:
                 size += len(text)
                 lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
         if times:
-            newest = max(moment for moment, _ in times)
-            seen = [name for moment, name in times if moment >= newest - _OVERLAP]
+            newest = max(times.values())
+            seen = [name for name, moment in times.items() if moment >= newest - _OVERLAP]
             there = {"uid": job.uid, "newest": newest.isoformat(), "seen": seen}
         return LogPage(tuple(lines), json.dumps(there), more)
 
     def cancel(self, job_id: JobId) -> None:
-        give_up = time.monotonic() + self._patience
-        asked, request = False, {"name": job_id, "request_id": str(uuid.uuid4())}
-        while (job := self._job(job_id)) is not None:
-            native = job.status.state.name
-            ended = states.STATES.get(native, JobState.UNKNOWN).final
-            left = self._running(job) if ended else []
-            if ended and not left:
-                return
-            if not (asked or ended or native == "CANCELLATION_IN_PROGRESS"):
-                asked = True
-                # It has ended, or is gone, in the meantime: the next look tells.
-                self._ask(
-                    f"cancelling {job_id}",
-                    lambda: self._batch.cancel_job(request, timeout=_LIMIT),
-                    "NotFound",
-                    "FailedPrecondition",
-                )
+        give_up, job = time.monotonic() + self._patience, self._job(job_id)
+        if job is not None and not states.state_of(job).final:
+            # It may have ended, or be gone, in the meantime: the next look tells.
+            with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
+                self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
+        while left := self.left(job_id):
             if time.monotonic() > give_up:
-                there = "".join(f", task {node}" for node in left)
-                raise PlatformUnreachable(
-                    f"{job_id} is {native}{there} {self._patience:.0f} s after it was cancelled", fix="cancel it again"
-                )
+                what = f"{', '.join(left)}: still there {self._patience:.0f} s after {job_id} was cancelled"
+                raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
         if (job := self._job(job_id)) is None:
             return ()
-        state, tasks = job.status.state.name, tuple(f"task {node}" for node in self._running(job))
-        ended = states.STATES.get(state, JobState.UNKNOWN).final
-        return tasks if ended else (f"job {job_id} ({state})", *tasks)
-
-    def _ask(self, doing: str, call: Callable[[], Answer], *unless: str) -> Answer | None:
-        """What a call gives; None where it ends with one of these errors of Google's."""
-        with google_errors(BATCH, doing):
-            from google.api_core import exceptions
-
-            try:
-                return call()
-            except tuple(getattr(exceptions, name) for name in unless):
-                return None
+        running = (task for task in self._tasks(job_id) if task.status.state.name not in states.OVER)
+        tasks = tuple(f"task {task.name.rpartition('/')[2]}" for task in running)
+        return tasks if states.state_of(job).final else (f"job {job_id} ({job.status.state.name})", *tasks)
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
-        return self._ask(f"asking for {job_id}", lambda: self._batch.get_job(name=job_id, timeout=_LIMIT), "NotFound")
+        with google_errors(BATCH, f"asking for {job_id}", "NotFound"):
+            return self._batch.get_job(name=job_id, timeout=_LIMIT)
+        return None
 
     def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        parent = f"{job_id}/taskGroups/group0"
-        found = self._ask(
-            f"asking for the tasks of {job_id}",
-            lambda: list(self._batch.list_tasks(parent=parent, timeout=_LIMIT)),
-            "NotFound",  # deleted since we asked for the job
-        )
-        return found or []
-
-    def _running(self, job: batch_v1.Job) -> list[int]:
-        """Nodes whose tasks have not ended."""
-        tasks = self._tasks(JobId(job.name))
-        over = {one.node for one in states.ended(job, tasks)}
-        return [node for task in tasks if (node := states.node_of(task.name)) not in over]
+        # NotFound: deleted since we asked for the job.
+        with google_errors(BATCH, f"asking for the tasks of {job_id}", "NotFound"):
+            return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
+        return []
 
 
 def _plain(value: Any) -> Any:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from launcher.environment import Entry, as_rows, combined
+from pydantic import ByteSize, TypeAdapter
+
+from launcher.environment import Entry, as_rows, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
-from launcher.networks.profile import Choice
+from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.settings import asked
 from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.node.network import NETWORK
 
 PORT = 29500
 DIRECTORY = "/run/litgpt"
@@ -26,35 +29,28 @@ DIRECTORY = "/run/litgpt"
 HOME = "/var/lib/litgpt"
 """The node's own folder on the VM: not /run, which is memory; on COS only /var, /tmp and /home can be written."""
 VARIABLES = f"{HOME}/node.env"
-"""The script that writes what only the VM knows, for `docker run --env-file`."""
+"""The file with what only the VM knows, for `docker run --env-file`."""
 NVIDIA = "/var/lib/nvidia"
 """The folder in which Batch puts the driver on COS."""
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
 """The file in which Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
 
-_UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
-
 # Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
 # LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
-STOPS = (
-    EXIT_CODES[Fault.UNKNOWN], 2,
-    EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY], EXIT_CODES[Fault.DISK_FULL],
-    50005,
-)  # fmt: skip
+_FAULTS = (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL)
+STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
     # The form of a job id in google.cloud.batch_v1.
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", job.attempt_name):
-        raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be the name of a Batch job: at most 63 lower-case letters, digits and "
-            "dashes, which begin with a letter and do not end with a dash",
-            fix="choose another `name`",
-        )
+        form = "at most 63 lower-case letters, digits and dashes, the first a letter and the last no dash"
+        what = f"{job.attempt_name!r} cannot be the name of a Batch job: {form}"
+        raise ConfigProblem(what, fix="choose another `name`")
     shm, environment = _shm_and_environment(job, settings)
-    machine, resources, lifecycle = settings.machine_type, None, None
+    machine, resources = settings.machine_type, None
     # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only
     # decides how many tasks it would put on one VM, and that is said elsewhere.
     if machine is not None:
@@ -63,34 +59,33 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         resources = {"cpuMilli": machine.cpus * 1000, "memoryMib": memory}
     # Batch restarts single tasks, and one node of several cannot join its peers again: those are a new attempt.
     restarts = settings.restarts if job.nodes == 1 else 0
-    if restarts:
-        lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(STOPS)}}]
+    lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": STOPS}}]
     server, _, path = (settings.nfs or "").partition(":")
     nfs = {"nfs": {"server": server, "remotePath": path}, "mountPath": settings.nfs_path}
     # One task per VM, all at once: with less parallelism the first would wait at the barrier forever.
     tasks = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, shm)),
-            **_given(computeResource=resources),
+            **asked(computeResource=resources),
             "maxRetryCount": restarts,
-            **_given(
-                lifecyclePolicies=lifecycle,
+            **asked(
+                lifecyclePolicies=restarts and lifecycle,
                 maxRunDuration=settings.max_seconds and f"{settings.max_seconds}s",
                 volumes=settings.nfs and [nfs],
             ),
             "environment": {
                 "variables": {one.name: one.value for one in environment},
-                **_given(secretVariables=dict(settings.secrets)),
+                **asked(secretVariables=dict(settings.secrets)),
             },
         },
         "taskCount": job.nodes,
         "parallelism": job.nodes,
         "taskCountPerNode": 1,
         "schedulingPolicy": "AS_SOON_AS_POSSIBLE",
-        **_given(requireHostsFile=job.nodes > 1),
+        **asked(requireHostsFile=job.nodes > 1),
     }
     sent = {
-        **_given(priority=settings.priority),
+        **asked(priority=settings.priority),
         "taskGroups": [tasks],
         "allocationPolicy": _allocation(job, settings),
         "labels": labels_of(job),
@@ -104,16 +99,13 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     )
 
 
-def group_of(body: Object) -> Object:
-    group: Object = body["job"]["taskGroups"][0]
-    return group
+def group_of(body: Object) -> Any:
+    return body["job"]["taskGroups"][0]
 
 
-def container_of(body: Object) -> Object:
+def container_of(body: Object) -> Any:
     """The container that trains."""
-    runnables = group_of(body)["taskSpec"]["runnables"]
-    container: Object = next(one["container"] for one in runnables if "container" in one)
-    return container
+    return next(one["container"] for one in group_of(body)["taskSpec"]["runnables"] if "container" in one)
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
@@ -122,17 +114,9 @@ def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
 
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
-    given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
-
-    def fit(text: str) -> str:
-        return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
-
-    return {fit(key): fit(value) for key, value in given.items()}
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is Batch's own default."""
-    return {name: value for name, value in fields.items() if value}
+    labels = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
+    fit = partial(re.sub, r"[^a-z0-9_-]", "-")
+    return {fit(key.lower())[:63]: fit(value.lower())[:63] for key, value in labels.items()}
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:
@@ -171,7 +155,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         "volumes": volumes,
         # Names of secrets, which Batch reads as the job's service account
         # (https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container).
-        **_given(username=settings.registry_username, password=settings.registry_password),
+        **asked(username=settings.registry_username, password=settings.registry_password),
     }
 
     def script(name: str, text: str) -> dict[str, Any]:
@@ -198,9 +182,9 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     accelerators = None
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
     if machine is not None and (machine.name.startswith("n1-") or settings.gpu_driver):
-        driver = _given(driverVersion=settings.gpu_driver)
+        driver = asked(driverVersion=settings.gpu_driver)
         accelerators = [{"type": machine.gpu, "count": machine.gpus, **driver}]
-    policy = _given(
+    policy = asked(
         # Google's name: an N1 with GPUs is called after both in our table (`n1-standard-8-t4`).
         machineType=re.sub(r"^(n1-\w+-\d+)-\w+$", r"\1", settings.machine),
         provisioningModel="SPOT" if settings.spot else "FLEX_START" if settings.flex_start else "STANDARD",
@@ -208,17 +192,17 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
         accelerators=accelerators,
         reservation=settings.reservation,
     )
-    network = _given(
+    network = asked(
         network=settings.vpc,
         subnetwork=settings.subnetwork,
         noExternalIpAddress=not settings.external_ip,
         nicType=settings.gvnic and "GVNIC",
     )
     places = [f"zones/{zone}" for zone in settings.zones] or [f"regions/{settings.location}"]
-    return _given(
+    return asked(
         location={"allowedLocations": places},
-        instances=[_given(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
-        serviceAccount=_given(email=settings.service_account),
+        instances=[asked(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
+        serviceAccount=asked(email=settings.service_account),
         network=network and {"networkInterfaces": [network]},
         placement=settings.compact and {"collocation": "COLLOCATED"},
         tags=list(settings.tags),
@@ -229,33 +213,16 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
 def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, list[Entry]]:
     """The size of /dev/shm in bytes, and the variables of every container."""
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
-    shm = network.shm_bytes
-    if settings.shm is not None:
-        number = settings.shm.rstrip("MGTi")
-        shm = int(number) * _UNITS[settings.shm.removeprefix(number)]
-    cos_gpus = settings.node_gpus and settings.os == "cos"
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "shm_bytes": min(network.node.shm_bytes, shm),
-            "library_paths": ("/usr/local/nvidia/lib64",) if cos_gpus else (),
-            "overrides": dict(settings.overrides),
-            "gate_seconds": 0,  # plain TCP has no figure that it could be held to
-        }
-    )
-    own = [
-        (NETWORK, node.model_dump_json(exclude_defaults=True), "what the node has to know of its network"),
-        ("PYTHONUNBUFFERED", "1", "log lines appear when they are printed"),
-    ]
-    if cos_gpus:
+    shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
+    own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
+    if settings.node_gpus and settings.os == "cos":
+        own["library_paths"] = (LIBRARIES,)
         # The linker's cache does not know the mounted driver (https://github.com/triton-lang/triton/issues/2507), nor
         # does gcc (https://github.com/vllm-project/vllm/pull/39161).
         why = "where the driver is mounted; the linker's cache does not know it"
-        own += [(name, "/usr/local/nvidia/lib64", why) for name in ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")]
-    return shm, combined(
-        [Entry(name=name, value=value, origin="platform", why=why) for name, value, why in own],
-        profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env,
-    )  # fmt: skip
+        names = ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")
+        more = [Entry(name=name, value=LIBRARIES, origin="platform", why=why) for name in names]
+    return shm, node_environment(job, settings, network, more, named=False, **own)
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount
 
+# In seconds. Batch takes more, and stops the job there all the same
+# (https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1).
 LONGEST = 14 * 86_400
-"""Seconds that a job may run. Batch takes more, and stops it there all the same
-(https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1)."""
+# https://docs.cloud.google.com/compute/docs/instances/about-flex-start-vms
 LONGEST_FLEX_START = 7 * 86_400
-"""Seconds that Dynamic Workload Scheduler gives machines for
-(https://docs.cloud.google.com/compute/docs/instances/about-flex-start-vms)."""
 
 
 class BatchPlatformConfig(ClusterSettings):
@@ -109,10 +108,6 @@ class BatchPlatformConfig(ClusterSettings):
         return self.machine
 
     @property
-    def ends_by_preemption(self) -> bool:
-        return self.spot
-
-    @property
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0
@@ -136,27 +131,18 @@ class BatchPlatformConfig(ClusterSettings):
     def _fits_together(self) -> Self:
         # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
         if other := [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]:
-            raise ValueError(
-                f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}; name zones of "
-                f"{self.location}, or leave platform.zones out"
-            )
+            what = f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}"
+            raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
-            raise ValueError(
-                f"platform.registry_username={self.registry_username} and "
-                f"platform.registry_password={self.registry_password}: a login takes both; give the other one too"
-            )
+            raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
         if len(chosen := [name for name, wanted in ways.items() if wanted]) > 1:
             raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")
-        if self.flex_start and self.max_seconds is None:
+        if self.flex_start and not 0 < (self.max_seconds or 0) <= LONGEST_FLEX_START:
+            given = "is not given" if self.max_seconds is None else f"is {self.max_seconds}"
             raise ValueError(
-                "platform.flex_start buys machines for a known time, and platform.max_seconds is not given; say how "
-                f"long the job may run, {LONGEST_FLEX_START} (a week) at most"
-            )
-        if self.flex_start and self.max_seconds is not None and self.max_seconds > LONGEST_FLEX_START:
-            raise ValueError(
-                f"platform.max_seconds={self.max_seconds} with platform.flex_start, which gives machines for "
-                f"{LONGEST_FLEX_START} (a week) at most; ask for less: another attempt goes on where this one ends"
+                f"platform.flex_start buys machines for a known time, and platform.max_seconds {given}; say how long "
+                f"the job may run, {LONGEST_FLEX_START} (a week) at most: another attempt goes on where this one ends"
             )
         return self

@@ -5,6 +5,7 @@ One task that has failed is the end of all: Batch would leave its peers alone, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +28,13 @@ STATES: Mapping[str, JobState] = {
     "DELETION_IN_PROGRESS": JobState.RUNNING,  # ABSENT when it is done
 }
 
-_TOO_LONG = 50005
-"""The exit code of a task, or one of its runnables, that has run longer than it may."""
+OVER = {"SUCCEEDED", "FAILED", "UNEXECUTED"}
+"""The states of a task that has ended."""
+_TOO_LONG = 50005  # of a task, or one of its runnables, that has run longer than it may
+
+
+def state_of(job: Job) -> JobState:
+    return STATES.get(job.status.state.name, JobState.UNKNOWN)
 
 
 class Ended(NamedTuple):
@@ -38,13 +44,8 @@ class Ended(NamedTuple):
     failed: bool
     code: int | None
     """None where Batch tells none: of those that were not begun, or not begun again."""
-    at: float
-    """Seconds since the epoch."""
-    why: str
-
-    def __str__(self) -> str:
-        how = "failed without an exit code" if self.code is None else f"ended with {self.code}"
-        return f"node {self.node} {how}" + (f" ({self.why})" if self.why else "")
+    at: float  # seconds since the epoch
+    told: str
 
 
 def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
@@ -58,7 +59,7 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
     found = []
     for task in tasks:
         state, events = task.status.state.name, task.status.status_events
-        if state not in {"SUCCEEDED", "FAILED", "UNEXECUTED"}:
+        if state not in OVER:
             continue
         code: int | None = 0 if state == "SUCCEEDED" else None
         if state == "FAILED":
@@ -68,8 +69,10 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
         if code == _TOO_LONG and _waited_in_vain(job, events):
             why = f"Batch's {_TOO_LONG}: its peers were not there within platform.gather"
             code = EXIT_CODES[Fault.NETWORK]
-        at = _seconds(events[-1]) if events else 0.0
-        found.append(Ended(node=node_of(task.name), failed=state == "FAILED", code=code, at=at, why=why))
+        at, node = _seconds(events[-1]) if events else 0.0, int(task.name.rpartition("/")[2])
+        how = "failed without an exit code" if code is None else f"ended with {code}"
+        told = f"node {node} {how}" + (f" ({why})" if why else "")
+        found.append(Ended(node, state == "FAILED", code, at, told))
     return sorted(found, key=lambda one: one.at)
 
 
@@ -84,30 +87,21 @@ def _waited_in_vain(job: Job, events: Sequence[StatusEvent]) -> bool:
     return not begun or _seconds(events[-1]) - begun[-1] < (limit.total_seconds() if limit else LONGEST) - 1
 
 
-def node_of(name: str) -> int:
-    """The number at the end of a task's name: …/taskGroups/group0/tasks/3."""
-    return int(name.rpartition("/")[2])
-
-
 def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, settle: float) -> JobStatus:
     """The job's state at `now`, in seconds since the epoch; BatchPlatform says what `grace` and `settle` are."""
-    native, done = job.status.state.name, ended(job, tasks)
-    state = STATES.get(native, JobState.UNKNOWN)
-    words = [native]
-    events = job.status.status_events
+    native, done, events = job.status.state.name, ended(job, tasks), job.status.status_events
+    state, words = state_of(job), [native]
     if state is JobState.PENDING and events and events[-1].type_ != "STATUS_CHANGED":
         words.append(events[-1].description)  # why it waits: no quota, or no such machine just now
     failed = [one for one in done if one.failed]
     cancelled = _time_of(job, "CANCELLATION_IN_PROGRESS", "CANCELLED")
-    first = failed[0] if failed else None
-    if first is not None and cancelled is not None and cancelled < first.at:
-        first = None  # ended because it was told to
-    if first is not None and state is not JobState.SUCCEEDED:
-        words.append(", ".join(str(one) for one in failed))
+    told_to = bool(failed) and cancelled is not None and cancelled < failed[0].at
+    if failed and not told_to and state is not JobState.SUCCEEDED:
+        words.append(", ".join(one.told for one in failed))
         everybody = len(done) == sum(group.task_count for group in job.task_groups)
-        lost = first.code in BATCH_CODES  # its VM was: nothing more comes from it
+        lost = failed[0].code in BATCH_CODES  # its VM was: nothing more comes from it
         waits = grace if state is JobState.RUNNING and not everybody and not lost else 0.0
-        state = JobState.FAILED if now >= first.at + waits else JobState.RUNNING
+        state = JobState.FAILED if now >= failed[0].at + waits else JobState.RUNNING
     end = None
     if state.final:
         end = _time_of(job, "SUCCEEDED", "FAILED", "CANCELLED") or (done[-1].at if done else 0.0)
@@ -132,12 +126,9 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
 
 def _time_of(job: Job, *states: str) -> float | None:
     # Events say "Job state is set from QUEUED to SCHEDULED for job …".
-    for event in job.status.status_events:
-        if any(f" to {state} " in f"{event.description} " for state in states):
-            return _seconds(event)
-    return None
+    named = re.compile(rf" to ({'|'.join(states)})( |$)")
+    return next((_seconds(event) for event in job.status.status_events if named.search(event.description)), None)
 
 
 def _seconds(event: StatusEvent) -> float:
-    moment: Any = event.event_time
-    return float(moment.timestamp()) if moment else 0.0
+    return float(event.event_time.timestamp())

@@ -5,7 +5,7 @@ Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain num
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import cached_property
@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
@@ -59,7 +59,6 @@ class Survey:
         self.meta: Object = job_of(self.workload)["template"]["metadata"]
         self.annotations: dict[str, str] = self.meta.get("annotations", {})
         self.pod = pod_of(self.workload)
-        self.node = container_of(self.pod)
         self.version = (0, 0)
 
     def get(self, resource: Resource, name: str) -> ApiObject | None:
@@ -101,9 +100,8 @@ def _amount(quantity: str | float) -> Decimal:
 
 
 def _shown(resource: str, number: Decimal) -> str:
-    if resource.rpartition(".")[2] in {"memory", "ephemeral-storage", "storage"}:
-        return bytes_text(int(number))
-    return f"{number.normalize():f}"
+    in_bytes = resource.rpartition(".")[2] in {"memory", "ephemeral-storage", "storage"}
+    return bytes_text(int(number)) if in_bytes else f"{number.normalize():f}"
 
 
 def _total(pod: Object, *parts: str) -> Amounts:
@@ -112,21 +110,15 @@ def _total(pod: Object, *parts: str) -> Amounts:
     Containers that run side by side are added up; containers before them need their room only in their turn.
     https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
     """
-    together: defaultdict[str, Decimal] = defaultdict(Decimal)
-    in_turn: list[tuple[str, Decimal]] = []
+    total: defaultdict[str, Decimal] = defaultdict(Decimal)
     first = pod.get("initContainers", ())
-    for place, one in enumerate((*first, *pod["containers"])):
-        resources: dict[str, str] = {}
-        for part in parts:
-            resources |= one.get("resources", {}).get(part, {})
+    in_turn = [one for one in first if one.get("restartPolicy") != "Always"]
+    for one in (*pod["containers"], *(one for one in first if one not in in_turn), *in_turn):
+        resources = ChainMap(*(one.get("resources", {}).get(part, {}) for part in reversed(parts)))
         for resource, quantity in resources.items():
-            if place < len(first) and one.get("restartPolicy") != "Always":
-                in_turn.append((resource, _amount(quantity)))
-            else:
-                together[resource] += _amount(quantity)
-    for resource, number in in_turn:
-        together[resource] = max(together[resource], number)
-    return together
+            number = _amount(quantity)
+            total[resource] = max(total[resource], number) if one in in_turn else total[resource] + number
+    return total
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
@@ -141,8 +133,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
     if (fit := reasons.pop("", 0)) >= settings.nodes:
         yield good("machines", f"{fit} machines fit, {settings.nodes} are asked for")
         return
-    none = "there are no others" if nodes else "the cluster has no machine"
-    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or none
+    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "there are no others"
     what = f"only {fit} of {settings.nodes} machines are there ({listed})"
     pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
     # Not GPUs: a machine shows them only when their driver is there.
@@ -254,18 +245,15 @@ def quotas(survey: Survey) -> Iterator[Finding]:
         if "/" not in resource:
             wanted[resource] = quantity * nodes
     wanted |= {f"limits.{resource}": quantity * nodes for resource, quantity in _total(pod, "limits").items()}
+    fix = "have it raised, or ask for less (platform.nodes, cpus, memory)"
     for quota in listed:
         name, spec, used = quota["metadata"]["name"], quota["spec"], quota.get("status", {}).get("used", {})
-        if spec.get("scopes") or spec.get("scopeSelector"):
-            continue
-        for resource, hard in spec.get("hard", {}).items():
-            if (asked := wanted.get(resource)) is None:
-                continue
-            most = _amount(hard)
+        hard = {} if spec.get("scopes") or spec.get("scopeSelector") else spec.get("hard", {})
+        for resource in (one for one in hard if one in wanted):
+            asked, most = wanted[resource], _amount(hard[resource])
             free = max(most - _amount(used.get(resource, "0")), Decimal(0))
-            what = f"quota {name} allows {_shown(resource, most)} of {resource}, and the job asks for "
-            what += _shown(resource, asked)
-            fix = "have it raised, or ask for less (platform.nodes, cpus, memory)"
+            allows, asks = _shown(resource, most), _shown(resource, asked)
+            what = f"quota {name} allows {allows} of {resource}, and the job asks for {asks}"
             if asked > most:
                 yield bad("quota", what, fix)
             elif asked > free:
@@ -275,9 +263,9 @@ def quotas(survey: Survey) -> Iterator[Finding]:
 
 def limits(survey: Survey) -> Iterator[Finding]:
     """Yield the limits that the namespace would give the container that trains, and nobody has asked for."""
-    containers = (survey.node, container_of(survey.admitted_pod))
+    containers = map(container_of, (survey.pod, survey.admitted_pod))
     ours, given = (one.get("resources", {}).get("limits", {}) for one in containers)
-    if added := {name: value for name, value in given.items() if name not in ours}:
-        listed = ", ".join(f"{resource}={quantity}" for resource, quantity in sorted(added.items()))
+    if added := sorted(f"{resource}={quantity}" for resource, quantity in given.items() if resource not in ours):
+        listed = ", ".join(added)
         what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
         yield risk("limits", what, "have its default raised, or take another platform.namespace")

@@ -163,17 +163,13 @@ class Cluster:
         """The object, or None where there is none."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
 
-    def secret_type(self, namespace: str, name: str) -> str | None:
-        """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
+    def has_secret(self, namespace: str, name: str) -> bool:
+        """Return whether it is there. It comes as `kubectl get` has it, without the values.
 
         https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
         """
         path = SECRETS.path(namespace, name)
-        if not (table := self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE)):
-            return None
-        with self._understood():
-            columns = [column["name"] for column in table["columnDefinitions"]]
-            return str(table["rows"][0]["cells"][columns.index("Type")])
+        return bool(self.ask("GET", path, {"includeObject": "None"}, missing={}, accept=_TABLE))
 
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""

@@ -1,9 +1,7 @@
 """Ways to a cluster: by its name on GKE, by a kubeconfig, or from a pod in it. Credentials stay in memory.
 
-On GKE neither gcloud nor its plug-in nor a kubeconfig is needed: address and certificate come from the GKE API, and
-tokens from google-auth, which gets a new one whenever the last is about to end.
-
-Errors of clients are not chained: a traceback may show the headers that were sent, and the token is one of them.
+On GKE address and certificate come from the GKE API, and tokens from google-auth, which renews them. Errors of clients
+are not chained: a traceback may show the headers that were sent, and the token is one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
-    from google.auth.credentials import Credentials
     from google.cloud.container_v1.types import Cluster as GoogleCluster
     from kubernetes.client import Configuration
 
@@ -34,11 +31,9 @@ SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _ANSWER = 20.0  # seconds that the GKE API may take
 _KEPT = 600.0  # seconds for which its answer is
 GKE = google.Service(
-    extra="gke", settings="platform's", refused=LoginProblem, away=PlatformUnreachable, emulator="",
+    extra="gke", refused=LoginProblem, away=PlatformUnreachable, emulator="",
     roles="the permission container.clusters.get is missing: have roles/container.clusterViewer granted",
 )  # fmt: skip
-_LARGEST = 10_000_000
-"""Bytes of a kubeconfig; one with hundreds of clusters has less than one million."""
 
 
 def connect(settings: GkePlatformConfig) -> Cluster:
@@ -46,14 +41,13 @@ def connect(settings: GkePlatformConfig) -> Cluster:
     try:
         return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
     except ImportError as error:
-        raise NotInstalled(
-            f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
-        ) from error
+        what = f"platform.kind=gke needs packages that are not here ({error})"
+        raise NotInstalled(what, fix='pip install "train-litgpt[gke]"') from error
 
 
 def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     from kubernetes import config
-    from kubernetes.client import ApiClient, Configuration
+    from kubernetes.client import ApiClient
     from kubernetes.config import ConfigException
 
     path, context = settings.kubeconfig, settings.context
@@ -61,44 +55,35 @@ def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
     if settings.in_cluster:
         where = "the cluster that this runs in"
 
-    def load(into: Configuration) -> None:
-        if settings.in_cluster:
-            config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
-        elif path is None or _is_own(path):
-            config.load_kube_config(  # type: ignore[no-untyped-call]
-                config_file=path, context=context, client_configuration=into, persist_config=False
-            )
-        else:
-            config.load_kube_config_from_dict(  # type: ignore[no-untyped-call]
-                _without_programs(path, context), context=context, client_configuration=into, persist_config=False
-            )
+    def load() -> Configuration:
+        into = _configuration()
+        chosen: Any = {"context": context, "client_configuration": into, "persist_config": False}
+        try:
+            if settings.in_cluster:
+                config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
+            elif path is None or _is_own(path):
+                config.load_kube_config(path, **chosen)  # type: ignore[no-untyped-call]
+            else:
+                document = _without_programs(path, context)
+                config.load_kube_config_from_dict(document, **chosen)  # type: ignore[no-untyped-call]
+        except (ConfigException, OSError) as error:
+            # Where the config names it, its absence is the config's mistake rather than this machine's lack.
+            kind = LoginProblem if path or context else NoCredentials
+            fix = "name a GKE cluster in platform.cluster and location, or a kubeconfig in platform.kubeconfig"
+            raise kind(f"{where} cannot be had: {words_of(error)}", fix=f"{fix} or $KUBECONFIG") from None
+        return into
 
-    configuration = _configuration()
+    configuration = load()
 
     def renew() -> None:
         """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
-        fresh = Configuration()
-        try:
-            load(fresh)
-        except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}", fix="log in again") from None
+        fresh = load()
         # The hook sets the token that it was made with, at every request.
         configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
-    try:
-        load(configuration)
-    except (ConfigException, OSError) as error:
-        # Where the config names it, its absence is the config's mistake rather than this machine's lack.
-        kind = LoginProblem if path or context else NoCredentials
-        raise kind(
-            f"{where} cannot be had: {words_of(error)}; name a GKE cluster in platform.cluster and platform.location, "
-            "or a kubeconfig in platform.kubeconfig or $KUBECONFIG"
-        ) from None
     if configuration.api_key and not is_protected(configuration.host):
-        raise LoginProblem(
-            f"{where} is at {origin_of(configuration.host)}, which is not encrypted, and your token would be sent "
-            "there; write https:// in the kubeconfig"
-        )
+        at, fix = origin_of(configuration.host), "write https:// in the kubeconfig"
+        raise LoginProblem(f"{where} is at {at}, which is not encrypted, and your token would be sent there", fix=fix)
     return Cluster(ApiClient(configuration), where=where, renew=renew)
 
 
@@ -117,17 +102,16 @@ def _without_programs(path: str, context: str | None) -> Any:
     from kubernetes.config.kube_config import KubeConfigMerger
 
     file = Path(path).expanduser()
-    if not file.is_file() or file.stat().st_size > _LARGEST:
-        raise ConfigException(f"{file} is no file of a kubeconfig's size")
+    if not file.is_file():  # a device would be read for ever
+        raise ConfigException(f"{file} is no file")
     document = KubeConfigMerger(str(file)).config  # type: ignore[no-untyped-call]
     user = document["contexts"].get_with_name(context or document["current-context"])["context"].safe_get("user")
     known = document["users"].get_with_name(user, safe=True) if user else None
     for key, does in {"exec": "runs a program", "auth-provider": "runs a program", "tokenFile": "sends a file"}.items():
         if known and key in known["user"]:
-            raise LoginProblem(
-                f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide; "
-                f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
-            )
+            what = f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide"
+            fix = f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
+            raise LoginProblem(what, fix=fix)
     return document
 
 
@@ -155,6 +139,7 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
     with google_errors(GKE, "signing in to Google Cloud"):
         from google.api_core.exceptions import GoogleAPICallError, NotFound
         from google.auth import default
+        from google.auth.transport.requests import Request
         from google.cloud.container_v1 import ClusterManagerClient
 
         credentials, own = default(scopes=[SCOPE])
@@ -180,38 +165,28 @@ def _google_way(name: str, location: str, project: str | None, dns: bool, period
         # https://docs.cloud.google.com/kubernetes-engine/docs/concepts/network-isolation
         found = described.control_plane_endpoints_config.dns_endpoint_config
         if not (found.endpoint and found.allow_external_traffic):
-            raise ConfigProblem(
-                f"platform.dns_endpoint=true, and cluster {name} has none that is open; turn it on with "
-                f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
-            )
+            fix = f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
+            raise ConfigProblem(f"platform.dns_endpoint=true, and cluster {name} has none that is open", fix=fix)
         configuration.host = f"https://{found.endpoint}"
     elif not described.endpoint:
         raise PlatformUnreachable(f"cluster {name} has no address yet: it is {described.status.name}")
     else:
         configuration.host = f"https://{described.endpoint}"
         configuration.ca_cert_data = base64.b64decode(described.master_auth.cluster_ca_certificate).decode()
-    token = _Token(credentials)
-    configuration.refresh_api_key_hook = token.hand  # type: ignore[assignment]  # the client says it is always None
+    lock = threading.Lock()
+
+    def renew(*, unless_valid: bool = False) -> None:
+        """Get another token: the cluster has refused the present one, unless that is only old."""
+        with lock, google_errors(GKE, "asking Google Cloud for a new token"):
+            if not (unless_valid and credentials.valid):
+                credentials.refresh(Request())  # type: ignore[no-untyped-call]
+
+    def hand(configuration: Any) -> None:
+        """Called by the client before every request: a watch may go on for days, and a token lives for an hour."""
+        renew(unless_valid=True)
+        configuration.api_key["authorization"] = f"Bearer {credentials.token}"
+
+    configuration.refresh_api_key_hook = hand  # type: ignore[assignment]  # the client says it is always None
     # The client asks its hook only where a key is set already.
     configuration.api_key = {"authorization": ""}
-    return Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=token.renew), described
-
-
-class _Token:
-    """A bearer token that is never old: a watch may go on for days, and a token lives for an hour."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials, self._lock = credentials, threading.Lock()
-
-    def hand(self, configuration: Any) -> None:
-        """Called by the client before every request."""
-        self.renew(unless_valid=True)
-        configuration.api_key["authorization"] = f"Bearer {self._credentials.token}"
-
-    def renew(self, *, unless_valid: bool = False) -> None:
-        """Get another token: the cluster has refused the present one, unless that is only old."""
-        with self._lock, google_errors(GKE, "asking Google Cloud for a new token"):
-            from google.auth.transport.requests import Request
-
-            if not (unless_valid and self._credentials.valid):
-                self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
+    return Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=renew), described

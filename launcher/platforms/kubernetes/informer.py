@@ -1,9 +1,7 @@
 """A job as its cluster has it: its JobSet or Job is asked for at every look, and all its pods are watched.
 
-Pods are not asked for again and again: whatever their number, a look is one small question, and a connection that is
-opened anew every few minutes tells the rest. A connection that breaks, a token that expires, a version that is too old
-and a server that is busy are got over in the background; who asks meanwhile is told that the cluster does not answer,
-not what it said last.
+So a look is one small question, whatever the number of pods. What breaks the watch is got over in the background; who
+asks meanwhile is told that the cluster does not answer, not what it said last.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Expired, Stream
 from launcher.platforms.kubernetes.logs import Follower
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""

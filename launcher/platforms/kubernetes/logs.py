@@ -116,23 +116,23 @@ class Follower:
                 threading.Thread(target=self._read, args=(reader,), name=f"log {uid}", daemon=True).start()
         for uid, reader in self._readers.items():
             reader.ended = reader.ended or last or over.get(uid, True)
+
+        def all_read() -> bool:
+            return all(reader.over for reader in self._readers.values())
+
         with self._lock:
-            if last and not self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END):
+            if last and not self._lock.wait_for(lambda: all_read() or self._size >= PAGE, _END):
                 for reader in self._readers.values():
                     reader.hang_up()
-                self._lock.wait_for(lambda: self._all_read() or self._size >= PAGE, _END)
+                self._lock.wait_for(lambda: all_read() or self._size >= PAGE, _END)
             if self._trouble is not None:
                 raise copy(self._trouble)  # as in JobWatch.pods
             rows = {node: astuple(place) for node, place in sorted(self._places.items())}
             self.position = json.dumps(rows, separators=(",", ":"))
-            more = last and bool(self._lines) and not self._all_read()
-            page = LogPage(tuple(self._lines), self.position, more)
+            page = LogPage(tuple(self._lines), self.position, last and bool(self._lines) and not all_read())
             self._lines, self._size = [], 0
             self._lock.notify_all()
             return page
-
-    def _all_read(self) -> bool:
-        return all(reader.over for reader in self._readers.values())
 
     def stop(self) -> None:
         for reader in self._readers.values():

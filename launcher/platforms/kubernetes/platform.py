@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.kubernetes import cluster as api
+from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.capacity import spare_machines
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import connect
@@ -25,17 +26,7 @@ from launcher.platforms.kubernetes.preflight import check_settings, examine_clus
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
 from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import (
-    JobName,
-    container_of,
-    losses,
-    pod_of,
-    silent_since,
-    uid_of,
-    workload_of,
-)
-from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import open_storage
 
 DIGEST = "train-litgpt/submission"
@@ -46,9 +37,6 @@ _EXPLAIN = 20.0
 """Seconds between two questions why a job waits."""
 _GONE = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
-
-_NAMED = 4
-"""Silent machines that are named."""
 
 Left = dict[api.Resource, list[ApiObject]]
 
@@ -63,7 +51,7 @@ class GkePlatform:
     """
 
     name: ClassVar[str] = PLATFORM
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
@@ -116,12 +104,11 @@ class GkePlatform:
                 items = self.render(self._rendered[submission.job_id]).body["items"]
             yield from examine_cluster(self.cluster, self._settings, items)
         except LauncherError as error:
-            fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
-            yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
+            yield finding_of(error, "gke.cluster")
 
     def avoidable(self, job: Job) -> Avoidable:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
-        pod = pod_of(workload_of(render(job, self._settings, self.workload).body["items"]))
+        pod = states.pod_of(states.workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
             most = spare_machines(self.cluster, self._settings, pod)
         except LauncherError:  # machines may not be looked at, or nobody answers
@@ -139,17 +126,15 @@ class GkePlatform:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
 
         The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
-        Refused too is what was rendered for another platform or without an image; an older job of that name that is
-        still being removed is PlatformUnreachable.
+        Refused too is one without an image; an older job of that name that is still being removed is
+        PlatformUnreachable.
         """
-        if submission.platform != self.name:
-            raise PlatformRefused(f"this was rendered for {submission.platform}", fix=f"render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
-        job, items = JobName.parse(submission.job_id), submission.body["items"]
-        workload = workload_of(items)
+        job, items = states.JobName.parse(submission.job_id), submission.body["items"]
+        workload = states.workload_of(items)
         kind, meta = workload["kind"], workload["metadata"]
-        made: list[tuple[api.Resource, ApiObject]] = []
+        made: list[ApiObject] = []
         try:
             if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
                 _serves_jobsets[self._key] = False
@@ -160,7 +145,7 @@ class GkePlatform:
                 what = f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other"
                 raise PlatformRefused(what, fix="cancel it first")
             # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
-            command = container_of(pod_of(workload))["command"]
+            command = states.container_of(states.pod_of(workload))["command"]
             directory = command[command.index("--log-uri") + 1].replace("$$", "$")
             try:
                 open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
@@ -173,20 +158,20 @@ class GkePlatform:
                     if item is not workload:
                         self._create(job, {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}, made)
             except PlatformRefused:
-                for resource, thing in reversed(made):
-                    self.cluster.delete_one(resource, thing)
+                for thing in reversed(made):
+                    self.cluster.delete_one(api.SENT[thing["kind"]], thing)
                 raise
         except api.ApiRefused as error:
             raise PlatformRefused(str(error), fix=advice(error.message)) from error
         return submission.job_id
 
-    def _create(self, job: JobName, item: ApiObject, made: list[tuple[api.Resource, ApiObject]]) -> dict[str, str]:
+    def _create(self, job: states.JobName, item: ApiObject, made: list[ApiObject]) -> dict[str, str]:
         """Create an object, or find the very same there; return the reference for what it owns."""
         kind, resource, meta = item["kind"], api.SENT[item["kind"]], item["metadata"]
         name, owners, there = meta["name"], meta.get("ownerReferences", []), None
         try:
             there = self.cluster.create(resource, job.namespace, item)
-            made.append((resource, there))
+            made.append(there)
         except api.NotThere as error:
             if owners:
                 raise
@@ -197,7 +182,7 @@ class GkePlatform:
         if there is None or there["metadata"].get("deletionTimestamp"):
             raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
         found = there["metadata"]
-        if owners and not any(one["uid"] == owners[0]["uid"] for one in found.get("ownerReferences", ())):
+        if owners and owners[0]["uid"] not in states.owners_of(there):
             fix = "remove it, or give the run another name"
             raise PlatformRefused(f"{kind} {name} is there, and belongs to something else", fix=fix)
         if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
@@ -213,13 +198,13 @@ class GkePlatform:
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason."""
-        job = JobName.parse(job_id)
+        job = states.JobName.parse(job_id)
         watch = self._jobs.setdefault(job_id, JobWatch(self.cluster, job))
         told, workload = watch.status(), watch.workload
         if told.state.final or workload is None:
             return told
         pods, now = watch.pods(), time.monotonic()
-        reasons = tuple(losses(pods, told.exit_codes))
+        reasons = tuple(states.losses(pods, told.exit_codes))
         if told.state is JobState.PENDING:
             if now - watch.asked >= _EXPLAIN:
                 watch.reasons = tuple(explain(self.cluster, job, workload, pods))
@@ -234,7 +219,7 @@ class GkePlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return the lines that the nodes have logged since `position`."""
-        job, watch = JobName.parse(job_id), self._jobs.get(job_id)
+        job, watch = states.JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.watched:
             once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
             once.status()
@@ -249,12 +234,8 @@ class GkePlatform:
             watch.follower = Follower(self.cluster, job, position)
         told = watch.follower.page(watch.pods(), last=over)
         if over and not told.more:
-            self._forget(job_id)
+            _stop(self._jobs, job_id)
         return told
-
-    def _forget(self, job_id: JobId) -> None:
-        if (watch := self._jobs.pop(job_id, None)) is not None:
-            watch.stop()
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 
@@ -264,22 +245,21 @@ class GkePlatform:
         Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named, with
         what holds it.
         """
-        self._forget(job_id)
-        job, limit = JobName.parse(job_id), self._settings.grace + self._gone
+        _stop(self._jobs, job_id)
+        job, limit = states.JobName.parse(job_id), self._settings.grace + self._gone
         ends, pause = time.monotonic() + limit, 0.1
         cluster = self.cluster.within(limit)
         refused: dict[api.Resource, api.Forbidden] = {}
         left: Left = {}
         try:
             while left := _left(cluster, job, self._settings, refused):
-                there = {uid_of(one) for things in left.values() for one in things}
+                there = {states.uid_of(one) for things in left.values() for one in things}
                 going = False
                 for resource, things in left.items():
                     staying = [one for one in things if not one["metadata"].get("deletionTimestamp")]
                     going = going or len(staying) < len(things)
                     # What has an owner goes with it, or a controller would put another in its place.
-                    owners = [{one["uid"] for one in thing["metadata"].get("ownerReferences", ())} for thing in staying]
-                    free = [one for one, by in zip(staying, owners, strict=True) if not by & there]
+                    free = [one for one in staying if not states.owners_of(one) & there]
                     if not free or resource in refused:
                         continue
                     try:
@@ -299,12 +279,9 @@ class GkePlatform:
         except PlatformUnreachable as error:
             still = f"is not gone: {_told(left)}" if left else "may not be gone"
             # Only a machine can say that a pod of it has ended.
-            lost = {pod["spec"]["nodeName"]: since for pod in left.get(api.PODS, ()) if (since := silent_since(pod))}
-            silent = [f"{machine} has not answered since {since}" for machine, since in sorted(lost.items())]
-            if silent:
-                still += f"; {', '.join(silent[:_NAMED])}: its pods go when it is back, or when its Node is deleted "
-                still += "(`kubectl delete node`)"
-            raise PlatformUnreachable(f"job {job} {still}; {error}", fix="cancel it again") from error
+            silent = any(map(states.silent_since, left.get(api.PODS, ())))
+            fix = "a silent machine's pods go when it is back, or with its Node (`kubectl delete node`); " * silent
+            raise PlatformUnreachable(f"job {job} {still}; {error}", fix=f"{fix}cancel it again") from error
         if refused:
             rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
             words = "; ".join(error.message for error in refused.values())
@@ -313,31 +290,29 @@ class GkePlatform:
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         """Return everything that has the job's labels, a line for each kind."""
-        job, refused = JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
+        job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
         left = _left(self.cluster, job, self._settings, refused)
         if words := "; ".join(error.message for error in refused.values()):
             raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
         return tuple(_told({resource: things}) for resource, things in left.items())
 
 
-def _stop(jobs: dict[JobId, JobWatch]) -> None:
-    for watch in jobs.values():
-        watch.stop()
-    jobs.clear()
+def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
+    """End the watches of these jobs, or of all."""
+    for job_id in ids or tuple(jobs):
+        if (watch := jobs.pop(job_id, None)) is not None:
+            watch.stop()
 
 
 def digest_of(items: Any) -> str:
     """A checksum of what is sent, but for labels, which tell who has sent it and change nothing."""
-
-    def unlabelled(thing: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in thing.items() if name != "labels"}
-
-    sent = json.loads(json.dumps(items), object_hook=unlabelled)
+    text = json.dumps(items)
+    sent = json.loads(text, object_pairs_hook=lambda pairs: {name: one for name, one in pairs if name != "labels"})
     return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _left(
-    cluster: Cluster, job: JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
+    cluster: Cluster, job: states.JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
 ) -> Left:
     left = {}
     for resource in made_of(settings):
@@ -362,7 +337,8 @@ def _told(left: Left) -> str:
         held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
         some = []
         for thing in things[:3]:
-            machine = thing.get("spec", {}).get("nodeName")
-            some.append(f"{thing['metadata']['name']}" + (f" on {machine}" if machine else ""))
+            machine, since = thing.get("spec", {}).get("nodeName"), states.silent_since(thing)
+            silent = f", which has not answered since {since}" if since else ""
+            some.append(thing["metadata"]["name"] + (f" on {machine}{silent}" if machine else ""))
         parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
     return ", ".join(parts)

@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
-from launcher.errors import ImageProblem, LauncherError
-from launcher.images.oci import ImageReference, find_digest
-from launcher.job import UNBUILT
+from launcher.errors import LauncherError
+from launcher.machines import CEA
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.capacity import Survey, bad, good, limits, machines, quotas, risk
@@ -24,9 +23,7 @@ from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
 from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
-from launcher.sources import CEA, GKE
-from litgpt_demo.findings import Finding, Severity
-from litgpt_demo.node.network import NETWORK
+from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
 
 LEAST_KUBERNETES = (1, 29)
@@ -34,9 +31,8 @@ LEAST_KUBERNETES = (1, 29)
 
 _JOBSET = "0.10"
 """The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
-INJECTOR = "nri-device-injector"
-_INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
-_NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
+_INJECTOR = "nri-device-injector"
+_NETWORKS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
@@ -72,22 +68,11 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
     # A plug-in works with the daemon that it was released with; other pairs are somebody's own risk.
-    known = {pair.plugin: pair.daemon for pair in fabric.known}
-    if (chosen := fabric.pair) is not None and chosen.plugin not in known:
-        what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"
-        yield risk("network-release", what, f"the newest that we know is {next(iter(known))}")
-    elif chosen is not None and chosen.daemon != (expected := known[chosen.plugin]):
-        what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
-        yield risk("network-pair", what, "leave platform.network_daemon out")
-    # Variables that name cards name cards that are there: `platform.overrides` may say others. Variables that are read
-    # from the pod's fields have no value here.
-    environment = {one["name"]: one.get("value", "") for one in node["env"]}
-    there = json.loads(environment.get(NETWORK, "{}")).get("interfaces", ())
-    for variable in fabric.named_interfaces:
-        named = [name for name in environment.get(variable, "").split(",") if name]
-        if there and (missing := [name for name in named if name not in there]):
-            what = f"{variable} names {', '.join(missing)}, which the pod has not got"
-            yield bad("interface-unknown", what, f"it has {', '.join(sorted(there))}")
+    known = {one.plugin: one.daemon for one in fabric.known}
+    if (pair := fabric.pair) is not None and (pair.plugin, pair.daemon) not in known.items():
+        given = f"plug-in {pair.plugin}" + f" with the daemon {pair.daemon}" * bool(pair.daemon)
+        what = f"{given} is no release of {settings.network} that we know, so that nothing says what it needs"
+        yield risk("network-release", what, f"take one of {', '.join(known)}; leave platform.network_daemon out")
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
     claim = settings.claim_path.rstrip("/") if settings.claim else None
     for word, address in pairwise(node["command"]):
@@ -109,35 +94,26 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     if settings.uid == 0 and not fabric.root:  # what a network needs is no choice
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
         yield risk("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
-    for name in environment:
-        if name.startswith("PET_"):
-            what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
-            yield risk("torchrun-variable", what, "leave it out")
+    for name in (one["name"] for one in node["env"] if one["name"].startswith("PET_")):
+        what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
+        yield risk("torchrun-variable", what, "leave it out")
 
 
 # --- permissions ------------------------------------------------------------------------------------------------------
 
 
-def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource, str]]:
-    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, what
-    they are for, and the verb of ours that fails without. What only the checks look at is not among it.
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
+    """Return what a run with these settings has to be allowed, as deployments/rbac.yaml has it: verbs of the API, and
+    what they are for. What only the checks look at is not among it.
     """
-    made = {"create": "submit", "get": "submit", "delete": "submit", "deletecollection": "cancel"}
-    kind, other = (api.JOBSETS, api.JOBS) if workload == "jobset" else (api.JOBS, api.JOBSETS)
-    table: dict[Resource, dict[str, str]] = {
-        kind: {"list": "status", **made},
-        # One of the other kind is only looked for, and removed with the rest.
-        other: {"get": "submit", "list": "status", "deletecollection": "cancel"},
-        api.SERVICES: {"create": "submit", "get": "submit", "list": "cancel", "delete": "cancel"},
-        api.PODS: {"list": "status", "watch": "status", "deletecollection": "cancel"},
-        api.LOGS: {"get": "logs"},
-        api.EVENTS: {"list": "status"},
-    }
-    for resource in made_of(settings):
-        table.setdefault(resource, {"list": "cancel", **made})
+    verbs = dict.fromkeys(made_of(settings), "create get list delete deletecollection")
+    # One of the other kind is only looked for, and removed with the rest.
+    verbs[api.JOBS if workload == "jobset" else api.JOBSETS] = "get list deletecollection"
+    verbs |= {api.SERVICES: "create get list delete", api.PODS: "list watch deletecollection"}
+    verbs |= {api.LOGS: "get", api.EVENTS: "list"}
     if settings.queue is not None:
-        table[api.WORKLOADS] = {"list": "status"}
-    return [(verb, resource, why) for resource, verbs in table.items() for verb, why in verbs.items()]
+        verbs[api.WORKLOADS] = "list"
+    return [(verb, resource) for resource, several in verbs.items() for verb in several.split()]
 
 
 def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> Finding:
@@ -148,14 +124,8 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
         lacking = [one for one, may in zip(asked, allowed, strict=True) if not may]
     if not lacking:
         return good("permissions", f"you may do all that a run does in namespace {settings.namespace}")
-    listed = ", ".join(f"{verb} {resource} ({why})" for verb, resource, why in lacking)
-    fix = CLUSTER_ROLES
-    if any(resource is api.NETWORK_POLICIES for _, resource, _ in lacking):
-        fix += "; or do without a NetworkPolicy: platform.network_policy: false"
-    return bad("permission", f"{cluster.where} does not let you {listed}", fix)
-
-
-# --- the cluster ------------------------------------------------------------------------------------------------------
+    listed = ", ".join(f"{verb} {resource}" for verb, resource in lacking)
+    return bad("permission", f"{cluster.where} does not let you {listed}", CLUSTER_ROLES)
 
 
 def _jobset(survey: Survey) -> Iterator[Finding]:
@@ -215,20 +185,19 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
     if installer is None and not injected:
         return
     tags: dict[str, str] = {}
-    used: dict[str, list[ApiObject]] = {"installer": [], "device-injector": []}
+    used: dict[str, tuple[str, ApiObject]] = {}
     for one in survey.cluster.list(api.DAEMON_SETS, None)[0]:
-        pod = one["spec"]["template"]["spec"]
+        name, pod = one["metadata"]["name"], one["spec"]["template"]["spec"]
         for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
-            name, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
-            if installer is not None and name in installer.images:
-                tags[one["metadata"]["name"]] = tag
-                used["installer"].append(one)
-            if injected and INJECTOR in container.get("image", ""):
-                used["device-injector"].append(one)
+            image, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
+            if installer is not None and image in installer.images:
+                tags[name], used[name] = tag, ("installer", one.get("status", {}))
+            if injected and _INJECTOR in container.get("image", ""):
+                used[name] = ("device-injector", one.get("status", {}))
     if installer is not None:
         wanted = pair.plugin if pair is not None else None
         if not tags:
-            fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
+            fix = f"{_apply(installer.manifest)}, or set platform.network_install=pod"
             yield bad("installer", f"no DaemonSet installs the plug-in of {network} on the nodes", fix)
         elif wanted not in tags.values():
             name, tag = next(iter(tags.items()))
@@ -236,19 +205,18 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
             yield bad("installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
         else:
             yield good("installer", f"the nodes have {network} {wanted}")
-    if injected and not used["device-injector"]:
+    if injected and not any(code == "device-injector" for code, _ in used.values()):
         what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
-        yield bad("device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
-    for code, sets in used.items():
-        for name, status in {one["metadata"]["name"]: one.get("status", {}) for one in sets}.items():
-            ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
-            if ready < wished:
-                what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
-                yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
+        yield bad("device-injector", what, _apply(f"{CEA}/nri_device_injector/{_INJECTOR}.yaml"))
+    for name, (code, status) in used.items():
+        ready, wished = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+        if ready < wished:
+            what = f"DaemonSet {name} is ready on {ready} of {wished} nodes"
+            yield risk(code, what, "kubectl describe it; jobs on the other nodes fail their checks")
 
 
-def _raw(address: str) -> str:
-    return address.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")
+def _apply(address: str) -> str:
+    return f"kubectl apply -f {address.replace('github.com', 'raw.githubusercontent.com').replace('/blob/', '/')}"
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -257,11 +225,9 @@ def _raw(address: str) -> str:
 
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
-    if survey.get(api.NAMESPACES, name) is None:
-        fix = f"kubectl create namespace {name}, or fix platform.namespace"
-        yield bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
-    else:
-        yield good("namespace", f"namespace {name}")
+    fix = f"kubectl create namespace {name}, or fix platform.namespace"
+    lacking = bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
+    yield lacking if survey.get(api.NAMESPACES, name) is None else good("namespace", f"namespace {name}")
 
 
 def _queue(survey: Survey) -> Iterator[Finding]:
@@ -269,21 +235,17 @@ def _queue(survey: Survey) -> Iterator[Finding]:
     if name is None:
         return
     if (found := survey.get(api.LOCAL_QUEUES, name)) is None:
-        known = survey.cluster.serves(api.LOCAL_QUEUES)
-        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
-        what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
-        yield bad("queue", what, f"{fix}, or leave platform.queue out")
+        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue; or install Kueue, if it is missing"
+        yield bad("queue", f"there is no LocalQueue {name} in namespace {space}", fix)
         return
-    behind = found["spec"]["clusterQueue"]
-    if (cluster_queue := survey.get(api.CLUSTER_QUEUES, behind)) is None:
-        yield bad("queue", f"LocalQueue {name} belongs to ClusterQueue {behind}, which is not there", "create it")
-        return
+    behind = found["spec"]["clusterQueue"]  # without it, the LocalQueue is not active
+    cluster_queue = survey.get(api.CLUSTER_QUEUES, behind) or {"spec": {}}
     for thing, what in ((found, f"LocalQueue {name}"), (cluster_queue, f"ClusterQueue {behind}")):
         if (told := condition(thing, "Active", "False")) is not None:
             yield bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
-        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered))}, and not nvidia.com/gpu"
+        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered)) or 'nothing'}, and not nvidia.com/gpu"
         yield bad("queue", what, "add it to the queue's resource groups, or take another platform.queue")
     yield good("queue", f"queue {name} of {behind}")
 
@@ -316,85 +278,43 @@ def _claim(survey: Survey) -> Iterator[Finding]:
         yield bad("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
-def _image(survey: Survey) -> Iterator[Finding]:
-    """Only the nodes know whether they may pull it."""
-    name = survey.node["image"]
-    if name == UNBUILT:
-        return
-    try:
-        if find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0) is None:
-            yield bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
-    except (ImageProblem, ValueError) as error:
-        what = f"image {name} was not looked at: {error}"
-        yield risk("image", what, "it may be there all the same")
-
-
-# https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
-_LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
-
-
 def _secrets(survey: Survey) -> Iterator[Finding]:
     """Only a node finds out whether they have the right entries. Without a login a pod is created too, and waits."""
-    space = survey.namespace
-    for name in sorted({entry.split("/")[0] for entry in survey.settings.secrets.values()}):
-        if survey.cluster.secret_type(space, name) is None:
-            what = f"there is no Secret {name} in namespace {space}, and platform.secrets names it"
-            yield bad(
-                "secret", what, f"kubectl create secret generic {name} --namespace {space} --from-literal=KEY=VALUE"
-            )
-    for name in survey.settings.image_pull_secrets:
-        kind = survey.cluster.secret_type(space, name)
-        fix = (
-            f"kubectl create secret docker-registry {name} --namespace {space} --docker-server=HOST "
-            "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
-        )
-        if kind is None:
-            what = f"there is no Secret {name} of platform.image_pull_secrets in namespace {space}"
-            yield bad("pull-secret", what, fix)
-        elif kind not in _LOGINS:
-            what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
-            yield bad("pull-secret", what, f"delete it, then {fix}")
+    settings, space = survey.settings, survey.namespace
+    create, login = "kubectl create secret", "--docker-server=HOST --docker-username=NAME --docker-password=…"
+    wanted = [("secret", entry.split("/")[0], "secrets") for entry in settings.secrets.values()]
+    wanted += [("pull-secret", name, "image_pull_secrets") for name in settings.image_pull_secrets]
+    for code, name, setting in dict.fromkeys(wanted):
+        if not survey.cluster.has_secret(space, name):
+            kind, given = ("generic", "--from-literal=KEY=VALUE") if code == "secret" else ("docker-registry", login)
+            fix = f"{create} {kind} {name} --namespace {space} {given}, or fix platform.{setting}"
+            yield bad(code, f"there is no Secret {name} of platform.{setting} in namespace {space}", fix)
 
 
-# --- what the cluster would take --------------------------------------------------------------------------------------
+def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Iterator[Finding]:
+    """Try out the objects, or what controllers make of them (`parts`).
 
-
-def _accepted(survey: Survey) -> Iterator[Finding]:
-    for item in survey.items:
+    A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods.
+    """
+    for item in items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
             survey.try_out(item)
-        except api.AlreadyThere:
-            yield good("there", f"{name} is there already, and will be taken up if it is the same")
-        except api.NotThere:
-            continue  # `_namespace` and `_jobset` have said it
+        except (api.AlreadyThere, api.NotThere):
+            continue  # `submit` takes it up, or refuses; `_namespace` and `_jobset` have said it
         except api.ApiRefused as error:
+            found = [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
             if "onJobFailureMessagePatterns" in error.message:
                 what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
                 yield bad("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
-            else:
+            elif not parts:
                 # A role that is missing has been found by `permissions`, which names all of them.
-                yield from (one for one in _refused(item, error) if one.code != "gke.permission")
-
-
-def _parts_accepted(survey: Survey) -> Iterator[Finding]:
-    """A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods."""
-    for item in survey.parts:
-        try:
-            survey.try_out(item)
-        except (api.AlreadyThere, api.NotThere):
-            continue
-        except api.ApiRefused as error:
-            found = _refused(item, error)
-            if any(one.code == "gke.permission" for one in found):
+                yield from (one for one in found if one.code != "gke.permission")
+            elif any(one.code == "gke.permission" for one in found):
                 raise
-            yield from found
-            return  # an invalid Job has the same invalid pods
-
-
-def _refused(item: ApiObject, error: api.ApiRefused) -> list[Finding]:
-    name = f"{item['kind']} {item['metadata']['name']}"
-    return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
+            else:
+                yield from found
+                return  # an invalid Job has the same invalid pods
 
 
 Check = Callable[[Survey], Iterable[Finding]]
@@ -406,7 +326,6 @@ CHECKS: dict[str, Check] = {
     "networks": networks,
     "the network's DaemonSets": daemon_sets,
     "machines": machines,
-    "image": _image,
 }
 """The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
@@ -416,7 +335,7 @@ WITHIN: dict[str, Check] = {
     "claim": _claim,
     "quotas": quotas,
     "limits": limits,
-    "what the cluster would take": _accepted,
-    "what its controllers would make": _parts_accepted,
+    "what the cluster would take": lambda survey: _accepted(survey, survey.items, parts=False),
+    "what its controllers would make": lambda survey: _accepted(survey, survey.parts, parts=True),
 }
 """The checks of the job's namespace: without it none of them can succeed."""

@@ -1,9 +1,7 @@
 """Why a cluster refuses a job, or does not run it yet: the words of others as findings, each with what to do about it.
 
-One table of refusals serves the dry runs before a submission, the submission itself, and the pods that are refused
-after it. A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do.
-Of a job that waits, scheduler, kubelets, controllers and Kueue say why. All its pods are alike, so one that waits
-speaks for the others, and the number of calls does not grow with the nodes.
+A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do. The pods of a job are
+alike, so one that waits speaks for the others, and the number of calls does not grow with the nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
 from launcher.platforms.kubernetes.render import job_name
-from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.errors import Finding, Severity
 
 CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in that namespace"
 
@@ -34,13 +32,9 @@ class Phrase(NamedTuple):
 
     def read(self, text: str, area: str) -> list[Finding]:
         """Return a finding for every different place of the text that the phrase matches."""
-        found = []
-        for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
-            words = [word.strip() for word in match]
-            found.append(
-                Finding(self.severity, f"{area}.{self.code}", self.what.format(*words), self.fix.format(*words))
-            )
-        return found
+        places, code = dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)), f"{area}.{self.code}"
+        told = ([word.strip() for word in place] for place in places)
+        return [Finding(self.severity, code, self.what.format(*one), self.fix.format(*one)) for one in told]
 
 
 def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
@@ -61,8 +55,7 @@ _ADMISSION = (
            r"|\.\s+No (?:request|limit) is specified)|\S+ max limit to request ratio per \w+ is [^,\]]+"
            r"|must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
            "a LimitRange of the namespace does not allow it: {0}",
-           "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
-           "error"),
+           "change platform.cpus or memory, or have the LimitRange changed (`kubectl get limitranges`)", "error"),
     Phrase(r'violates PodSecurity "([^"]+)": (.+)', "pod-security",
            "the namespace enforces the Pod Security level {0}, which forbids the pods: {1}",
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
@@ -98,18 +91,6 @@ def advice(message: str) -> str:
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
-REFUSALS = frozenset(
-    f"{_AREA}.{code}"
-    for code in (
-        # The API server does not take the pods, or the Job or Service that they need.
-        "quota", "limits", "pod-security", "service-account", "priority", "policy", "webhook", "namespace",
-        "permission", "refused", "job", "service",
-        # A machine was found, and its kubelet cannot start them.
-        "image", "configuration", "container", "crash",
-    )
-)  # fmt: skip
-"""Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
-
 
 def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
@@ -120,9 +101,6 @@ def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: It
     found: list[Finding] = []
     if _QUEUE in workload["metadata"].get("labels", {}):
         told.append(_of_kueue(cluster, job, workload))
-    elif workload["spec"].get("suspend"):
-        what, fix = f"{job.name} is suspended, and no queue will start it", "set spec.suspend to false, or cancel it"
-        found.append(Finding("warning", f"{_AREA}.suspended", what, fix))
     for reasons in told:
         # Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
         with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
@@ -141,13 +119,11 @@ _SCHEDULER = (
            "take the taint off, or take another platform.node_pool", "error"),
     Phrase(r"^(\d+) node\(s\) had untolerated taint(?:\(s\))?$", "taint",
            "{0} machines have a taint that the pods do not tolerate",
-           "`kubectl get nodes -o custom-columns=NAME:.metadata.name,TAINTS:.spec.taints` shows which; take it off, or "
-           "take another platform.node_pool", "error"),
+           "`kubectl describe nodes` shows which; take it off, or take another platform.node_pool", "error"),
     Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
            "no machine has the labels that are asked for",
-           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes, and at machines "
-           "that the run avoids because its attempts blamed them (restarts.exclude_after); compare "
-           "`kubectl get nodes --show-labels`"),
+           "compare platform.machine, node_pool, node_selector, reservation, spot, exclude_nodes and machines that the "
+           "run avoids (restarts.exclude_after) with `kubectl get nodes --show-labels`"),
     Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
            "machines are taken by another job with a receive daemon, of which there can be one",
            "wait for it to end, or add machines"),
@@ -165,7 +141,6 @@ _SCHEDULER = (
            "no machine can give what the pod claims (DRA): {0}",
            "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
 )  # fmt: skip
-_UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
 
 
 def unschedulable(message: str) -> Iterator[Finding]:
@@ -175,8 +150,9 @@ def unschedulable(message: str) -> Iterator[Finding]:
     preemption: 0/3 nodes …`: what is behind the first sentence says why no other pod could make room.
     """
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
+    fix = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
     for reason in re.split(r", (?=\d+ )", head):
-        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)
+        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", fix)
         yield from _first(_SCHEDULER, reason) or [unknown]
 
 
@@ -222,8 +198,7 @@ _EVENTS = (
     Phrase(r"(?s)^FailedMount: (.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),
     Phrase(r"(?s)^FailedAttachVolume: (.+)", "volume", "{0}", "is the disk in use on another machine?"),
     Phrase(r"(?s)^FailedCreatePodSandBox: (.+)", "network", "{0}",
-           "do the machines have the additional networks that the pod is attached to (platform.network, "
-           "GKENetworkParamSet)?"),
+           "do the machines have the networks that the pod is attached to (platform.network, GKENetworkParamSet)?"),
     # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
     Phrase(r"(?s)^NotTriggerScaleUp: (.+)", "scale-up", "no machine will be added: {0}",
            "raise the node pool's limit, or take another platform.node_pool"),
@@ -234,6 +209,13 @@ _EVENTS = (
 )  # fmt: skip
 # Of JobSet, with the API server's message behind it.
 _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
+
+REFUSALS = frozenset(
+    f"{_AREA}.{code}"
+    for code in (*(phrase.code for phrase in (*_ADMISSION, *_WAITING)), *_REFUSED_PARTS.values(), "refused")
+)
+"""The API server does not take the pods, or the Job or Service that they need, or a kubelet cannot start them: waiting
+alone does not change that. Controllers try again at least every minute, kubelets every five."""
 
 
 def _of_events(
@@ -246,11 +228,7 @@ def _of_events(
     uids |= {pod["metadata"]["name"]: states.uid_of(pod) for pod in waiting}
     for name, uid in uids.items():
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
-        about = [
-            event
-            for event in events
-            if isinstance(what := event.get("involvedObject"), dict) and uid in ("", what.get("uid"))
-        ]
+        about = [one for one in events if uid in ("", (one.get("involvedObject") or {}).get("uid"))]
         about.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
         # Both are optional (core/v1 Event).
         newest = {str(event.get("reason") or ""): str(event.get("message") or "") for event in about}
@@ -275,8 +253,7 @@ def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Ite
         what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
         yield Finding("error", f"{_AREA}.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
-    owned = ((one, one["metadata"].get("ownerReferences", ())) for one in listed)
-    mine = [one for one, owners in owned if any(owner["uid"] == states.uid_of(workload) for owner in owners)]
+    mine = [one for one in listed if states.uid_of(workload) in states.owners_of(one)]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")

@@ -1,18 +1,16 @@
 """Rendering of a job as Kubernetes objects: a JobSet, or an Indexed Job with its headless Service, and what they need.
 
-A JobSet is one Indexed Job of all nodes that is restarted as a whole, by the cluster, for as long as that helps. A
-plain Job, for clusters without JobSet, cannot restart as a whole; the launcher's next attempt does that. Each of their
-pods has one container that runs `python -m litgpt_demo node`, and what its network adds.
-Pure: no cluster, no clock, no disk.
+A JobSet is one Indexed Job of all nodes that the cluster restarts as a whole. A plain Job, for clusters without JobSet,
+is restarted by the launcher's next attempt. Each pod has one container that runs `python -m litgpt_demo node`, and what
+its network adds. Pure: no cluster, no clock, no disk.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from launcher.environment import Entry, as_rows, combined, literal
+from launcher.environment import Entry, as_rows, literal, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submission
 from launcher.networks.profile import Network, mount
@@ -20,7 +18,6 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.errors import EXIT_CODES, Fault
-from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import bucket_path
 
 WorkloadObjects = Literal["jobset", "job"]
@@ -72,10 +69,8 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
     longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
     if longest > LONGEST_LABEL:
-        raise ConfigProblem(
-            f"the pods of {name} on {job.nodes} nodes would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}; make the run's `name` {longest - LONGEST_LABEL} characters shorter"
-        )
+        what = f"pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST_LABEL}"
+        raise ConfigProblem(what, fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter")
     if not RFC_1035.fullmatch(name):
         raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
@@ -132,6 +127,8 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
     Two pods of one index must never live at the same time (kubernetes#115844): a replacement waits until the old one is
     gone, and there is none, because nothing is tried again (jobset#574).
     """
+    # A disrupted pod's exit code means nothing, so this comes first.
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = {"containerName": NODE, "operator": "In", "values": list(HOPELESS)}
     return {
         "completionMode": "Indexed",
@@ -139,13 +136,7 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
         "completions": job.nodes,
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                # A disrupted pod's exit code means nothing, so this comes first.
-                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": codes},
-            ]
-        },
+        "podFailurePolicy": {"rules": [disrupted, {"action": "FailJob", "onExitCodes": codes}]},
         "template": dict(template),
     }
 
@@ -207,12 +198,8 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     cards = network.rdma_cards
     amount = {"allocationMode": "All"} if cards is None else {"allocationMode": "ExactCount", "count": cards}
     request = {"name": "rdma", "exactly": {"deviceClassName": "mrdma.google.com", **amount}}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {**metadata, "name": name},
-        "spec": {"spec": {"devices": {"requests": [request]}}},
-    }
+    named, spec = {**metadata, "name": name}, {"spec": {"devices": {"requests": [request]}}}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": named, "spec": spec}
 
 
 # --- the pod ----------------------------------------------------------------------------------------------------------
@@ -301,23 +288,6 @@ def _environment(
     job: Job, settings: GkePlatformConfig, network: Network, workload: str, *, unprivileged: bool, read_only: bool
 ) -> list[Entry]:
     """The variables of a node. JOB_COMPLETION_INDEX, its rank, is set by the Job controller."""
-    fast = network.node.nccl_net is not None
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
-            # What the user and the job set has to win over the scripts, which the node sources later than the pod
-            # sets anything.
-            "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
-            "allow_sockets": settings.allow_sockets,
-            # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
-            # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
-            # Machines that we do not know may be nobody's cloud.
-            "place": "gce" if fast and settings.machine and settings.topology is None and job.nodes > 2 else None,
-            # Plain TCP has no figure that it could be held to.
-            "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
-        }
-    )
     own: list[Entry] = []
 
     def add(name: str, value: str, why: str, **more: Any) -> None:
@@ -331,9 +301,7 @@ def _environment(
         add("LITGPT_ATTEMPT", f"{job.attempt_name}-$(LITGPT_RESTART)", why, expands=True)
     else:
         add("LITGPT_ATTEMPT", job.attempt_name, why)
-    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
-    add(NETWORK, json.dumps(told, separators=(",", ":")), "what the node has to know of its network")
-    add("PYTHONUNBUFFERED", "1", "log lines appear when they are printed")
+    first = len(own)
     if settings.stage == "fuse" and job.stage:
         add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
     users = {**job.env, **settings.overrides, **settings.secrets}
@@ -343,22 +311,23 @@ def _environment(
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():
         own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
-    return combined(
-        own, profile=network.environment, scripted=network.scripted, overrides=settings.overrides, job=job.env
-    )
+    # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a pod may
+    # ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes. Machines that we do
+    # not know may be nobody's cloud.
+    sorted_there = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
+    told = dict[str, Any](allow_sockets=settings.allow_sockets, place="gce" if sorted_there else None)
+    return node_environment(job, settings, network, own[first:], before=own[:first], **told)
 
 
 def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
     """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
-    rights: dict[str, Any]
+    rights: dict[str, Any] = {"capabilities": {"drop": ["ALL"]}}
     if network.root:
         rights = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": list(network.capabilities)}}
     elif settings.uid == 0:  # an image that needs root needs the capabilities of root too (chown, reading any file)
         rights = {"runAsUser": 0}
-    else:
-        rights = {"capabilities": {"drop": ["ALL"]}}
     return {
         "allowPrivilegeEscalation": False,
         **rights,
@@ -385,7 +354,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         "gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
         "gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
     }
-    selector |= {f"cloud.google.com/{label}": value for label, value in bought.items() if value is not None}
+    selector |= {f"cloud.google.com/{label}": value for label, value in _given(**bought).items()}
     tainted = {
         "kubernetes.io/arch": "arm64" if machine is not None and machine.arch == "arm64" else None,
         "cloud.google.com/gke-spot": "true" if settings.spot else None,
@@ -394,13 +363,10 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     }
     # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
-    tolerations: list[dict[str, Any]] = [
-        {"key": "nvidia.com/gpu", "operator": "Exists"},
-        {"key": "cloud.google.com/impending-node-termination", "operator": "Exists"},
-    ]
-    for key, value in {"user-workload": "true", **tainted}.items():
-        if value is not None:
-            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
+    always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
+    tolerations = [{"key": key, "operator": "Exists"} for key in always]
+    for key, value in _given(**{"user-workload": "true", **tainted}).items():
+        tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
     affinity: dict[str, Any] = {}
     if exclude := [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]:
         rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
@@ -429,15 +395,11 @@ def _volumes(
     if settings.claim is not None:
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}})
         mounts.append(mount("claim", settings.claim_path))
-    buckets: dict[str, None] = {}
-    for address in job.stage if settings.stage == "fuse" else ():
-        if (place := bucket_path(address)) is None:
-            raise ConfigProblem(
-                f"platform.stage=fuse mounts buckets, and {address} is in none; take platform.stage=copy, "
-                "or a root of gs://bucket/prefix"
-            )
-        buckets[place.split("/")[0]] = None
-    for number, bucket in enumerate(buckets):
+    places = [bucket_path(address) for address in (job.stage if settings.stage == "fuse" else ())]
+    if None in places:
+        fix = "take platform.stage=copy, or a root of gs://bucket/prefix"
+        raise ConfigProblem(f"platform.stage=fuse mounts buckets, and {', '.join(job.stage)} is in none", fix=fix)
+    for number, bucket in enumerate(dict.fromkeys(str(place).split("/")[0] for place in places)):
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication
         attributes = {
             "bucketName": bucket,

@@ -134,10 +134,6 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
         return chosen_network(self, host_network=self.host_network)
 
     @property
-    def ends_by_preemption(self) -> bool:
-        return self.spot
-
-    @property
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0
@@ -156,34 +152,22 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
             machine_named(self.machine)
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         if (self.cluster is None) != (self.location is None):
-            raise ValueError(
-                f"platform.cluster={self.cluster} and platform.location={self.location}: a GKE cluster is found by "
-                "both; give both, or neither for a kubeconfig"
-            )
-        ways = {"cluster": self.cluster, "kubeconfig": self.kubeconfig, "in_cluster": self.in_cluster or None}
-        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+            raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")
+        if len(given := [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]) > 1:
             raise ValueError(f"platform.{' and platform.'.join(given)} name different ways to a cluster; keep one")
-        for name, wish in (("topology", self.topology), ("slice_nodes", self.slice_nodes)):
-            if wish is not None and self.queue is None:
-                raise ValueError(
-                    f"platform.{name}={wish} is Kueue's to arrange, and there is no platform.queue; name one"
-                )
+        if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
+            raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:
-            raise ValueError(
-                f"platform.nodes={self.nodes} is no multiple of platform.slice_nodes={self.slice_nodes}; change one"
-            )
+            raise ValueError(f"platform.nodes={self.nodes} is no multiple of slice_nodes={self.slice_nodes}")
         if self.spot and self.flex_start is not None:
             raise ValueError("platform.spot and platform.flex_start are two ways to buy a machine; keep one")
         if self.workload == "job" and self.restarts > 1:
             raise ValueError(
-                f"platform.restarts={self.restarts}, but a plain Job cannot restart as a whole; each restart is a new "
-                "attempt (train.max_restarts): leave platform.restarts out, or take platform.workload=jobset"
+                f"platform.restarts={self.restarts}: a plain Job cannot restart as a whole, which train.max_restarts "
+                "does; leave it out, or take platform.workload=jobset"
             )
         if self.stage == "fuse" and self.service_account is None:
-            raise ValueError(
-                "platform.stage=fuse mounts the bucket as the pods' service account, which Workload Identity has to "
-                "know; name it in platform.service_account"
-            )
+            raise ValueError("platform.stage=fuse mounts the bucket as platform.service_account; name one")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)

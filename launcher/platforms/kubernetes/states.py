@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus, Object
 from launcher.platforms.kubernetes.render import NODE
-from litgpt_demo.errors import EXIT_CODES, Fault, fault_of_exit_code, words_of
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding, fault_of_exit_code, words_of
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -35,8 +34,7 @@ class JobName:
     @classmethod
     def parse(cls, job_id: str) -> JobName:
         """Return the name of an id `namespace/name`."""
-        namespace, _, name = job_id.partition("/")
-        return cls(namespace, name)
+        return cls(*job_id.partition("/")[::2])
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -92,6 +90,10 @@ def index_of(pod: Object) -> int:
 
 def uid_of(thing: Object) -> str:
     return str(thing["metadata"]["uid"])
+
+
+def owners_of(thing: Object) -> set[str]:
+    return {one["uid"] for one in thing["metadata"].get("ownerReferences", ())}
 
 
 def condition(thing: Object, kind: str, status: str = "True") -> Object | None:
@@ -194,20 +196,16 @@ def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> Jo
         state, native = JobState.RUNNING, f"{kind} runs on {nodes} nodes{restarted}"
     known = {node: one for (life, node), one in sorted(seen.items()) if life == restart}
     first = [one for (life, _), one in seen.items() if life == 0]
-
-    def last(moments: Iterable[float | None]) -> float | None:
-        """Of the first life's nodes; what one of them lacks is None."""
-        there = [moment for moment in moments if moment is not None]
-        return max(there) if len(there) == nodes else None
-
+    found = [one.scheduled for one in first if one.scheduled is not None]
+    pulled = [one.began for one in first if one.began is not None]
     return JobStatus(
         state=state,
         native=native,
         exit_codes={node: one.code for node, one in known.items() if one.code is not None},
         evictions={node: one.eviction for node, one in known.items() if one.eviction},
         hosts={node: one.host for node, one in known.items() if one.host},
-        scheduled=last(one.scheduled for one in first),
-        pulled=last(one.began for one in first),
+        scheduled=max(found) if len(found) == nodes else None,
+        pulled=max(pulled) if len(pulled) == nodes else None,
         started=_seconds(workload.get("status", {}).get("startTime") or meta.get("creationTimestamp")),
         ended=_seconds(over["lastTransitionTime"]) if over else None,
         restarts=restart,
@@ -229,20 +227,17 @@ def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
         what = f"the machine of {named}{more} has not answered since {since}"
         tolerated = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"].get("tolerations", ())}
-        after = tolerated.get("node.kubernetes.io/unreachable")
-        given_up = f"its pod is given up {'in a while' if after is None else f'after {after} s'}; then"
-        if pod["metadata"].get("deletionTimestamp"):
-            given_up = "its pod was given up;"
+        after = f"is given up after {tolerated.get('node.kubernetes.io/unreachable') or 300} s; then"
         fix = (
-            f"{given_up} the job starts again from its last checkpoint as soon as the machine is back or its Node is "
-            "gone, which GKE sees to; elsewhere, once it is switched off: kubectl delete node "
-            f"{pod['spec']['nodeName']}"
+            f"its pod {'was given up;' if pod['metadata'].get('deletionTimestamp') else after} the job starts again "
+            "from its last checkpoint as soon as the machine is back or its Node is gone, which GKE sees to; "
+            f"elsewhere, once it is switched off: kubectl delete node {pod['spec']['nodeName']}"
         )
         yield Finding("warning", "gke.machine-lost", what, fix)
         return
-    failed = next(((node, code) for node, code in sorted(codes.items()) if code != 0), None)
-    if failed is not None and any(not ended(pod) for pod in pods):
-        node, code = failed
+    failed = {node: code for node, code in codes.items() if code != 0}
+    if failed and any(not ended(pod) for pod in pods):
+        node, code = min(failed.items())
         what = f"node {node} has ended ({fault_of_exit_code(code)}, exit code {code}), and others have not yet"
         fix = "wait: they are asked to leave; a machine that does not answer is found out within a minute"
         yield Finding("warning", "gke.ending", what, fix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,12 +18,13 @@ import psutil
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
@@ -47,7 +47,7 @@ class LocalPlatform:
     """
 
     name: ClassVar[str] = "local"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    anywhere: ClassVar[bool] = False
     poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
     def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
@@ -57,6 +57,10 @@ class LocalPlatform:
         self._grace = grace
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
+
+    @classmethod
+    def of(cls, settings: LocalPlatformConfig) -> LocalPlatform:
+        return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
         directory = os.path.normpath(
@@ -92,19 +96,9 @@ class LocalPlatform:
         return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=tuple(as_rows(entries)))
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        body, directory = submission.body, Path(submission.job_id)
-        if problem := _port_problem(body["port"], directory):
+        body = submission.body
+        if problem := _port_problem(body["port"], Path(submission.job_id)):
             yield Finding("error", "local.port", *problem)
-        there = next(folder for folder in (directory, *directory.parents) if folder.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            what = f"{there} cannot be written to"
-            yield Finding("error", "local.directory", what, "choose another root for the run")
-        python = body["nodes"][0]["argv"][0]
-        if shutil.which(python) is None:
-            yield Finding("error", "local.python", f"{python} is no program", "submit from the environment that has us")
-        for name in _missing(submission):
-            what = f"the job needs {name}, which is not in the environment of this process"
-            yield Finding("error", "local.secret", what, f"export {name}=… and submit again from there")
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
@@ -121,7 +115,7 @@ class LocalPlatform:
         # A submitter that died may only have written the job down: then it may be started.
         if _live(directory) or (directory / SUPERVISOR).exists():
             return submission.job_id
-        if missing := _missing(submission):
+        if missing := [name for name in submission.body["secrets"] if not os.environ.get(name)]:
             what = f"the job needs {', '.join(missing)} in the environment it is submitted from"
             raise PlatformRefused(what, fix="export it")
         if problem := _port_problem(submission.body["port"], directory):
@@ -149,7 +143,6 @@ class LocalPlatform:
         return not is_remote(job_id) and os.path.realpath(job_id) == os.path.realpath(directory)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)
         with explaining(job_id):  # the job may be another user's
             if not (directory / SUBMISSION).exists():
@@ -162,9 +155,8 @@ class LocalPlatform:
         told = _read(directory / RESULT)
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
-        codes = {int(node): code for node, code in told["exit_codes"].items()}
-        state, native = JobState(told["state"]), told["native"]
-        return status(state=state, native=native, exit_codes=codes, started=told["started"], ended=told["ended"])
+        told["exit_codes"] = {int(node): code for node, code in told["exit_codes"].items()}
+        return status(**{**told, "state": JobState(told["state"])})
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         directory = Path(job_id)
@@ -176,15 +168,14 @@ class LocalPlatform:
         """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no."""
         directory = Path(job_id)
         deadline = time.monotonic() + self._grace + 10
-        told: set[int] = set()
+        told = False
         while _live(directory) and time.monotonic() < deadline:
             # The pid that the supervisor wrote may be another process's by now, so its mark has to be there too.
             pid = _read(directory / SUPERVISOR).get("pid")
-            for supervisor in tagged(JOB_TAG, _mark(directory)):
-                if supervisor.pid == pid and pid not in told:
-                    told.add(supervisor.pid)
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        supervisor.terminate()
+            for supervisor in [] if told else [one for one in tagged(JOB_TAG, _mark(directory)) if one.pid == pid]:
+                told = True
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    supervisor.terminate()
             time.sleep(0.05)
         if left := kill_tagged(JOB_TAG, _mark(directory), grace=5):
             pids = ", ".join(str(process.pid) for process in left)
@@ -192,31 +183,22 @@ class LocalPlatform:
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
             started = _read(directory / SUPERVISOR).get("started")
             native = "cancelled" if told else "swept, its supervisor was lost"
-            last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
+            last: dict[str, Any] = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
 
 
-def _missing(submission: Submission) -> list[str]:
-    """Secrets that ranks would not find in the environment that they inherit."""
-    return [name for name in submission.body["secrets"] if not os.environ.get(name)]
-
-
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
-    """Return who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
+    """Who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
     if port is None or port_is_free(port) or _live(directory):
         return None
     who = "a process of somebody else"
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-            if here and connection.pid is not None:
-                process = psutil.Process(connection.pid)
-                job = process.environ().get(JOB_TAG)
-                who = f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
-                break
+    with contextlib.suppress(psutil.Error, StopIteration):
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid]
+        pid = next(one.pid for one in listening if one.laddr and one.laddr.port == port)
+        who = f"process {pid} ({psutil.Process(pid).name()})"
     return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
@@ -276,12 +258,10 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Return the last lines of a supervisor that fell; a killed one left none."""
-    try:
-        lines = (directory / "supervisor.log").read_text(errors="replace").split("\n")
-    except FileNotFoundError:
-        return ""
-    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+    # Of a supervisor that fell; a killed one left none.
+    log = directory / "supervisor.log"
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def _mark(directory: Path) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import Count, Kind
-from litgpt_demo.findings import Finding
-
-if TYPE_CHECKING:
-    from launcher.platforms.base import Platform
+from litgpt_demo.errors import Finding
 
 
 class LocalPlatformConfig(PlatformSettings):
@@ -21,6 +18,7 @@ class LocalPlatformConfig(PlatformSettings):
 
     model_config = ConfigDict(title="This machine")
 
+    opens: ClassVar[str] = "launcher.platforms.local.platform:LocalPlatform.of"
     on_this_machine: ClassVar[bool] = True
 
     kind: Literal["local"] = Kind("local")
@@ -33,19 +31,10 @@ class LocalPlatformConfig(PlatformSettings):
     grace: Count = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 
-    def open(self) -> Platform:
-        """Return this machine as a platform."""
-        from launcher.platforms.local.platform import LocalPlatform
-
-        return LocalPlatform(port=self.port, grace=self.grace)
-
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that is not in the environment, which ranks inherit."""
         for name in names:
             if not os.environ.get(name):
-                yield Finding(
-                    "error",
-                    "platform.secrets",
-                    f"the training needs the secret {name}, and this environment has no such variable",
-                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
-                )
+                what = f"the training needs the secret {name}, and this environment has no such variable"
+                fix = f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder"
+                yield Finding("error", "platform.secrets", what, fix)

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from launcher.job import JobState
@@ -58,11 +57,7 @@ def supervise(directory: Path) -> None:
     `result.json` is written last, when none of the job's processes is left.
     """
     asked: list[float] = []  # when SIGTERM came, on the monotonic clock
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        asked.append(time.monotonic())
-
-    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
     # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
     # process has no terminal, and the scripts that it starts may want the signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
-from launcher.platforms.runai.render import Workload, preemptibility
+from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import redacted
@@ -31,22 +31,12 @@ SUBMIT = {
 }
 """A generation of the program, and its commands for a PyTorch training."""
 
-# Of the flags that are documented, those that we use: both generations', and each one's own.
-_BOTH = (
-    "annotation", "backoff-limit", "extended-resource", "image", "image-pull-policy", "label", "large-shm",
-    "node-pools", "node-type", "preferred-pod-topology-key", "required-pod-topology-key", "run-as-user", "workers",
-)  # fmt: skip
-_DOCUMENTED = {
-    "v1": (*_BOTH, "cpu", "gpu", "memory", "pvc", "pvc-exists"),
-    "v2": (
-        *_BOTH, "cpu-core-request", "cpu-memory-request", "existing-pvc", "gpu-devices-request", "gpu-portion-request",
-        "gpu-request-type", "run-as-gid", "run-as-uid",
-    ),
-}  # fmt: skip
-
 EXCLUDE = "--exclude-node"
 """A machine to avoid, as the newest releases of v2 have it; that it is named by its host name is INFERRED."""
 _HOST = "--env-pod-field-ref"
+# Of the flags that we use, those that some releases have and the documentation of their generation has not.
+_NEWER = {EXCLUDE, _HOST, "--dry-run", "--preemptible", "--preemptibility", "--priority"}
+_UNDOCUMENTED = {"v1": _NEWER | {"--run-as-gid", "--run-as-uid"}, "v2": _NEWER}
 
 Row: TypeAlias = tuple[str, str | Iterable[str] | bool | None, str | None, str | None]
 """The user's setting; its value, or several for a flag that is repeated, or whether a flag stands alone; the flags of
@@ -60,8 +50,11 @@ class Dialect(NamedTuple):
     generation: str
     submit: tuple[str, ...]
     """Its command for a PyTorch training."""
-    flags: frozenset[str]
-    """Long flags of that command."""
+    flags: frozenset[str] | None
+    """Long flags of that command; None where there is no program to ask, so that the documented ones count."""
+
+    def has(self, flag: str) -> bool:
+        return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in {"-e", *self.flags}
 
 
 _PATIENCE = 120.0  # seconds for one command; v2's submit waits up to a minute for the workload to be created
@@ -96,44 +89,34 @@ _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Ph
 class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
-        self.name, self.unknown = "cli", ()
-        fix = f"see that the project exists and is yours, and that `{settings.cli}` reaches the cluster"
-        self.trouble = "runai.project", f"project {settings.project}: ", fix
+        self.name, self.trouble, self.unknown = "cli", "project", ()
 
     @cached_property
     def dialect(self) -> Dialect:
         wanted = self._settings.cli_version
-        if shutil.which(self._settings.cli) is None:
-            if wanted != "auto":  # to look at what would be sent, from a machine without the program
-                documented = frozenset(f"--{name}" for name in _DOCUMENTED[wanted])
-                return Dialect(wanted, SUBMIT[wanted][0], documented)
-            raise self._no_program()
+        if wanted != "auto" and shutil.which(self._settings.cli) is None:
+            return Dialect(wanted, SUBMIT[wanted][0], None)  # to look at what would be sent, without the program
         commands = [(one, command) for one in SUBMIT if wanted in {"auto", one} for command in SUBMIT[one]]
         for generation, command in commands:
             told = self._run(*command, "--help", check=False)
             # Each flag is the first thing on its line, or follows its short form.
-            lines = [line.replace(",", " ").split()[:2] for line in (told.stdout + told.stderr).splitlines()]
-            words = [word for line in lines if line and line[0].startswith("-") for word in line]
-            flags = frozenset(word.partition("=")[0] for word in words if word.startswith("--"))
+            flags = frozenset(re.findall(r"^\s*(?:-\w[,\s]\s*)?(--[\w-]+)", told.stdout + told.stderr, re.MULTILINE))
             if told.returncode == 0 and "--workers" in flags:
                 return Dialect(generation, command, flags)
         tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)
-        raise ConfigProblem(
-            f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training",
-            fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)",
-        )
+        what = f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training"
+        raise ConfigProblem(what, fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)")
 
     @property
     def excludes(self) -> bool:
-        return EXCLUDE in self.dialect.flags
+        return self.dialect.has(EXCLUDE)
 
     def render(self, work: Workload) -> Mapping[str, Any]:
         settings, job, dialect = work.settings, work.job, self.dialect
         # The page has one spelling, its snippet another; before 2.10 there was neither.
-        spellings = {"--pvc-exists": "claimname={},path={}", "--pvc-exist": "claimname={},path={}", "--pvc": "{}:{}"}
-        pvc = next((flag for flag in spellings if flag in dialect.flags), " or ".join(spellings))
-        v1_claims = [spellings.get(pvc, "").format(claim.name, claim.path) for claim in settings.claims]
-        v2_claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+        v1, spellings = dialect.generation == "v1", ("--pvc-exists", "--pvc-exist", "--pvc")
+        pvc = next(filter(dialect.has, spellings), spellings[0])
+        claim = "{0.name}:{0.path}" if v1 and pvc == "--pvc" else "claimname={0.name},path={0.path}"
         topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
         gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
         early = dialect.submit[0] == "distributed"
@@ -169,50 +152,45 @@ class Cli:
             ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
             ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
             ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
-            ("platform.claims", v1_claims, pvc, None),
-            ("platform.claims", v2_claims, None, "--existing-pvc"),
+            ("platform.claims", [claim.format(one) for one in settings.claims], pvc, "--existing-pvc"),
             # One string, in order; that commas separate them is INFERRED.
             ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
             ("platform.node_pools", settings.node_pools, None, "--node-pools"),
             ("platform.priority", settings.priority, "--priority", "--priority"),
             ("platform.preemptible", settings.preemptible, "--preemptible", None),
-            ("platform.preemptible", preemptibility(settings.preemptible), None, "--preemptibility"),
+            ("platform.preemptible", PREEMPTIBILITY[settings.preemptible], None, "--preemptibility"),
             # `avoidable` has said where it cannot.
-            ("the machines to avoid", job.exclude_nodes if EXCLUDE in dialect.flags else (), None, EXCLUDE),
+            ("the machines to avoid", job.exclude_nodes if self.excludes else (), None, EXCLUDE),
             # Which machine a pod is on, for verdicts.
-            ("LITGPT_HOST", _HOST in dialect.flags and "LITGPT_HOST=spec.nodeName", None, _HOST),
+            ("LITGPT_HOST", dialect.has(_HOST) and "LITGPT_HOST=spec.nodeName", None, _HOST),
         ]
-        words: list[str] = []
-        missing: list[str] = []
+        name, missing = ["--name", job.attempt_name] if v1 else [job.attempt_name], list[str]()
+        words = [settings.cli, *dialect.submit, *name, "--project", settings.project]
         for setting, value, *flags in rows:
-            flag = flags[dialect.generation == "v2"]
+            flag = flags[0 if v1 else 1]
             if flag is None or not value:
                 continue
-            if flag not in dialect.flags and flag != "-e":
+            if flag == _REST or not dialect.has(flag):
                 missing.append(f"{setting} needs {flag}")
             elif value is True:
                 words.append(flag)
             else:
                 words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
         if missing:
-            raise ConfigProblem(
-                f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {'; '.join(missing)}. Leave the "
-                "setting out, install a newer runai, or submit by REST (platform.url)"
-            )
-        name = ["--name"] if dialect.generation == "v1" else []
-        head = [settings.cli, *dialect.submit, *name, job.attempt_name, "--project", settings.project]
-        return {"argv": [*head, *words, "--command", "--", *work.words]}
+            what = f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {', '.join(missing)}"
+            fix = "leave the setting out, install a newer runai, or submit by REST (platform.url)"
+            raise ConfigProblem(what, fix=fix)
+        return {"argv": [*words, "--command", "--", *work.words]}
 
     def check_access(self, sent: Mapping[str, Any] | None = None) -> None:
         """Prove that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
         self._workloads()
-        if sent is not None and "--dry-run" in self.dialect.flags:  # it starts nothing
+        if sent is not None and self.dialect.has("--dry-run"):  # it starts nothing
             words = list(sent["argv"][1:])
             words.insert(words.index("--"), "--dry-run")
             self._run(*words, unless=_ALREADY_THERE)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        """Run the command line; a workload of that name that is there already is left as it is."""
         self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
@@ -233,22 +211,15 @@ class Cli:
         while True:
             page = ("--json", "--limit", str(_PAGE), "--offset", str(len(found)))
             fresh = phases_in(self._run(*self.dialect.submit[:-1], "list", *project, *page).stdout)
-            if fresh.keys() <= found.keys():
-                return found
-            found |= fresh
-            if len(fresh) < _PAGE:
+            known, found = found, found | fresh
+            if len(found) == len(known) or len(fresh) < _PAGE:
                 return found
 
     def _run(
         self, *words: str, unless: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """One command of the program; `unless` are words of a failure that is none.
-
-        Raises:
-            NotInstalled, LoginProblem: there is no such program, or it is not logged in.
-            PlatformRefused: the answer is no.
-            PlatformUnreachable: it did not end, or its end is no clear refusal.
-        """
+        """One command of the program; `unless` are words of a failure that is none. An end that is no clear refusal is
+        PlatformUnreachable."""
         argv = [self._settings.cli, *words]
         what = f"`{' '.join(argv[:4])}`"
         try:
@@ -256,11 +227,11 @@ class Cli:
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=False
             )
         except FileNotFoundError as error:
-            raise self._no_program() from error
+            fix = "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url"
+            raise NotInstalled(f"there is no program {argv[0]} on PATH", fix=fix) from error
         except subprocess.TimeoutExpired as error:
-            raise PlatformUnreachable(
-                f"{what} has not ended for {_PATIENCE:.0f} s", fix="submitting and asking again is safe"
-            ) from error
+            told = f"{what} has not ended for {_PATIENCE:.0f} s"
+            raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
         if done.returncode == 0:
             return done
         # Its error, which a traceback may show with all that it says.
@@ -274,28 +245,18 @@ class Cli:
         if _LOGIN.search(last):
             raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")
         if answered and _REFUSED.search(printed):
-            raise PlatformRefused(told)
+            raise PlatformRefused(told, fix=f"see that the project {self._settings.project} exists and is yours")
         raise PlatformUnreachable(told)
-
-    def _no_program(self) -> NotInstalled:
-        return NotInstalled(
-            f"there is no program {self._settings.cli} on PATH",
-            fix="install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url and "
-            "export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET",
-        )
 
 
 def phases_in(text: str) -> dict[str, str]:
     """Name to phase, of every workload that v2's JSON holds, however it is nested."""
-    if not text.strip():
-        return {}
     try:
-        document = json.loads(text)
+        document = json.loads(text.strip() or "{}")
     except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
         raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
-    found: dict[str, str] = {}
-    todo: list[Any] = [document]
+    found, todo = dict[str, str](), [document]
     while todo:
         one = todo.pop()
         if isinstance(one, Mapping):

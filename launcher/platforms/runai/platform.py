@@ -11,19 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeAlias
 
+from launcher import errors
 from launcher.environment import as_rows
-from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
+from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.networks import DEFAULT
-from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.base import Avoidable
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.diagnosis import node_reports
-from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import Storage, is_remote, open_storage
 
 SUBMITTED = "submission.json"
@@ -33,29 +32,28 @@ CANCELLED = "cancelled.json"
 # REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
 # pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
 _WORDS = {
-    JobState.PENDING: (
-        "Creating", "Initializing", "Resuming", "Pending", "ContainerCreating", "ImagePullBackOff", "ErrImagePull",
-    ),
+    JobState.PENDING: "Creating Initializing Resuming Pending ContainerCreating ImagePullBackOff ErrImagePull",
     # Degraded: some pods fail, and the operator has not ended the others yet.
-    JobState.RUNNING: ("Running", "Updating", "Degraded", "Stopping", "Deleting", "Terminating"),
-    JobState.SUCCEEDED: ("Completed", "Succeeded"),
-    JobState.FAILED: ("Failed",),
+    JobState.RUNNING: "Running Updating Degraded Stopping Deleting Terminating",
+    JobState.SUCCEEDED: "Completed Succeeded",
+    JobState.FAILED: "Failed",
     # By a user: it could be resumed there; here the next run of the same command is a new attempt.
-    JobState.CANCELLED: ("Stopped",),
-    JobState.ABSENT: ("Deleted",),
-}  # fmt: skip
+    JobState.CANCELLED: "Stopped",
+    JobState.ABSENT: "Deleted",
+}
 
 
 def state_of(phase: str | None) -> JobState:
     """Return where a workload is in our words. One without a documented word is UNKNOWN, which stops nothing."""
     if phase is None:
         return JobState.ABSENT
-    return next((state for state, words in _WORDS.items() if phase in words), JobState.UNKNOWN)
+    return next((state for state, words in _WORDS.items() if phase in words.split()), JobState.UNKNOWN)
 
 
 Api: TypeAlias = Cli | Rest
-"""A way to reach Run:ai. Its `submit` asks once: PlatformRefused says that no workload was made, PlatformUnreachable
-that nobody knows. Its `trouble` are the code, the beginning and the fix of the finding that such an error is."""
+"""A way to reach Run:ai. Its `submit` asks once, and leaves a workload of that name as it is: PlatformRefused says that
+none was made, PlatformUnreachable that nobody knows. Its `trouble` is the code of the finding that such an error is.
+`phase` is Run:ai's word, None where there is no such workload; for `delete`, already gone is success."""
 
 
 class RunaiPlatform:
@@ -71,7 +69,7 @@ class RunaiPlatform:
     """
 
     name: ClassVar[str] = "runai"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
@@ -90,7 +88,6 @@ class RunaiPlatform:
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
-        """The command line or the request, and with it what its one packed word says."""
         work = workload(job, self._settings)
         reference = WorkloadReference(self._settings.project, job.attempt_name, job.nodes, job.directory)
         return Submission(
@@ -105,16 +102,9 @@ class RunaiPlatform:
         directory = WorkloadReference.of(submission.job_id).directory
         volumes = [one.path for one in self._settings.claims]
         if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
-            what = (
-                f"the root's folder {directory} is on no volume that pods mount (platform.claims: "
-                f"{', '.join(volumes) or 'none'})"
-            )
+            what = f"the root's folder {directory} is on no volume that pods mount (platform.claims: {volumes})"
             fix = "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here"
             yield Finding("error", "runai.root", what, fix)
-        network = self._settings.network
-        if network != DEFAULT and self._settings.gpus == 0:
-            what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
-            yield Finding("warning", f"runai.{network}", what, f"raise platform.gpus, or take network: {DEFAULT}")
         yield from self._settings.fabric.problems
         if self._settings.interactive:
             what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
@@ -122,31 +112,22 @@ class RunaiPlatform:
             yield Finding("warning", "runai.interactive", what, fix)
         try:
             self._api.check_access(submission.body["sent"])
-        except NotInstalled as error:
-            yield finding_of(error, "runai.no-cli")
-        except LoginProblem as error:
-            yield finding_of(error, "runai.login")
-        except ConfigProblem as error:
-            yield finding_of(error, "runai.project")
-        except (PlatformRefused, PlatformUnreachable) as error:
-            code, about, fix = self._api.trouble
-            yield Finding(finding_of(error, code).severity, code, f"{about}{error}", fix)
+        except errors.LauncherError as error:
+            codes = {errors.NotInstalled: "no-cli", errors.LoginProblem: "login", errors.ConfigProblem: "project"}
+            code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.trouble)
+            yield finding_of(error, f"runai.{code}")
 
     def avoidable(self, job: Job) -> Avoidable:
         if self._api.excludes:
             return Avoidable(None, "ask the cluster's administrator to have the machine mended or cordoned off")
-        return Avoidable(
-            0,
-            f"`{self._settings.cli}` has no --exclude-node: install a newer one, submit by REST (platform.url), or "
-            "take other platform.node_pools",
-        )
+        instead = "install a newer one, submit by REST (platform.url), or take other platform.node_pools"
+        return Avoidable(0, f"`{self._settings.cli}` has no --exclude-node: {instead}")
 
     def check_access(self) -> str:
         self._api.check_access()
         return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job; one of its name that is there, live or ended, is left as it is."""
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
@@ -197,9 +178,9 @@ class RunaiPlatform:
         """
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
-        state = state_of(phase)
+        state, native = state_of(phase), str(phase)
         if state.live:
-            return JobStatus(state=state, native=str(phase))
+            return JobStatus(state=state, native=native)
         attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
         codes = exit_codes(attempt)
         if state is not JobState.ABSENT:
@@ -207,38 +188,33 @@ class RunaiPlatform:
                 time.sleep(0.2)
                 codes = exit_codes(attempt)
             self._settled.add(job_id)
-            return JobStatus(state=state, native=str(phase), exit_codes=codes)
         # It was deleted: by us, or after its end. One that never was left nothing.
-        if attempt.exists(CANCELLED):
-            return JobStatus(state=JobState.CANCELLED, native="deleted", exit_codes=codes)
-        if len(codes) < reference.nodes:
-            return JobStatus(state=JobState.ABSENT, native="absent", exit_codes=codes)
-        state = JobState.FAILED if any(codes.values()) else JobState.SUCCEEDED
-        return JobStatus(state=state, native="deleted after its end", exit_codes=codes)
+        elif attempt.exists(CANCELLED):
+            state, native = JobState.CANCELLED, "deleted"
+        elif len(codes) < reference.nodes:
+            native = "absent"
+        else:
+            state = JobState.FAILED if any(codes.values()) else JobState.SUCCEEDED
+            native = "deleted after its end"
+        return JobStatus(state=state, native=native, exit_codes=codes)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
-        phase = self._api.phase(reference.name)
-        ended = not state_of(phase).live
+        ended = not state_of(self._api.phase(reference.name)).live
         return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         reference = WorkloadReference.of(job_id)
-        phase = self._api.phase(reference.name)
-        if phase is None:
-            return
-        if state_of(phase).live:
+        if state_of(self._api.phase(reference.name)).live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
-        deadline, pause = time.monotonic() + self._leave, 0.2
+        deadline = time.monotonic() + self._leave
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
-                raise PlatformUnreachable(
-                    f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted", fix="cancel it again"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 5.0)
+                what = f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted"
+                raise PlatformUnreachable(what, fix="cancel it again")
+            time.sleep(1.0)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         name = WorkloadReference.of(job_id).name
@@ -253,6 +229,6 @@ def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api
 def exit_codes(attempt: Storage) -> dict[int, int]:
     """Node number to exit code, of the nodes that have told."""
     try:
-        return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
+        return {report.node: report.exit_code for report in node_reports(attempt)}
     except TrainLitgptError as error:
         raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
 
-from launcher.environment import Entry, combined
+from launcher.environment import Entry, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
 from launcher.networks.profile import Network
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
-from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
 
-LOG_EVERY = 10
-"""Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
+
+PREEMPTIBILITY = {None: None, True: "preemptible", False: "non-preemptible"}
+"""The names of it in REST and CLI v2."""
 
 
 class Workload(NamedTuple):
@@ -60,43 +59,21 @@ class WorkloadReference(NamedTuple):
         query = parse_qs(url.query)
         if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
             raise ConfigProblem(f"{job_id!r} is no job of Run:ai; ids look like runai://project/name?nodes=2&kept=…")
-        return cls(
-            project=url.netloc, name=url.path.strip("/"), nodes=int(query["nodes"][0]), directory=query["kept"][0]
-        )
+        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
-    if longest > LONGEST_LABEL:
+    if longest > LONGEST_LABEL or not RFC_1035.fullmatch(job.attempt_name):
         raise ConfigProblem(
-            f"the pods of {job.attempt_name} would have names of {longest} characters, and Kubernetes takes "
-            f"{LONGEST_LABEL}",
-            fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter",
-        )
-    if not RFC_1035.fullmatch(job.attempt_name):
-        raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be a workload's name",
-            fix="use lower-case letters, digits and dashes, and begin with a letter",
+            f"{job.attempt_name!r} cannot be a workload's name: Kubernetes takes {LONGEST_LABEL} lower-case letters, "
+            f"digits and dashes for those of its pods, the first a letter, and they have up to {longest} characters",
+            fix="choose another `name` for the run",
         )
     network = settings.fabric
-    node = network.node.model_copy(
-        update={
-            "gpus": settings.node_gpus,
-            "overrides": dict(settings.overrides),
-            "allow_sockets": settings.allow_sockets,
-            "shm_bytes": network.node.shm_bytes if settings.large_shm else 0,
-            # Plain TCP has no figure that it could be held to.
-            "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
-        }
-    )
-    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
-    text = json.dumps(told, separators=(",", ":"))
-    own = [
-        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
-        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
-    ]
-    entries = combined(own, profile=network.environment, scripted=(), overrides=settings.overrides, job=job.env)
+    shm = network.node.shm_bytes if settings.large_shm else 0
+    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
     variables = {entry.name: entry.value for entry in entries}
     shown = {name: value for name, value in variables.items() if plain(value)}
     hidden = {name: value for name, value in variables.items() if name not in shown}
@@ -105,7 +82,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         node_rank=PYTORCHJOB,
         master=PYTORCHJOB,
         directory=f"{SCRATCH}/{job.attempt_name}",
-        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
+        log_flags=("--log-uri", job.directory, "--log-every", "10"),  # seconds; that copy is what is read
         grace=settings.grace,
     )
     packed_command = ("python", *arguments[:3], SPEC, pack(arguments[3:], hidden))
@@ -117,8 +94,3 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     }
     words = ("sleep", "infinity") if settings.interactive else packed_command
     return Workload(job, settings, network, words, shown, unpacked, entries)
-
-
-def preemptibility(preemptible: bool | None) -> str | None:
-    """The name in REST and CLI v2."""
-    return None if preemptible is None else "preemptible" if preemptible else "non-preemptible"

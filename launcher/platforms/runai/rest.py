@@ -5,7 +5,6 @@ https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api and https://github
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,8 +16,9 @@ from pydantic import SecretStr
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
-from launcher.platforms.runai.render import Workload, preemptibility
+from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
+from launcher.platforms.settings import asked
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
@@ -50,35 +50,22 @@ _GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (
 
 
 class Rest:
-    """The API of one control plane."""
-
-    def __init__(
-        self, settings: RunaiPlatformConfig, environ: Mapping[str, str] | None = None, *, pause: float = 1.0
-    ) -> None:
-        """Take the credentials from `environ`, by default this process's own; `pause` is how many seconds later a
-        request that nobody answered is sent again, each time twice as long."""
+    def __init__(self, settings: RunaiPlatformConfig, environ: Mapping[str, str], *, pause: float = 1.0) -> None:
+        """Take the credentials from `environ`; `pause` is how many seconds later a request that nobody answered is sent
+        again, each time twice as long."""
         self._settings, self._pause = settings, pause
-        known_to = os.environ if environ is None else environ
+        self._client = protected_client(base_url=settings.url or "", timeout=_TIMEOUT)
         # A function, because a traceback may show the attributes of an object.
-        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
+        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, environ)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = _GRANTS
-        fix = "see that platform.url is the control plane's, and that this machine reaches it"
-        self.trouble = "runai.api", "", fix
-        self.name, self.excludes = "rest", True
+        self.name, self.trouble, self.excludes = "rest", "api", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
-        self.unknown: tuple[str, ...] = (
-            f"{ids}: the control plane says which they are when the training is submitted",
-        )
-
-    @cached_property
-    def _client(self) -> httpx.Client:
-        return protected_client(base_url=self._settings.url or "", timeout=_TIMEOUT)
+        self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
     # --- what every way to Run:ai has ---
 
     def render(self, work: Workload) -> Mapping[str, Any]:
-        """The request; ids of project and cluster are filled in when it is sent."""
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
     def check_access(self, _sent: Mapping[str, Any] | None = None) -> None:
@@ -86,18 +73,15 @@ class Rest:
         _ = self._ids
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        """Post the training, once; one of that name that is there already is left as it is."""
         project, cluster = self._ids
         training = {**sent["json"], "projectId": project, "clusterId": cluster}
         self._ask("POST", TRAININGS, tries=1, unless=httpx.codes.CONFLICT, json=training)
 
     def phase(self, name: str) -> str | None:
-        """The training's phase in Run:ai's word, None where there is none of that name."""
         found = self._find(name)
         return None if found is None else str(found.get("phase") or found.get("actualPhase") or "Unknown")
 
     def delete(self, name: str) -> None:
-        """Ask for it to be gone; already gone is success."""
         if (found := self._find(name)) is not None:
             self._ask("DELETE", f"{TRAININGS}/{found['id']}", unless=httpx.codes.NOT_FOUND)
 
@@ -114,45 +98,29 @@ class Rest:
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        wanted, where, cluster = self._settings.project, self._settings.cluster, None
+        wanted, where = self._settings.project, self._settings.cluster
+        found = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
+        mine = [one for one in found.get("projects") or [] if one.get("name") == wanted]
+        projects = {str(one.get("clusterId")): str(one["id"]) for one in mine}
+        if not projects:
+            what = f"platform.project={wanted} is no project that this application may see"
+            raise ConfigProblem(what, fix="give its name as Run:ai shows it, or get the application a role in it")
+        names = {cluster: cluster for cluster in projects}
         if where is not None:
             found = self._ask("GET", CLUSTERS)
             clusters = found if isinstance(found, list) else found.get("clusters") or []
-            ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
-            match = [one for one, name in ids.items() if where in {one, name}]
-            if len(match) != 1:
-                there = ", ".join(sorted(ids.values())) or "none"
-                raise ConfigProblem(
-                    f"platform.cluster={where} is no cluster of {self._settings.url}; there are: {there}"
-                )
-            cluster = match[0]
-        found = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
-        projects = [one for one in found.get("projects") or [] if one.get("name") == wanted]
-        here = [one for one in projects if cluster is None or one.get("clusterId") == cluster]
-        if len(here) == 1:
-            return str(here[0]["id"]), str(here[0]["clusterId"])
-        if not projects:
-            raise ConfigProblem(
-                f"platform.project={wanted} is no project that this application may see",
-                fix="give its name as Run:ai shows it, or have an administrator give the application a role in it",
-            )
-        on = ", ".join(sorted(str(one.get("clusterId")) for one in projects))
-        raise ConfigProblem(
-            f"platform.project={wanted} is on the clusters {on}"
-            + (f", not on platform.cluster={where}" if where else "; say which one in platform.cluster")
-        )
+            names |= {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
+        here = [cluster for cluster in projects if where in {None, cluster, names[cluster]}]
+        if len(here) != 1:
+            what = f"platform.cluster={where} is not the one cluster of platform.project={wanted}"
+            raise ConfigProblem(f"{what}; there are: {', '.join(sorted(names[cluster] for cluster in projects))}")
+        return projects[here[0]], here[0]
 
     # --- requests: secrets are in no variable here, since a traceback may show those ---
 
     def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
         """The document of the answer to one request with a valid token; `unless` is the status of a refusal that is
-        none, after which there is no document. A token that the server has ended before its time is renewed once.
-
-        Raises:
-            LoginProblem: the application is not let in.
-            PlatformRefused: with the server's words.
-            PlatformUnreachable: nobody answers, or somebody else does.
-        """
+        none, after which there is no document. A token that the server has ended before its time is renewed once."""
         for _ in range(2):
             if time.monotonic() > self._until - _EARLY:
                 self._log_in()
@@ -164,19 +132,13 @@ class Rest:
                 break
             self._until = 0.0
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            raise LoginProblem(
-                f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})",
-                fix="have an administrator give the application of "
-                f"platform.credentials={self._settings.credentials} a role in the project that may create trainings "
-                "(ML engineer, L1 researcher)",
-            )
-        if answer.status_code == unless:
+            fix = "get the application of platform.credentials a role that may create trainings, as ML engineer"
+            raise LoginProblem(f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})", fix=fix)
+        if answer.status_code == unless or (answer.is_success and method == "DELETE"):
             return None
         if not answer.is_success:
             what = f"{method} {path} is refused ({answer.status_code}): {self._words(answer)}"
             raise PlatformRefused(what, fix="fix what it names in the platform section")
-        if method == "DELETE":
-            return None
         try:
             return answer.json()
         except ValueError:
@@ -184,35 +146,26 @@ class Rest:
             raise PlatformUnreachable(what, fix="see that platform.url is the control plane's") from None
 
     def _log_in(self) -> None:
-        """A token for the application, by whichever of the grants this version knows."""
         name = self._settings.credentials
-        known = self._credentials()
-        if known is None:
-            raise NoCredentials(
-                f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
-                "of an application made under Run:ai's Access settings, or take platform.api=cli"
-            )
+        if (known := self._credentials()) is None:
+            fix = f"export {name}_CLIENT_ID and {name}_CLIENT_SECRET of an application, or take platform.api=cli"
+            raise NoCredentials(f"there are no credentials for {self._settings.url}", fix=fix)
         for grant in self._grants:
             answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
             status = answer.status_code
-            if status == httpx.codes.OK:
-                if granted := Grant.read(answer.content):
-                    self._grants = (grant,)
-                    self._token = granted.token
-                    self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
-                    return
-                what = f"{self._settings.url}{TOKEN} answers without a token"
-                raise LoginProblem(what, fix="see that platform.url is the control plane's")
+            if status == httpx.codes.OK and (granted := Grant.read(answer.content)):
+                self._grants, self._token = (grant,), granted.token
+                self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
+                return
             if status not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
-        raise LoginProblem(
-            f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})",
-            fix="make new ones for the application, and export them",
-        )
+        what = f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status})"
+        fix = "see that platform.url is the control plane's; make new ones for the application, and export them"
+        raise LoginProblem(what, fix=fix)
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        """One request, again where nobody answers: what looks or deletes is safe to repeat."""
+        # Again where nobody answers: what looks or deletes is safe to repeat.
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:
@@ -224,14 +177,12 @@ class Rest:
                 continue
             if answer.has_redirect_location:
                 there = origin_of(answer.headers["location"]) or "another path"
-                raise PlatformRefused(
-                    f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked",
-                    fix="write the control plane's own address in platform.url",
-                )
+                what = f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked"
+                raise PlatformRefused(what, fix="write the control plane's own address in platform.url")
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
             problem = f"{answer.status_code}: {self._words(answer)}"
-        raise PlatformUnreachable(f"{what}: {problem}")
+        raise PlatformUnreachable(f"{what}: {problem}", fix="see that this machine reaches platform.url")
 
     def _words(self, answer: httpx.Response) -> str:
         """Return what the server says, but nothing of what it says to a request for a token, which held the secret."""
@@ -265,22 +216,16 @@ def body(work: Workload) -> dict[str, Any]:
         secret, _, key = entry.partition("/")
         variables.append({"name": name, "secret": {"name": secret, "key": key}})
 
-    gpus: dict[str, Any] = {"gpuDevicesRequest": int(settings.gpus)} if settings.gpus else {}
+    gpus = asked(gpuDevicesRequest=settings.node_gpus)
     if 0 < settings.gpus < 1:
-        gpus = {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
+        gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
-    claims = [
-        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
-        for claim in settings.claims
-    ]
+    pvc = [{"path": one.path, "existingPvc": True, "claimName": one.name, "readOnly": False} for one in settings.claims]
     # Without a uid pods are the image's user, which is 1000 in ours. Whether that is root is not demanded: Kubernetes
     # refuses images whose user has a name for it.
-    user: dict[str, Any] = {}
+    user = asked(uidGidSource=settings.run_as_user and "fromIdpToken")
     if settings.uid is not None:
-        ids = _given(runAsUid=settings.uid, runAsGid=settings.gid)
-        user = {"uidGidSource": "custom", **ids, "runAsNonRoot": True}
-    elif settings.run_as_user:
-        user = {"uidGidSource": "fromIdpToken"}
+        user = {"uidGidSource": "custom", **asked(runAsUid=settings.uid, runAsGid=settings.gid), "runAsNonRoot": True}
     # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it of a
     # workspace; that a training of several pods takes it for all of them is INFERRED.
     rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(job.exclude_nodes)}
@@ -298,17 +243,17 @@ def body(work: Workload) -> dict[str, Any]:
         "compute": {
             "largeShmRequest": settings.large_shm,
             **gpus,
-            **_given(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
+            **asked(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **_given(storage=claims and {"pvc": claims}),
+        **asked(storage=asked(pvc=pvc)),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
-        **_given(
+        **asked(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
             nodePools=list(settings.node_pools),
             nodeType=settings.node_type,
             podAffinity=settings.topology and topology,
             priorityClass=settings.priority,
-            preemptibility=preemptibility(settings.preemptible),
+            preemptibility=PREEMPTIBILITY[settings.preemptible],
         ),
         # A gang cannot heal pod by pod: a new attempt is ours to make.
         "backoffLimit": 0,
@@ -323,8 +268,3 @@ def body(work: Workload) -> dict[str, Any]:
         "masterSpecSameAsWorker": True,
         "spec": spec,
     }
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is Run:ai's own default."""
-    return {name: value for name, value in fields.items() if value}

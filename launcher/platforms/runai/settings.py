@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from launcher.errors import ConfigProblem, LoginProblem
+from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, ByMultus, NetworkSettings, chosen_network, require_fit, roce
 from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
@@ -140,71 +142,44 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
         """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
-        name, there, variable = self.credentials, origin_of(self.url or ""), f"{self.credentials}_URL"
-        same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == (
-            name,
-            there,
-        )
+        name, there = here = self.credentials, origin_of(self.url or "")
+        variable = f"{name}_URL"
+        same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == here
         known = origin_of(os.environ.get(variable, ""))
         if self.uses_rest(os.environ) and not same and not (known and known == there):
-            raise ConfigProblem(
-                f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
-                f"{known or 'not set to a URL'}: everybody who may write to the root can write "
-                "records, so that credentials are not sent where only a record says",
-                fix=f"if {there} is yours, export {variable}={there}, or give the verb the config instead of the name",
-            )
+            what = f"only the job's record, which others may write, says that the credentials {name} are for {there}"
+            fix = f"if it is yours, export {variable}={there}, or give the verb the config instead of the name"
+            raise ConfigProblem(f"{what}; {variable} is {known or 'not set to a URL'}", fix=fix)
         return self.open()
 
     @property
     def node_gpus(self) -> int:
         """Whole GPUs of each pod, or 1 for a part of one."""
-        return int(self.gpus) if self.gpus >= 1 else int(self.gpus > 0)
-
-    @field_validator("cli")
-    @classmethod
-    def _is_run_ais(cls, given: str) -> str:
-        """Refuse another program: plan and render run this one, and a config may be somebody else's."""
-        if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", given):
-            raise ValueError(
-                f"platform.cli={given!r} is no name of a runai program on PATH; add its folder to PATH, and give its "
-                "name, which has `runai` in it"
-            )
-        return given
+        return math.ceil(self.gpus)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.gpus % 1 and self.gpus > 1:
-            raise ValueError(f"platform.gpus={self.gpus}; give whole GPUs, or a part of one below 1")
-        if self.gpus % 1 and self.nodes > 1:
-            raise ValueError(
-                f"platform.gpus={self.gpus} on platform.nodes={self.nodes}: NCCL wants a GPU of its own for each rank; "
-                "give whole GPUs, or one node"
-            )
-        if self.gpus and self.processes > self.node_gpus:
-            raise ValueError(
-                f"platform.processes={self.processes}, but a pod has {self.gpus:g} GPUs, and ranks cannot share one; "
-                "leave platform.processes out"
-            )
-        if self.network != DEFAULT and self.gpus % 1:
-            raise ValueError(
-                f"platform.network={self.network} is for whole GPUs; raise platform.gpus, or take {DEFAULT}"
-            )
+        # Plan and render run this program, and a config may be somebody else's.
+        if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", self.cli):
+            fix = "add its folder to PATH, and give its name, which has `runai` in it"
+            raise ValueError(f"platform.cli={self.cli!r} is no name of a runai program on PATH; {fix}")
+        if self.gpus % 1 and (self.gpus > 1 or self.nodes > 1 or self.network != DEFAULT):
+            what = f"platform.gpus={self.gpus}, nodes={self.nodes}, network={self.network}"
+            fix = f"give whole GPUs, or one node of network={DEFAULT} a part below 1"
+            raise ValueError(f"{what}: NCCL wants a GPU of its own for each rank; {fix}")
+        require_gpus(None, gpus=self.node_gpus, processes=self.processes)
         if self.url is not None and not is_protected(self.url):
-            raise ValueError(
-                f"platform.url={self.url} is not encrypted, and the application's secret would be sent there; write "
-                "https:// in front of its name"
-            )
+            fix = "write https:// in front of its name"
+            raise ValueError(f"platform.url={self.url} is not encrypted, and would be sent a secret; {fix}")
         if self.api == "rest" and self.url is None:
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")
-        if self.run_as_user and (self.uid is not None or self.gid is not None):
-            raise ValueError("platform.run_as_user and platform.uid, gid say different things; keep one")
-        if self.gid is not None and self.uid is None:
-            raise ValueError(f"platform.gid={self.gid} without platform.uid; give both")
-        if wrong := [name for name, entry in self.secrets.items() if not re.fullmatch(r"[^/]+/[^/]+", entry)]:
-            raise ValueError(
-                f"platform.secrets.{wrong[0]}={self.secrets[wrong[0]]!r} is no `name/key`; "
-                "name a Kubernetes secret of the project and its entry"
-            )
+        if (self.run_as_user and self.uid is not None) or (self.uid is None and self.gid is not None):
+            what = f"platform.uid={self.uid} with gid={self.gid}, run_as_user={self.run_as_user}"
+            raise ValueError(f"{what}; give uid and gid, or run_as_user alone")
+        for name, entry in self.secrets.items():
+            if not re.fullmatch(r"[^/]+/[^/]+", entry):
+                fix = "name a Kubernetes secret of the project and its entry"
+                raise ValueError(f"platform.secrets.{name}={entry!r} is no `name/key`; {fix}")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)

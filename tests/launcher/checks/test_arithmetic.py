@@ -14,7 +14,7 @@ from launcher.checks.arithmetic import check_memory, expected, figures, gpu_name
 from launcher.config import RunConfig, validated
 from launcher.machines import MACHINES, ListPrice
 from litgpt_demo import catalogue
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem, require
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 OLD = Contents(torch="2.2.2", nccl="2.19.3", cuda="12.1", python="3.11.9", glibc="2.36", architecture="amd64")
 NEW, TCPXO = (STACKS[name].contents("amd64") for name in ("default", "tcpxo"))

@@ -21,9 +21,9 @@ from launcher.runs.sweeps import trials
 from litgpt_demo.data.corpus import Source
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, UserError
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.manifests import write_manifest
 from litgpt_demo.runs import FINAL, METRICS
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of
@@ -181,8 +181,8 @@ REFUSED = [
         "set image.platform to linux/arm64",
     ),
     ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
-    ("data.corpus.paths=[gone.txt]", "gone.txt does not exist"),
-    ("data.tokenizer={kind: file, path: pi.py}", "is not JSON"),
+    ("data.corpus.paths=[gone.txt]", "gone.txt', and no file matches that"),
+    ("data.tokenizer={kind: file, path: pi.py}", "is no tokenizer, or cut short (Invalid JSON"),
     ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
     ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),

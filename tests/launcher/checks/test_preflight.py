@@ -15,8 +15,7 @@ from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable, finding_of, require
 from launcher.job import Job
 from launcher.platforms.local.platform import LocalPlatform
-from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, TrainLitgptError, Unreachable
-from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.errors import DataError, DiskFull, Fault, Finding, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.storage.local import LocalStorage
 
 
@@ -55,7 +54,7 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory=f"{tmp_path}/attempts/1")
     with socket.create_server(("", 0)) as taken:
         place = check_place(broken, LocalPlatform(port=taken.getsockname()[1]), job)
-        found = [*place, *check_training(broken, job, vocab_size=None)]
+        found = [*place, *check_training(broken, job, vocab_size=70_000)]
     assert all(one.fix for one in found if one.severity != "info")
     told = {(one.severity, one.code) for one in found}
     errors = {("error", code) for code in ("root.not-a-folder", "model.vocabulary", "local.port")}
@@ -87,7 +86,7 @@ def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
-    assert fault_of_findings([data]) is Fault.DATA
+    assert data.fault is Fault.DATA
     with pytest.raises(DataError, match="holds no text"):
         require([data])
     with pytest.raises(ConfigProblem) as caught:

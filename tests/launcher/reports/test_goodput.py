@@ -9,6 +9,7 @@ import pytest
 
 from launcher.job import JobId, JobState
 from launcher.reports.goodput import AttemptTimes, Ledger, Part, ledger
+from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
 from litgpt_demo.runs import RecordedPrice
 
@@ -29,11 +30,11 @@ def attempt(
     )  # fmt: skip
     state = JobState.SUCCEEDED if fell is None else JobState.FAILED
     times = {"scheduled": DAY + found, "pulled": DAY + pulled, "ended": DAY + ended, "seen": DAY + ended + 1}
-    report = {
-        "node": 0, "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0, "stage_seconds": 15.0,
-        "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
+    report = NodeReport.model_validate({
+        "node": 0, "message": "", "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0,
+        "stage_seconds": 15.0, "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
         "ranks": [] if fell is None else [{"rank": 0, "time": DAY + fell}],
-    }  # fmt: skip
+    })  # fmt: skip
     return AttemptTimes(record=record, end=AttemptEnd(state=state, native="", **times), reports=[report])
 
 
@@ -77,7 +78,8 @@ def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None
     collects = attempt(2, 185, found=190, pulled=195, node=(195, 285), ended=285)
     assert seconds(ledger([UNDISTURBED, collects], ROWS))["collecting"] == 70.0
     # Two nodes at $36 an hour are 2 cents a second, from when they were found until the job ended.
-    assert [made.usd(part) for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == pytest.approx([0, 0.6, 0.4])
+    costs = {row["part"]: row["cost"] for row in made.rows()}
+    assert [costs[part] for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == ["$0.00", "$0.60", "$0.40"]
 
 
 def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cli.console import Watch
+from cli.foreground import Watch
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
-from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
+from launcher.reports.report import RunReport, figures, html, live_markdown, markdown, outcome, verdict_markdown
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.run import trained_seconds
 from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import marked, parsed
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
@@ -114,7 +114,7 @@ def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> N
     assert text.count("```mermaid") == 2
     assert "def main(argv: list[str]) -> int:" in text
     # log(16) nats are 4 bits per token; a million tokens of four million bytes are a bit per byte.
-    assert {"figure": "Bits per byte of text", "value": "1.000"} in table(a_report())
+    assert ("Bits per byte of text", "1.000") in figures(a_report())[1]
     assert "4.2400" in live_markdown(training(25))
 
 
@@ -124,7 +124,7 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
     assert outcome(a_report(final=None, rows=training(25))) == "Stopped at step 25 of 40"
     html(a_report(rows=[], dataset=None, final=None, identity=None, config={}))
     broken = a_report(final=None, rows=[*training(25), {"kind": "step", "step": 26, "loss": "nan", "tokens": 13_312}])
-    assert {"figure": "Training loss", "value": "not a number"} in table(broken)
+    assert ("Training loss", "not a number") in figures(broken)[1]
 
 
 @given(name=TEXT, sample=TEXT, setting=TEXT)

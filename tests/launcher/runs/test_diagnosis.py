@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import ADVICE, VERDICT, Action, Verdict, diagnose, node_reports, write_verdict
+from launcher.runs.diagnosis import ADVICE, VERDICT, Action, NodeReport, Verdict, diagnose, node_reports, write_verdict
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
@@ -27,40 +27,39 @@ from litgpt_demo.storage import open_storage
 LOST_PEER = "RuntimeError: Connection closed by peer"
 NOON = 1_000_000.0
 
-Report = dict[str, Any]
-
 
 def failed(**exit_codes: int) -> JobStatus:
     codes = {int(node.removeprefix("node")): code for node, code in exit_codes.items()}
     return JobStatus(state=JobState.FAILED, native="node 0 ended with 1", exit_codes=codes)
 
 
-def rank(number: int, message: str = "", *, exit_code: int | None = 1, **more: Any) -> Report:
+def rank(number: int, message: str = "", *, exit_code: int | None = 1, **more: Any) -> dict[str, Any]:
     return {"rank": number, "exit_code": exit_code, "message": message, **more}
 
 
-def report(node: int, fault: Fault | None, *ranks: Report, after: float = 0, **more: Any) -> Report:
+def report(node: int, fault: Fault | None, *ranks: dict[str, Any], after: float = 0, **more: Any) -> NodeReport:
     """What a node writes of its end, `after` seconds after noon."""
     told = {"exit_code": 0 if fault is None else EXIT_CODES[fault], "fault": None if fault is None else fault.value}
-    return {"node": node, **told, "message": "", "ended": NOON + after, "ranks": list(ranks), **more}
+    told |= {"node": node, "message": "", "ended": NOON + after, "ranks": ranks}
+    return NodeReport.model_validate(told | more)
 
 
-def lost(node: int, *, after: float = 0) -> Report:
+def lost(node: int, *, after: float = 0) -> NodeReport:
     return report(node, Fault.NETWORK, rank(node, LOST_PEER), after=after)
 
 
-def hung(node: int, *, silent: float, **more: Any) -> Report:
+def hung(node: int, *, silent: float, **more: Any) -> NodeReport:
     return report(node, Fault.HANG, rank(node, f"Hung: rank {node}", time=NOON - silent, **more))
 
 
-def verdict(*reports: Report, status: JobStatus | None = None) -> Verdict:
+def verdict(*reports: NodeReport, status: JobStatus | None = None) -> Verdict:
     """The verdict on these reports, which is the same in any order."""
     found = {diagnose(status or failed(), some, (), logs="/runs/1") for some in permutations(reports)}
     assert len(found) == 1
     return found.pop()
 
 
-def culprit(*reports: Report, status: JobStatus | None = None) -> tuple[Any, ...]:
+def culprit(*reports: NodeReport, status: JobStatus | None = None) -> tuple[Any, ...]:
     found = verdict(*reports, status=status)
     return found.fault, found.node, found.rank
 
@@ -148,7 +147,7 @@ CULPRITS = ("gone", "killed", "process killed", "hung")
 ENDS = (*VICTIMS, *CULPRITS, "out of memory", "wrong", "preempted")
 
 
-def end_of(node: int, how: str) -> Report | None:
+def end_of(node: int, how: str) -> NodeReport | None:
     """The report that a node leaves of such an end; None where it leaves none."""
     return {
         "lost its peer": lost(node, after=1),
@@ -167,9 +166,9 @@ def judged(ends: Sequence[str], order: Sequence[int]) -> Verdict:
     """The verdict where machine `m<i>` ended as `ends[i]` says, and was the node `order[i]`."""
     machines = {node: f"m{machine}" for machine, node in enumerate(order)}
     reports = [end_of(node, how) for node, how in zip(order, ends, strict=True)]
-    told = [one | {"host": machines[one["node"]]} for one in reports if one is not None]
+    told = [one.model_copy(update={"host": machines[one.node]}) for one in reports if one is not None]
     killed = {node: {"killed": -9, "terminated": -15}.get(how) for node, how in zip(order, ends, strict=True)}
-    codes = {one["node"]: one["exit_code"] for one in told} | {node: code for node, code in killed.items() if code}
+    codes = {one.node: one.exit_code for one in told} | {node: code for node, code in killed.items() if code}
     status = JobStatus(state=JobState.FAILED, native="failed", exit_codes=codes, hosts=machines)
     return diagnose(status, told, (), logs="/attempts/1", nodes=len(ends))
 
@@ -200,8 +199,8 @@ def test_the_one_machine_that_the_others_lost_is_to_blame() -> None:
     [
         '{"node":0,"fault":null,"message":"","ended":1,"exit_code":1' + "0" * 5000 + "}",
         '{"node":0,"exit_code":1,"fault":null,"ended":1,"message":"\\ud800"}',
-        json.dumps(report(1, Fault.NODE)),
-        json.dumps(report(0, Fault.NODE) | {"message": "x" * 9_000_000}),
+        report(1, Fault.NODE).model_dump_json(),
+        json.dumps(report(0, Fault.NODE).model_dump(mode="json") | {"message": "x" * 9_000_000}),
     ],
     ids=["digits", "half a surrogate pair", "another node's", "9 MB"],
 )
@@ -213,13 +212,14 @@ def test_a_report_beyond_the_limits_counts_as_none(forged: str, tmp_path: Path) 
 
 SMALL = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 JSON = st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner))
+HUNG = hung(0, silent=1).model_dump(mode="json")
 FIELDS = st.sampled_from(["node", "exit_code", "fault", "message", "ended", "asked", "ranks"])
 
 
 @given(
     st.binary(max_size=300)
     | JSON.map(lambda value: json.dumps(value).encode())
-    | st.dictionaries(FIELDS, JSON).map(lambda changes: json.dumps(hung(0, silent=1) | changes).encode())
+    | st.dictionaries(FIELDS, JSON).map(lambda changes: json.dumps(HUNG | changes).encode())
 )
 def test_whatever_a_report_holds_there_is_a_verdict(content: bytes) -> None:
     with TemporaryDirectory() as folder:

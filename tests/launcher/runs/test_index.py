@@ -103,7 +103,7 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
         (folder / f"{name}-0123456789" / "1.json").write_bytes(content)
     (folder / RUN / f"{'9' * 200}.json").write_text("{}")
     newest = index.newest(bad := DamagedRecords())
-    assert ([one.run for one in newest], bad.count) == ([RUN], 2)
+    assert ([one.run for one in newest], len(bad)) == ([RUN], 2)
     assert [row.run for row in run_rows(index, bad=DamagedRecords())] == [RUN]
     assert find(RUN, root=str(tmp_path)).runs == (RUN,)
     for words in ("forged", "@last"):  # either may be the one that is meant

@@ -50,7 +50,7 @@ def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs)
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.left()
     assert [one.job_id for one in found] == jobs
-    assert str(found[1]) == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
+    assert found[1].what == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
     assert all(runs.remove(one) for one in found)
     assert runs.left() == []
 

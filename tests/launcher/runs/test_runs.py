@@ -19,7 +19,7 @@ from launcher.runs.run import Run, plan_run, plan_script, run_of
 from launcher.runs.sweeps import Trial, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.documents import FileRecord
 from litgpt_demo.training import checkpoints
 
 

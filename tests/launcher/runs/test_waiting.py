@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from claims import claim_on
@@ -16,7 +17,7 @@ from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, LogPage
-from launcher.runs.waiting import Clock, follow, pause
+from launcher.runs import waiting
 from litgpt_demo.errors import NetworkError
 
 Fate = tuple[float, Callable[[], object]]  # when something happens, and what
@@ -24,7 +25,7 @@ Fate = tuple[float, Callable[[], object]]  # when something happens, and what
 REFUSED = LoginProblem("the credentials are refused; log in again")
 
 
-class Hours(Clock):
+class Hours:
     """A clock on which hours pass in no time: `sleep` lets what is due in the meantime happen."""
 
     def __init__(self, *fates: Fate) -> None:
@@ -64,16 +65,15 @@ class Followed:
 
     def follow(self, *fates: Fate, patience: float = 900) -> JobState:
         self.clock = Hours(*fates)
-        following = follow(
+        following = waiting.follow(
             self.platform,
             self.id,
             on_lines=lambda lines: self.lines.extend(line.text for line in lines),
             on_silence=lambda error: self.silences.append(str(error)),
             poll=10,
-            patience=patience,
-            clock=self.clock,
         )
-        return asyncio.run(following).state
+        with patch.multiple(waiting, now=self.clock.now, sleep=self.clock.sleep, PATIENCE=patience):
+            return asyncio.run(following).state
 
 
 @pytest.fixture
@@ -140,16 +140,17 @@ def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(fo
     assert followed.clock.now() >= 1000 + 600 + 550
 
 
-def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises() -> None:
-    clock = Hours()
+def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises(monkeypatch: Any) -> None:
+    monkeypatch.setattr(waiting, "now", (clock := Hours()).now)
+    monkeypatch.setattr(waiting, "sleep", clock.sleep)
     looks = iter([NetworkError("no answer"), *[None] * 6, JobCancelled("cancelled")])
 
     def look() -> None:
         if error := next(looks):
             raise error
 
-    asyncio.run(pause(61, look=look, every=10, clock=clock))
+    asyncio.run(waiting.pause(61, look=look, every=10))
     assert sum(clock.sleeps) == 61
     with pytest.raises(JobCancelled):
-        asyncio.run(pause(600, look=look, every=10, clock=clock))
+        asyncio.run(waiting.pause(600, look=look, every=10))
     assert sum(clock.sleeps) < 100

@@ -24,8 +24,8 @@ from litgpt_demo.data.dataset import (
     verify_dataset,
     warnings_of,
 )
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import open_storage
 
 

@@ -136,10 +136,10 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
     for number, (files, words) in enumerate(
         [
             ({}, "tokenizer.json is not there; give the folder"),
-            ({"tokenizer.json": whole[:-9]}, "is not JSON .* is it cut short"),
+            ({"tokenizer.json": whole[:-9]}, r"cut short \(Invalid JSON"),
             ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
-            (spoilt, r"no tokenizer \(model\.vocab"),
+            (spoilt, r"no tokenizer.* at model\.vocab"),
         ]
     ):
         folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)
@@ -167,14 +167,14 @@ def test_a_tokenizer_of_the_hub_is_the_one_that_lies_there_and_what_it_does_not_
 ) -> None:
     assert from_hub().files == tokenizer.files
     assert from_hub(revision=hub.repositories["owner/model"].commit).hash == tokenizer.hash
-    with pytest.raises(UserError, match=r"(?s)owner/other at main .*check the name"):
+    with pytest.raises(UserError, match=r"(?s)owner/other at main: .*check the name"):
         from_hub("owner/other")
     hub.repositories["owner/model"].gated = True
     with pytest.raises(UserError, match="hf auth login"):
         from_hub()
     hub.repositories["owner/model"] = Repository({"README.md": b""})
-    with pytest.raises(UserError, match=r"owner/model at main has no tokenizer"):
+    with pytest.raises(UserError, match=r"owner/model at main: .*it has no such file"):
         from_hub()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"the hub cannot be reached for owner/model.*kind: file"):
+    with pytest.raises(UserError, match=r"the Hub at .* cannot be reached for owner/model.*give its path"):
         from_hub()

@@ -15,12 +15,12 @@ from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tenso
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
+from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export import models as making
 from litgpt_demo.export.models import export, main
 from litgpt_demo.export.weights import Tensors, Weights
-from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
@@ -126,7 +126,7 @@ def test_a_collected_model_is_kept_and_is_refused_once_its_bytes_change(
     assert export(open_storage(str(collected_copy))) == collected_run[1]
     assert path.stat().st_mtime_ns == before
     flip_a_bit(path)
-    with pytest.raises(DataError, match=f"{path} has crc32c .* Remove that folder and collect again"):
+    with pytest.raises(DataError, match=f"{path} has crc32c .*; remove that folder and collect again"):
         export(open_storage(str(collected_copy)))
 
 

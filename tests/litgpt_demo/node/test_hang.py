@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import pytest
 from waiting import until
 
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats, started
@@ -64,20 +62,12 @@ asleep_in_here()
 """
 
 
-@pytest.mark.parametrize("system", ["new", "without descriptors of processes"])
-def test_stacks_are_had_of_a_process_that_is_stopped(
-    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.ENOSYS, "refused")
-
+def test_stacks_are_had_of_a_process_that_is_stopped(tmp_path: Path) -> None:
     environment = os.environ | {NODE_DIRECTORY: str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=environment, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGSTOP)
-        if system != "new":
-            monkeypatch.setattr(os, "pidfd_open", refuse)
         beats = read_beats(tmp_path)
         ask_for_stacks(beats, patience=60.0)
         until(lambda: "in asleep_in_here" in Path(beats[0].stacks).read_text())

@@ -25,7 +25,6 @@ from litgpt_demo.node.code import unpacked_code
 from litgpt_demo.node.logs import uploaded
 from litgpt_demo.node.main import exports
 from litgpt_demo.node.rendezvous import Node
-from litgpt_demo.node.torchrun import Rendezvous
 from litgpt_demo.storage import Storage, open_storage
 
 
@@ -147,8 +146,8 @@ def test_a_node_refuses_code_that_was_changed_and_ends_with_the_class_of_data(tm
 
 def node(tmp_path: Path, **changes: object) -> Node:
     (tmp_path / "rank.py").touch()
-    meet = Rendezvous(nodes=1, node_rank=0, host="127.0.0.1", port=0, run_id="r-1")
-    made = Node(meet=meet, processes=1, directory=tmp_path / "d", program=(str(tmp_path / "rank.py"),))
+    meet = {"nodes": 1, "node_rank": 0, "host": "127.0.0.1", "port": 0, "run_id": "r-1", "processes": 1}
+    made = Node(**meet, directory=tmp_path / "d", program=(str(tmp_path / "rank.py"),))  # type: ignore[arg-type]
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -156,8 +155,8 @@ def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
     assert list(check_call(node(tmp_path))) == []
     (tmp_path / "file").touch()
     with socket.create_server(("", 0)) as other:
-        meet = Rendezvous(nodes=0, node_rank=0, host="127.0.0.1", port=other.getsockname()[1], run_id="r")
-        sick = node(tmp_path, meet=meet, processes=0, directory=tmp_path / "file" / "d", program=("gone.py",))
+        port, place = other.getsockname()[1], tmp_path / "file" / "d"
+        sick = node(tmp_path, nodes=0, port=port, processes=0, directory=place, program=("gone.py",))
         found = {trouble.code for trouble in check_call(sick)}
     assert found == {"node.rank", "node.processes", "node.program", "node.directory", "node.port"}
 

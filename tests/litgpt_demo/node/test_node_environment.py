@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, NodeError, UserError
 from litgpt_demo.node.environment import find_cards, of_network, rdma, require_executable_cache, sourced
-from litgpt_demo.node.network import NetworkUse, NodeNetwork, bytes_sent
+from litgpt_demo.node.network import NetworkUse, NodeNetwork
 
 BASE = {"PATH": os.environ["PATH"]}
 
@@ -133,8 +132,7 @@ def test_traffic_beside_the_cards_ports_ends_the_run(
 ) -> None:
     card(tmp_path, "mlx5_0", USUAL)
     sent(tmp_path, by_card=4_000, by_kernel=9_000)
-    counters = partial(bytes_sent, tmp_path, ("mlx5_0:1",), ("net1",))
-    use = NetworkUse(NETWORK, tmp_path / "no logs", nodes=2, sent=counters)
+    use = NetworkUse(NETWORK, tmp_path / "no logs", nodes=2, cards="=mlx5_0:1", sys=str(tmp_path))
     sent(tmp_path, by_card=by_card, by_kernel=by_kernel)
     told = use.look()
     assert (told is not None) is stopped

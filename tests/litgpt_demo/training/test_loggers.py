@@ -16,7 +16,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.loop import fit
-from litgpt_demo.training.reporting import COLUMNS, asked_for, forget
+from litgpt_demo.training.reporting import COLUMNS, Wandb, forget
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 
@@ -78,4 +78,4 @@ def test_a_key_in_place_of_its_name_and_a_name_without_a_key_are_refused(new_run
     spec = read_spec(open_storage(str(new_run("run"))))
     asked = TrainConfig.model_validate(spec.train.model_dump() | {"wandb": {"project": "p", "secret": "MY_OWN_KEY"}})
     with pytest.raises(UserError, match="MY_OWN_KEY names a variable that is not in this node's environment"):
-        asked_for(spec.model_copy(update={"train": asked}), tmp_path, resumed_from=0)
+        Wandb(spec.model_copy(update={"train": asked}), tmp_path, resumed_from=0)

@@ -23,11 +23,11 @@ from states import training_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import numbers_of, open_windows
+from litgpt_demo.data.batches import Windows, numbers_of
 from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
-from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
@@ -36,7 +36,7 @@ from litgpt_demo.training.loop import fit, grace_warning
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.setup import Feed
-from litgpt_demo.training.step import Exchange, Passed, learning_rate
+from litgpt_demo.training.step import Exchange, Passed
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def shards(run: Path) -> list[bytes]:
 @given(steps=st.integers(1, 3000), warmup=st.integers(0, 400), share=st.none() | st.floats(0.0, 1.0))
 def test_the_learning_rate_rises_and_falls_to_its_lowest(steps: int, warmup: int, share: float | None) -> None:
     settings = TrainConfig(learning_rate=0.5, min_learning_rate=share and share / 2, warmup_steps=warmup, max_tokens=1)
-    rates = [learning_rate(settings, step=step, steps=steps) for step in range(steps)]
+    rates = [settings.rate(step, steps=steps) for step in range(steps)]
     assert rates[:warmup] == sorted(rates[:warmup])
     assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
     if steps > warmup + 1:
@@ -69,7 +69,7 @@ def test_the_learning_rate_rises_and_falls_to_its_lowest(steps: int, warmup: int
         assert rates[-1] == pytest.approx(0.05 if share is None else share / 2)
     small = TrainConfig(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, max_steps=7)
     by_hand = [0.5, 1.0, 1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
-    assert [learning_rate(small, step=step, steps=7) for step in range(7)] == pytest.approx(by_hand)
+    assert [small.rate(step, steps=7) for step in range(7)] == pytest.approx(by_hand)
 
 
 def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
@@ -270,11 +270,9 @@ def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_do
 
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def windows() -> Windows:
     """Of four tokens each."""
-    path = tmp_path_factory.mktemp("tokens") / "train.bin"
-    np.arange(161, dtype="<u2").tofile(path)
-    return open_windows([path], dtype="<u2", length=4)
+    return Windows(files=[np.arange(161, dtype=np.uint16)], length=4)
 
 
 @given(asked=st.lists(st.integers(0, 8), min_size=1, max_size=12), world_size=st.sampled_from([1, 3]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from flows.prepare_dataset import prepare_dataset
+from flows.train_litgpt import prepare_dataset
 from launcher.config import ProcessWorkers, RunConfig
 from launcher.job import JobState
 from launcher.platforms.local.platform import LocalPlatform

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,11 +15,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import yaml
 from waiting import until
 
-from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
+from flows.train_litgpt import prepare_dataset
 from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, read_yaml
 from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
@@ -28,6 +31,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.runs import read_metrics
+from litgpt_demo.storage import open_storage
 from tasks.report import attempt_times
 
 pytestmark = pytest.mark.prefect
@@ -39,10 +43,43 @@ def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_run
     rates = {"train.learning_rate": [0.03, 0.01, 1e30]}  # no check can know that the last is too high
     sweep = SweepConfig.model_validate({**trained.config.model_dump(), "sweep": {"grid": rates, "max_parallel": 2}})
     table = asyncio.run(sweep_litgpt(**dict(sweep)))
-    assert [bool(row["error"]) for row in table] == [False, False, True]
+    assert [bool(row["ended"]) for row in table] == [False, False, True]
     assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
     [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
     assert str(RunConfig.model_validate(read_yaml(best)).train.learning_rate) == table[0]["train.learning_rate"]
+
+
+def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twice(tiny: Tiny, tmp_path: Path) -> None:
+    steps = {"train.max_steps": 36, "train.evaluate_every": 4, "train.checkpoint_every": 36, "name": "search"}
+    space = {"train.learning_rate": {"kind": "log-uniform", "low": 1e-6, "high": 3e-2}}
+    search = {"space": space, "sampler": "tpe", "trials": 12, "prune": "asha", "max_parallel": 3}
+    document = tiny(steps).model_dump(mode="json", exclude={"start"}) | {"sweep": search}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(document))
+    command = [str(Path(sys.executable).with_name("train-litgpt")), "sweep", str(tmp_path / "sweep.yaml")]
+
+    def ended() -> list[Path]:
+        return [*tmp_path.glob("runs/*/final/manifest.json"), *tmp_path.glob("sweeps/*/pruned/*")]
+
+    with (tmp_path / "first.log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as first:
+        until(lambda: len(ended()) >= 4, seconds=600)
+        first.kill()
+    before = {path.name for path in tmp_path.glob("runs/*")}
+    assert len(before) < 12
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    runs = {path.name for path in tmp_path.glob("runs/*")}
+    assert before <= runs
+    assert len(runs) == 12
+    index = Index.of(str(tmp_path))
+    assert {run: len(index.records(run)) for run in runs} == dict.fromkeys(runs, 1)
+    [sweep] = tmp_path.glob("sweeps/*")
+    pruned = {path.name for path in (sweep / "pruned").iterdir()}
+    assert 0 < len(pruned) < 12
+    for run in pruned:
+        last = max(row["step"] for row in read_metrics(open_storage(str(tmp_path)).within(f"runs/{run}")))
+        assert last < 36
+        assert f"{run}  pruned at step" in told
+    assert (sweep / "sweep.html").read_text().count("<svg") >= 3
+    assert RunConfig.model_validate(read_yaml(sweep / "best.yaml")).train.learning_rate > 1e-5
 
 
 def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
@@ -127,7 +164,7 @@ def died(*given: Any) -> None:
 def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.workers._results", died)
+    monkeypatch.setattr("tasks.dataset._results", died)
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))

@@ -7,7 +7,7 @@ import fcntl
 import pytest
 from another_user import as_nobody, needs_another_user, shared_temporary
 
-from flows.hooks import taken
+from flows.parameters import taken
 
 
 @needs_another_user

@@ -23,7 +23,7 @@ from launcher.config import RunConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
-from litgpt_demo.manifests import read_manifest
+from litgpt_demo.documents import read_manifest
 from litgpt_demo.runs import read_metrics
 
 # Slow enough to be met in the middle.

@@ -18,9 +18,9 @@ from waiting import until
 
 from launcher.images.stacks import STACKS
 from litgpt_demo.errors import Fault
+from litgpt_demo.node import gpu
 from litgpt_demo.node.checks import check_nccl
 from litgpt_demo.node.gate import read_result
-from litgpt_demo.node.gpu import torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 
 TESTS = Path(__file__).parents[2]
@@ -90,13 +90,16 @@ time.sleep(600)
 """
 
 
-def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_save(tmp_path: Path) -> None:
+def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The image has that torch, requirements-node.txt and our package, and nothing else."""
     ours = TESTS.parent / "litgpt_demo"
     python = python_with(TORCH, "numpy<2", *requirements((ours / "requirements-node.txt").read_text()))
     shutil.copytree(ours, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
     own = {"PYTHONPATH": str(tmp_path / "image")}
-    seen = torch_seen(os.environ | own, python=str(python))
+    monkeypatch.setattr(gpu, "PYTHON", (str(python),))
+    seen = gpu.torch_seen(os.environ | own)
     assert (seen.torch, seen.cuda, seen.nccl) == (f"{TORCH}+cu121", "12.1", "2.19.3")
     assert list(check_nccl(NodeNetwork(name="tcpx", nccl_net="x", nccl_versions=(">=2.19,<2.20",)), seen)) == []
 

@@ -107,7 +107,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
 SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     # Weights decay so strongly that a strategy which loses the decay, as FSDP's first version did, shows in the loss.
-    "fsdp": {"strategy": "fsdp", "activation_checkpointing": True, "weight_decay": 5.0},
+    "fsdp": {"strategy": "fsdp", "activation_checkpointing": "full", "weight_decay": 5.0},
 }
 
 

@@ -37,7 +37,7 @@ def test_a_service_that_repeats_what_it_was_sent_makes_no_key_known(
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert leaks("".join(echo.asked), KEY) == [KEY]  # it came there
-    assert "warning: Weights & Biases is told no metrics" in done.stdout
+    assert "warning: Wandb is told no metrics" in done.stdout
     assert len(rows(run, "step")) == 3
     assert leaks(done.stdout + done.stderr, KEY) == []
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

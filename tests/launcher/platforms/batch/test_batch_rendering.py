@@ -21,7 +21,7 @@ from launcher.job import Submission
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.render import container_of, group_of, labels_of
 from launcher.platforms.batch.settings import BatchPlatformConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("batch*.yaml"))
 

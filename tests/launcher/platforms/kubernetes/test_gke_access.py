@@ -97,5 +97,5 @@ def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Clust
     platform = gke(cluster)
     with pytest.raises(LoginProblem, match=r"deployments/rbac\.yaml") as refused:
         platform.check_access()
-    asked = [f"{verb} {resource}" for verb, resource, _ in needed(platform._settings, "jobset")]
+    asked = [f"{verb} {resource}" for verb, resource in needed(platform._settings, "jobset")]
     assert [one for one in asked if one not in str(refused.value)] == []

@@ -14,7 +14,7 @@ from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.reasons import advice, refusals, unschedulable
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 A3: dict[str, Any] = {"machine": "a3-highgpu-8g", "processes": 8}

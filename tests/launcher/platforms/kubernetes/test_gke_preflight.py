@@ -14,7 +14,7 @@ from launcher.networks import tcpx
 from launcher.platforms.kubernetes.capacity import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Fault, Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
@@ -22,14 +22,13 @@ RUNS = "gs://training/runs"
 
 
 def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
-    """Findings by code, without the good news and those of the image: no test's is in a registry."""
+    """Findings by code, without the good news."""
     return {one.code: one for one in told(gke(cluster, **settings)) if one.severity != "info"}
 
 
 def told(platform: GkePlatform) -> list[Finding]:
     settings = platform._settings
-    news = platform.check(platform.render(job(RUNS, processes=settings.processes, nodes=settings.nodes)))
-    return [one for one in news if one.code != "gke.image"]
+    return list(platform.check(platform.render(job(RUNS, processes=settings.processes, nodes=settings.nodes))))
 
 
 def test_a_cluster_that_has_everything_is_found_good_and_says_so(bare: Cluster) -> None:
@@ -167,6 +166,8 @@ def test_a_jobset_that_is_too_old_to_tell_failures_apart_is_named_with_what_woul
     assert "older than 0.10" in found(bare)["gke.jobset"].what
 
 
-def test_a_cluster_that_cannot_be_reached_is_one_finding(tmp_path: Path) -> None:
-    platform = GkePlatform(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"), nodes=2))
-    assert [one.code for one in told(platform) if one.severity == "error"] == ["gke.cluster"]
+def test_a_cluster_that_cannot_be_reached_is_one_finding(cluster: Cluster, tmp_path: Path) -> None:
+    (away := tmp_path / "away").write_text(cluster.kubeconfig.read_text().replace(cluster.host, "http://127.0.0.1:1"))
+    for path, severity, fault in ((tmp_path / "nowhere", "error", Fault.USER), (away, "unknown", Fault.UNREACHABLE)):
+        (news,) = found(cluster, kubeconfig=str(path)).values()
+        assert (news.code, news.severity, news.fault) == ("gke.cluster", severity, fault)

@@ -13,7 +13,7 @@ from launcher.job import Job, Submission
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.preflight import check_settings
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.findings import Finding
+from litgpt_demo.errors import Finding
 
 JOB = Job(
     name="owt-01", attempt=1, nodes=2, processes=8, program=("-m", "x"), directory="gs://b/runs/owt-01/attempts/1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,10 +70,8 @@ def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Pa
 
 def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
-    good = platform.render(job(tmp_path))
     bad: dict[str, Submission] = {
         "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
-        "this was rendered for local; render it for gke": replace(good, platform="local"),
         "create the namespace, or fix platform.namespace": gke(cluster, namespace="nowhere").render(job(tmp_path)),
         "cannot be written": platform.render(job(tmp_path, directory="/dev/null/attempts/1")),
     }

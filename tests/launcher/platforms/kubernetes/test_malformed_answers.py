@@ -98,7 +98,7 @@ def test_no_answer_ends_more_than_the_question(answer: Any) -> None:
     cluster = answering(200, json.dumps(answer).encode())
     for ask, asked in (
         (cluster.version, ()), (cluster.list, (PODS, "research")), (cluster.get, (PODS, "research", "pod-0")),
-        (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, "here")), (cluster.secret_type, ("research", "hub")),
+        (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, "here")), (cluster.has_secret, ("research", "hub")),
     ):  # fmt: skip
         with contextlib.suppress(PlatformUnreachable):
             ask(*asked)

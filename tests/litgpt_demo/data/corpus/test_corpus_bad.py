@@ -20,6 +20,7 @@ from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.reading import BadDocument, opened, seekable
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
@@ -33,11 +34,11 @@ def skipping(
     corpus = files(*of_each(folder), separator=separator)
     texts: list[str] = []
     bad: list[tuple[int, BadDocument]] = []
+    data = DataConfig(corpus=corpus, on_bad_document="skip", max_document_bytes=most)
     for shard in plan_shards(corpus, sources(corpus), target):
-        first = len(texts)
-        for batch in read_shard(corpus, shard, scratch=folder, skip_bad=True, most=most):
+        for batch in read_shard(data, shard, folder):
+            bad += [(len(texts) + one.index, one) for one in batch.bad]
             texts += batch.texts.to_pylist()
-            bad += ((first + one.index, one) for one in batch.bad)
     return texts, bad
 
 
@@ -168,8 +169,9 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
 
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl.zst": COMPRESS[".zst"](b'{"text": "' + b"x" * 200_000_000)})
-    found = documents(files(tmp_path), sources(files(tmp_path)), scratch=tmp_path / "scratch", most=1_000_000)
-    with little_memory(), pytest.raises(DataError, match="line 1 has more than 1,000,000 bytes"):
+    data = DataConfig(corpus=files(tmp_path), max_document_bytes=1_000_000)
+    found = documents(data, sources(data.corpus), tmp_path / "scratch")
+    with little_memory(), pytest.raises(DataError, match="line 1: has more than 1,000,000 bytes"):
         next(found)
 
 
@@ -195,11 +197,11 @@ TOO_LONG = "x" * 3_000_000
 def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: str, place: str) -> None:
     content = FORMATS[Path(name.removesuffix(".gz")).suffix](["one", TOO_LONG, "three"])
     write(tmp_path, {name: gzip.compress(content) if name.endswith(".gz") else content})
-    corpus = files(tmp_path, separator=SEPARATOR)
-    [shard] = plan_shards(corpus, sources(corpus))
-    with pytest.raises(DataError, match=rf"{name}.*: the document at {place}.* has more than 1,000,000 bytes"):
-        list(read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=False, most=1_000_000))
-    [batch] = read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=True, most=1_000_000)
+    data = DataConfig(corpus=files(tmp_path, separator=SEPARATOR), max_document_bytes=1_000_000)
+    [shard] = plan_shards(data.corpus, sources(data.corpus))
+    with pytest.raises(DataError, match=rf"{name}, {place}.*: has more than 1,000,000 bytes"):
+        list(read_shard(data, shard, tmp_path / "scratch"))
+    [batch] = read_shard(data.model_copy(update={"on_bad_document": "skip"}), shard, tmp_path / "scratch")
     assert batch.texts.to_pylist() == ["one", "", "three"]
     assert [(one.index, one.reason) for one in batch.bad] == [(1, "has more than 1,000,000 bytes")]
 
@@ -236,7 +238,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: s
     before, corpus = path.stat(), files(tmp_path)
     (shard,) = plan_shards(corpus, sources(corpus), 1 << 30)
     with cut_into(1 << 30, batch=1000):
-        found = read_shard(corpus, shard, scratch=tmp_path, skip_bad=True)
+        found = read_shard(DataConfig(corpus=corpus, on_bad_document="skip"), shard, tmp_path)
         next(found)
         # Another text of the same size at the same time, as two writes within one tick of the clock leave it.
         path.write_bytes(path.read_bytes().replace(b"199 word", b"199 bird"))
