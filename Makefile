@@ -96,8 +96,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "compiling what every start imports (20 s, once)"
 	@$(BIN)/python -c "import cli.foreground, flows.server, flows.train_litgpt"
 	@$(BIN)/python -c "import prefect.server.api.server, prefect.cli, uvicorn, matplotlib.backends.backend_svg"
-	@$(BIN)/python -c "import torch.distributed.run; from litgpt_demo.training import loop; \
-		from litgpt_demo.export import models; models.load_libraries()"
+	@$(BIN)/python -c "import torch.distributed.run; from litgpt_demo.training import loop; from litgpt_demo.export import models; \
+		from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
