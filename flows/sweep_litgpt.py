@@ -58,9 +58,9 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     runs = await asyncio.to_thread(runs_of, first, plan)
     works = dict(zip(map(str, first), runs, strict=True))
     await report_findings(partial(findings_of, config, works), artifact=sweep)
+    watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
-    watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     going = _Sweep(config, sweep, index, watch, plan, is_limited=await _is_limited())
     await asyncio.to_thread(going.take_up)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials

@@ -149,6 +149,7 @@ def pictures(search: Search) -> list[tuple[str, str]]:
     from optuna.importance import PedAnovaImportanceEvaluator
     from optuna.visualization import matplotlib as drawn
 
+    plt.switch_backend("agg")  # there may be no screen, and this may not be the main thread
     warnings.simplefilter("ignore", ExperimentalWarning)  # that such pictures may change is nothing to us
     several, made = len(search.objectives) > 1, []
     target = (lambda trial: trial.values[0]) if several else None
