@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 30_343,
-    "launcher": 14_295,
+    "source": 30_845,
+    "launcher": 14_663,
     "launcher/platforms/kubernetes": 2_988,
     "litgpt_demo": 12_429,
     "bench": 813,
-    "tests": 23_684,
+    "tests": 23_852,
     "test data": 3_490,
 }
 
