@@ -21,6 +21,7 @@ CLUSTER = [path for path in CONFIGS if path.name.startswith(("batch", "gke", "ru
 # A config is a training unless it stands here.
 KINDS = {
     "pi.yaml": "ScriptConfig", "sweep.yaml": "SweepConfig", "network.yaml": "BenchmarkConfig",
+    "sweep-search.yaml": "SweepConfig",
     "gke-tcpx.yaml": "ScriptConfig", "runai-pi.yaml": "ScriptConfig", "runai-benchmark.yaml": "ScriptConfig",
 }  # fmt: skip
 

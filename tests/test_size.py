@@ -12,8 +12,8 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 30_845,
-    "launcher": 14_663,
+    "source": 30_849,
+    "launcher": 14_667,
     "launcher/platforms/kubernetes": 2_988,
     "litgpt_demo": 12_429,
     "bench": 813,

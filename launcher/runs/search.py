@@ -29,7 +29,7 @@ class Search:
         self._sweep, self.objectives = sweep, sweep.objectives
         self.changes: list[Mapping[str, JsonValue]] = []
         """Of each trial, dotted setting to value."""
-        self._combinations = itertools.product(*sweep.grid.values())
+        self._combinations, self._before = itertools.product(*sweep.grid.values()), list[Mapping[str, JsonValue]]()
         self.study: optuna.Study | None = None
         try:
             import optuna
@@ -63,6 +63,10 @@ class Search:
 
     def add(self, changes: Mapping[str, JsonValue]) -> int:
         """Take up a trial with these settings, as one that was begun before; return its number."""
+        self._before.append(changes)
+        return self._enter(changes)
+
+    def _enter(self, changes: Mapping[str, JsonValue]) -> int:
         if self.study is not None:
             coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
             self.study.enqueue_trial(coded)
@@ -74,8 +78,8 @@ class Search:
         """Return the number of a new trial; None where there are as many as asked for, or nothing new is found."""
         if self._sweep.sampler == "grid":
             for values in self._combinations:
-                if (changes := dict(zip(self._sweep.grid, values, strict=True))) not in self.changes:
-                    return self.add(changes)
+                if (changes := dict(zip(self._sweep.grid, values, strict=True))) not in self._before:
+                    return self._enter(changes)
             return None
         study, samplers = (
             self.study,
