@@ -57,7 +57,7 @@ def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, clien
     run = plan_run(whole)
     assert read_manifest(run.storage, RunManifest) is not None
     shown = {str(artifact.key) for artifact in client.read_artifacts()}
-    assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown
+    assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report")} <= shown
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
