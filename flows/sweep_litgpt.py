@@ -104,12 +104,12 @@ class _Sweep:
         self.config, self.index, self._plan, self._is_limited = config, index, plan, is_limited
         self.storage = open_storage(config.root).within(f"sweeps/{name}")
         self.search, self.outcomes = Search(config.sweep), dict[int, Outcome]()
-        self._watch, self._waiting = watch, deque[tuple[int, Trial, Run]]()
+        self._watch, self._waiting, self._asking = watch, deque[tuple[int, Trial, Run]](), asyncio.Lock()
         self._runs, self._ending = set[str](), dict[str, asyncio.Task[None]]()
 
     def take_up(self) -> None:
         """Take up the trials that were begun before."""
-        pruned, every = set(self.storage.list()), self.config.train.evaluate_every
+        pruned = set(self.storage.list())
         for changes in begun_before(self.config, self.index):
             trial, number = trial_of(self.config, changes), self.search.add(changes)
             [run] = runs_of([trial], self._plan)
@@ -121,8 +121,8 @@ class _Sweep:
             loss = None if final is None else final.validation_loss
             ended = "" if final is not None else self.storage.read(mark).decode()
             outcome = outcome_of(trial, run, attempt_times(self.index, run.name), loss=loss, ended=ended)
-            for step, loss in outcome.losses.items():
-                self.search.is_hopeless(number, step // every, loss)
+            for step, seen in outcome.losses.items():
+                self.search.is_hopeless(number, step // trial.config.train.evaluate_every, seen)
             self._settle(number, outcome)
 
     def _settle(self, number: int, outcome: Outcome) -> None:
@@ -155,7 +155,11 @@ class _Sweep:
     async def work(self) -> None:
         """Carry out trials, one after the other, until there is none left."""
         platform = self.config.platform
-        while (asked := await asyncio.to_thread(self._next)) is not None:
+        while True:
+            async with self._asking:  # in a thread, and one after the other: the search counts its trials
+                asked = await asyncio.to_thread(self._next)
+            if asked is None:
+                return
             number, trial, run = asked
             await asyncio.to_thread(self._watch.check)
             PLANNED.set(run)

@@ -160,12 +160,9 @@ def pictures(search: Search) -> list[tuple[str, str]]:
         "All trials, a line each": lambda: drawn.plot_parallel_coordinate(
             study, target=target, target_name=search.objectives[0]
         ),
-        **(
-            {"Pareto front": lambda: drawn.plot_pareto_front(study, target_names=[*search.objectives])}
-            if several
-            else {}
-        ),
     }
+    if several:
+        wanted["Pareto front"] = lambda: drawn.plot_pareto_front(study, target_names=[*search.objectives])
     for caption, draw in wanted.items():
         try:
             draw()

@@ -66,11 +66,13 @@ class Search:
         self._before.append(changes)
         return self._enter(changes)
 
-    def _enter(self, changes: Mapping[str, JsonValue]) -> int:
-        if self.study is not None:
+    def _enter(self, changes: Mapping[str, JsonValue], trial: optuna.Trial | None = None) -> int:
+        if self.study is not None and trial is None:
             coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
             self.study.enqueue_trial(coded)
-            self._trials.append(self.study.ask(self._space))
+            trial = self.study.ask(self._space)
+        if trial is not None:
+            self._trials.append(trial)
         self.changes.append(changes)
         return len(self.changes) - 1
 
@@ -81,22 +83,18 @@ class Search:
                 if (changes := dict(zip(self._sweep.grid, values, strict=True))) not in self._before:
                     return self._enter(changes)
             return None
-        study, samplers = (
-            self.study,
-            {"random": self._optuna.samplers.RandomSampler, "tpe": self._optuna.samplers.TPESampler},
-        )
+        study, kinds = self.study, self._optuna.samplers
         assert study is not None
+        sampler = {"random": kinds.RandomSampler, "tpe": kinds.TPESampler}[self._sweep.sampler]
         for attempt in range(_TRIES if len(self.changes) < (self._sweep.trials or 0) else 0):
             # A draw follows from its number and from what is known by then, and not from who has drawn before.
             seed = self._sweep.seed + 1_000_003 * attempt + len(self.changes)
-            study.sampler = samplers[self._sweep.sampler](seed=seed)
+            study.sampler = sampler(seed=seed)
             trial = study.ask(self._space)
             drawn = trial.params.items()
             changes = {name: json.loads(value) if name in self._coded else value for name, value in drawn}
             if changes not in self.changes:
-                self._trials.append(trial)
-                self.changes.append(changes)
-                return len(self.changes) - 1
+                return self._enter(changes, trial)
             study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         return None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import JsonValue
@@ -62,16 +64,16 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
     A ConfigProblem where a trial of a grid cannot be used, or none that is drawn, or two trials are the same training.
     """
-    search, made, problems = Search(sweep.sweep), list[Trial](), list[str]()
     draws = sweep.sweep.sampler != "grid"
-    while (number := search.ask()) is not None and number < (_PREVIEWED if draws else MOST_TRIALS + 1):
+    if (count := math.prod(map(len, sweep.sweep.grid.values()))) > MOST_TRIALS and not draws:
+        what = f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}"
+        raise ConfigProblem(what, fix="vary fewer settings at a time, or take sweep.sampler=tpe with sweep.trials")
+    search, made, problems = Search(sweep.sweep), list[Trial](), list[str]()
+    while (number := search.ask()) is not None and (number < _PREVIEWED or not draws):
         try:
             made.append(trial_of(sweep, search.changes[number]))
         except ConfigProblem as problem:
             problems.append(str(problem))
-        if number == MOST_TRIALS:
-            what = f"sweep.grid has more than {MOST_TRIALS:,} trials"
-            raise ConfigProblem(what, fix="vary fewer settings at a time, or take sweep.sampler=tpe with sweep.trials")
     if problems and not (draws and made):
         raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
     # What decides the trained model: two trials that agree in it would share one run's folder.
@@ -85,9 +87,8 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset] = plan_dataset) -> list[Run]:
     """Return the runs of these trials; `plan` looks at a corpus once, however many of them read it."""
-    corpora = {key_of(trial.config.data): trial.config.data for trial in every}
-    planned = {key: plan(data) for key, data in corpora.items()}
-    return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
+    planned = cache(plan)
+    return [as_started(run_of(trial.config, planned(trial.config.data))) for trial in every]
 
 
 def begun_before(sweep: SweepConfig, index: Index) -> list[dict[str, Any]]:
