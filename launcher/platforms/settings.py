@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,10 +70,9 @@ class PlatformSettings(Settings):
         if not isinstance(given, Mapping):
             return given
         if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:
-            raise ValueError(
-                "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone: a lost node is a "
-                "new attempt from the last checkpoint (train.max_restarts); set platform.nodes to one number"
-            )
+            what = "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone"
+            fix = "a lost node is a new attempt from the last checkpoint; set platform.nodes to one number"
+            raise ValueError(f"{what}: {fix}")
         return {name: value for name, value in given.items() if name != "min_nodes"}
 
     def open(self) -> Platform:
@@ -95,7 +95,8 @@ class PlatformSettings(Settings):
     @property
     def hardware(self) -> str | None:
         """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
-        return None
+        named: str | None = getattr(self, "machine", None)
+        return named
 
     @property
     def machine_type(self) -> Machine | None:
@@ -140,6 +141,11 @@ class ClusterSettings(PlatformSettings):
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
 
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node; a part of one counts as one."""
+        return self.machine_type.gpus if self.machine_type else math.ceil(getattr(self, "gpus", None) or 0)
+
     @model_validator(mode="before")
     @classmethod
     def _one_rank_per_gpu(cls, given: Any) -> Any:
@@ -156,12 +162,9 @@ class ClusterSettings(PlatformSettings):
         """Yield a finding for each that `secrets` does not name."""
         for name in names:
             if name not in self.secrets:
-                yield Finding(
-                    "error",
-                    "platform.secrets",
-                    f"the training needs the secret {name}, and platform.secrets does not say where {self.kind} has it",
-                    f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets",
-                )
+                what = f"the training needs the secret {name}, and platform.secrets does not say where it is"
+                fix = f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets"
+                yield Finding("error", "platform.secrets", what, fix)
 
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return these settings without a gate; the network's daemons and cards stay, so that nothing else differs."""

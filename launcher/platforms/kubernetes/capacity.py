@@ -90,9 +90,6 @@ class Survey:
         return spec
 
 
-# --- quantities ------------------------------------------------------------------------------------------------------
-
-
 def _amount(quantity: str | float) -> Decimal:
     from kubernetes.utils import parse_quantity
 

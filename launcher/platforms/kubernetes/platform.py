@@ -77,10 +77,7 @@ class GkePlatform:
         """End all watches, as is done too when the platform is no longer used."""
         _stop(self._jobs)
 
-    # --- before it starts ---------------------------------------------------------------------------------------------
-
     def render(self, job: Job) -> Submission:
-        """The objects that would be created."""
         submission = render(job, self._settings, self.workload)
         self._rendered[submission.job_id] = job
         return submission
@@ -119,8 +116,6 @@ class GkePlatform:
     def _learn(self) -> None:
         if self._settings.workload == "auto":
             _serves_jobsets[self._key] = self.cluster.serves(api.JOBSETS)
-
-    # --- submit -------------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> JobId:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
@@ -190,10 +185,7 @@ class GkePlatform:
             raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
-    # --- while it runs ------------------------------------------------------------------------------------------------
-
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id is namespace and name."""
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -236,8 +228,6 @@ class GkePlatform:
         if over and not told.more:
             _stop(self._jobs, job_id)
         return told
-
-    # --- cancel -------------------------------------------------------------------------------------------------------
 
     def cancel(self, job_id: JobId) -> None:
         """Delete everything that has the job's labels, and list until nothing has.
