@@ -204,10 +204,6 @@ class Index:
         """Write down why an attempt ended badly, unless another orchestrator has."""
         self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
 
-    def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
-        """Return the attempts of a run that ended badly under this flow run, oldest first."""
-        return [judged for judged in self.judged(run) if judged.flow_run == flow_run] if flow_run else []
-
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
         return list(self._numbered(AttemptVerdict, run, ".verdict.json", "its attempt is then not counted").values())
@@ -279,10 +275,8 @@ class Index:
         except UserError:
             root = None
         if root is None:
-            raise DataError(
-                f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
-                f"are in {place} of a root; {FIX}"
-            )
+            what = f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}"
+            raise DataError(f"{what}, and they are in {place} of a root; {FIX}")
         # The root may have been moved, or be mounted elsewhere. Ids of jobs that are kept in the folder name it.
         job_id = record.job_id
         for there, here in ((record.directory, own), (quote(record.directory, safe="/:"), quote(own, safe="/:"))):
