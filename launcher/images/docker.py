@@ -75,10 +75,8 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
     wanted = ("docker", "podman") if asked == "auto" else (asked,)
     engine = next((engine for engine in wanted if shutil.which(engine)), None)
     if engine is None:
-        raise ImageProblem(
-            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman, set "
-            "image.kind to cloudbuild, or build the image elsewhere and set image to {kind: prebuilt, reference: …}"
-        )
+        fix = "install Docker or Podman, take image.kind=cloudbuild, or name an image (kind: prebuilt, reference: …)"
+        raise ImageProblem(f"image.engine={asked}: there is no {' or '.join(wanted)} command here", fix=fix)
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
         run([*build_command(engine, build), "-"], stdin=tar)

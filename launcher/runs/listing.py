@@ -113,10 +113,8 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
             live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
             meant = [record for record in meant if record.run in live] or meant
     if len(meant) > 1 and not sweep:
-        raise UnknownRun(
-            f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
-            f"{_listed(meant)}"
-        )
+        what = f"{len(meant)} runs were started with this config, for its corpus or code changed in between"
+        raise UnknownRun(f"{what}; name one:\n{_listed(meant)}")
     return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
 
 
@@ -155,19 +153,17 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
 def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
     """The error that tells the runs there are: those of a config's name if it has any."""
     there, address = [record for record in newest if record.name == name] or newest, index.root.address()
-    return UnknownRun(
-        f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}"
-        if there
-        else f"nothing has been started under {address}; name another root by --root, or give the config"
-    )
+    if not there:
+        what = f"nothing has been started under {address}"
+        return UnknownRun(what, fix="name another root by --root, or give the config")
+    return UnknownRun(f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}")
 
 
 def _listed(records: Iterable[AttemptRecord]) -> str:
-    rows = [
-        f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
-        f"{duration_text(time.time() - record.created)} ago)"
-        for record in records
-    ]
+    rows = []
+    for record in records:
+        ago = duration_text(time.time() - record.created)
+        rows.append(f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} {ago} ago)")
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
 

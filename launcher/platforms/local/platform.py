@@ -202,9 +202,6 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
     return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
-# --- a job's directory ------------------------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> dict[str, Any]:
     """The JSON file's content, {} where there is none."""
     with contextlib.suppress(FileNotFoundError):
