@@ -118,13 +118,18 @@ class PlatformSettings(Settings):
         return None
 
     def for_measuring(self, *, sockets: bool) -> Self:
-        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""
-        return self
+        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for.
+        It has no gate; the network's daemons and cards stay, so that nothing else differs."""
+        overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
+        return self._changed(gate=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
         """Return the settings for a job of one process, which has a whole machine."""
-        changes = {"nodes": 1, "processes": 1, "gate": 0, "slice_nodes": None}
-        return self.model_copy(update={name: changes[name] for name in changes if name in type(self).model_fields})
+        return self._changed(nodes=1, processes=1, gate=0, slice_nodes=None)
+
+    def _changed(self, **changes: Any) -> Self:
+        there = type(self).model_fields
+        return self.model_copy(update={name: value for name, value in changes.items() if name in there})
 
 
 class ClusterSettings(PlatformSettings):
@@ -165,12 +170,3 @@ class ClusterSettings(PlatformSettings):
                 what = f"the training needs the secret {name}, and platform.secrets does not say where it is"
                 fix = f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets"
                 yield Finding("error", "platform.secrets", what, fix)
-
-    def for_measuring(self, *, sockets: bool) -> Self:
-        """Return these settings without a gate; the network's daemons and cards stay, so that nothing else differs."""
-        changes: dict[str, Any] = {"gate": 0}
-        if sockets:
-            changes["overrides"] = {**self.overrides, "NCCL_NET": "Socket"}
-            if "allow_sockets" in type(self).model_fields:
-                changes["allow_sockets"] = True
-        return self.model_copy(update=changes)

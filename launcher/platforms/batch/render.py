@@ -99,13 +99,10 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     )
 
 
-def group_of(body: Object) -> Any:
-    return body["job"]["taskGroups"][0]
-
-
 def container_of(body: Object) -> Any:
     """The container that trains."""
-    return next(one["container"] for one in group_of(body)["taskSpec"]["runnables"] if "container" in one)
+    [group] = body["job"]["taskGroups"]
+    return next(one["container"] for one in group["taskSpec"]["runnables"] if "container" in one)
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.capacity import spare_machines
@@ -103,7 +102,7 @@ class GkePlatform:
         except LauncherError as error:
             yield finding_of(error, "gke.cluster")
 
-    def avoidable(self, job: Job) -> Avoidable:
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
         pod = states.pod_of(states.workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
@@ -111,7 +110,7 @@ class GkePlatform:
         except LauncherError:  # machines may not be looked at, or nobody answers
             most = None
         fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
-        return Avoidable(most, f"{fix}; or take fewer platform.nodes")
+        return most, f"{fix}; or take fewer platform.nodes"
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":

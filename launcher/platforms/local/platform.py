@@ -18,7 +18,6 @@ import psutil
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
@@ -103,8 +102,8 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
-    def avoidable(self, job: Job) -> Avoidable:
-        return Avoidable(0, "this machine is the only one")
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
+        return 0, "this machine is the only one"
 
     def check_access(self) -> str:
         return "this machine runs the nodes"
