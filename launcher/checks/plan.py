@@ -326,8 +326,6 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
 
 
 def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:
-    """Return a row of each trial, and one that adds them up: what is left to train, and the memory of those that run
-    together."""
 
     def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
         figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
@@ -350,7 +348,6 @@ def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[s
 
 
 def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
-    """Return what the largest trials take that could run at the same time, as far as that is known."""
     known = [needed for sight in sights if (needed := sight.needs) is not None]
     return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
 

@@ -66,7 +66,6 @@ class PlatformSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _no_range(cls, given: Any) -> Any:
-        """Refuse the range of nodes that there once was."""
         if not isinstance(given, Mapping):
             return given
         if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:

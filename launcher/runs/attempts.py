@@ -353,7 +353,6 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
 
 
 def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:
-    """Return the newest attempt that a flow run has started or taken up."""
     if flow_run is None:
         return None
     index = Index.of(config.root)

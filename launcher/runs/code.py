@@ -131,7 +131,6 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
 
 
 def _sizes(mount: str, folder: Path, root: str) -> dict[str, int]:
-    """The files that ship by their path, each with its bytes."""
     if not folder.is_dir():
         raise ConfigProblem(f"code.mount={mount}: {folder} is no folder", fix="give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()

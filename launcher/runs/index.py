@@ -248,7 +248,6 @@ class Index:
         return found
 
     def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
-        """Return run and number of each attempt that has such a file, by both."""
         pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
         return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])

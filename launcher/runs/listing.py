@@ -151,7 +151,6 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
 
 
 def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
-    """The error that tells the runs there are: those of a config's name if it has any."""
     there, address = [record for record in newest if record.name == name] or newest, index.root.address()
     if not there:
         what = f"nothing has been started under {address}"

@@ -208,7 +208,6 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
 
 
 def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, list[Entry]]:
-    """The size of /dev/shm in bytes, and the variables of every container."""
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
     own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()

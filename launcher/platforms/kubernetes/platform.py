@@ -44,10 +44,7 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 
 
 class GkePlatform:
-    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
-
-    The first `status` of a job looks at it; the second one starts a watch.
-    """
+    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`."""
 
     name: ClassVar[str] = PLATFORM
     anywhere: ClassVar[bool] = True
@@ -287,7 +284,6 @@ class GkePlatform:
 
 
 def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
-    """End the watches of these jobs, or of all."""
     for job_id in ids or tuple(jobs):
         if (watch := jobs.pop(job_id, None)) is not None:
             watch.stop()

@@ -234,7 +234,6 @@ def _queue(survey: Survey) -> Iterator[Finding]:
 
 
 def _kueue(survey: Survey) -> Iterator[Finding]:
-    """Check what the pods name of Kueue's, but for the queue."""
     settings, name = survey.settings, survey.settings.priority
     if settings.queue and name and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
         fix = "kubectl get workloadpriorityclasses; fix platform.priority"

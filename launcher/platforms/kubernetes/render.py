@@ -61,10 +61,7 @@ def pod_host(workload: str, name: str, index: int) -> str:
 
 
 def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
-    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
-
-    Its id is `namespace/name`. All objects have the labels of the attempt.
-    """
+    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed."""
     name = job.attempt_name
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
     longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
@@ -104,7 +101,6 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
 
 
 def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
-    """Return the id of the job that the attempt of this name is."""
     return JobId(f"{settings.namespace}/{attempt_name}")
 
 
@@ -200,7 +196,6 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
 
 
 def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
-    """Return the template of the pod that every node of the job has, and all variables of its nodes."""
     unprivileged = settings.uid != 0 and not network.root and not network.privileged
     # Our own programs write where their volumes are. A script of the user's may write next to itself, and the scripts
     # of networks that need root write as they like.

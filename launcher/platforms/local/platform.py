@@ -202,7 +202,6 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON file's content, {} where there is none."""
     with contextlib.suppress(FileNotFoundError):
         fix = f"see that nothing of the job runs, then remove {path.parent}"
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
