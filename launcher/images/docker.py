@@ -124,13 +124,7 @@ def _plain_http(reference: str) -> list[str]:
 
 
 def run_engine(
-    engine: str,
-    arguments: Sequence[str],
-    *,
-    subject: str,
-    log: Log,
-    stdin: IO[bytes] | None = None,
-    pause: Pause = time.sleep,
+    engine: str, arguments: Sequence[str], *, subject: str, log: Log, pause: Pause, stdin: IO[bytes] | None = None
 ) -> list[str]:
     """Run `<engine> <arguments>` on the image `subject` and give `log` its lines as they come; returns the last ones.
 

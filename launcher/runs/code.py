@@ -112,7 +112,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     try:
         folder = Path(mount).expanduser().resolve()
         sizes = _sizes(mount, folder, root)
-        digest = write_files(folder, list(sizes), to=content)
+        digest = write_files(folder, list(sizes), to=content, links=False, more={})
     # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
     except (OSError, ValueError, RuntimeError) as error:
         fix = "make it readable, or leave it out; if its files change, wait, then run again"

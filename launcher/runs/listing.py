@@ -199,13 +199,9 @@ class RunRow:
 
 
 def run_rows(
-    index: Index,
-    runs: Sequence[str] | None = None,
-    *,
-    bad: DamagedRecords | None = None,
-    open: OpenPlatform = recorded_platform,
+    index: Index, runs: Sequence[str] = (), *, bad: DamagedRecords | None = None, open: OpenPlatform = recorded_platform
 ) -> list[RunRow]:
-    """Return a row for each run of an index, or for `runs` alone, the newest first.
+    """Return a row for each run of an index, or for `runs` alone where there are any, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
@@ -244,7 +240,7 @@ def run_rows(
         )
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(row, [one for one in index.newest(bad) if runs is None or one.run in runs]))
+        return list(pool.map(row, [one for one in index.newest(bad) if not runs or one.run in runs]))
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:

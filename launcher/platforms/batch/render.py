@@ -91,12 +91,9 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         "labels": labels_of(job),
         "logsPolicy": {"destination": "CLOUD_LOGGING"},
     }
-    return Submission(
-        platform=settings.kind,
-        job_id=job_id_of(settings, job.attempt_name),
-        body={"parent": settings.parent, "jobId": job.attempt_name, "job": sent},
-        environment=tuple(as_rows(environment)),
-    )
+    job_id = job_id_of(settings, job.attempt_name)
+    body = {"parent": settings.parent, "jobId": job.attempt_name, "job": sent}
+    return Submission(platform=settings.kind, job_id=job_id, body=body, environment=as_rows(environment))
 
 
 def container_of(body: Object) -> Any:

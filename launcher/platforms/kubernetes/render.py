@@ -92,12 +92,8 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append({"apiVersion": "v1", "kind": "Service", "metadata": plain, "spec": service})
         spec |= _gang(job, {**template, "spec": {"subdomain": name, **template["spec"]}})
         items.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
-    return Submission(
-        platform=PLATFORM,
-        job_id=job_id_of(settings, name),
-        body={"apiVersion": "v1", "kind": "List", "items": items},
-        environment=tuple(as_rows(environment)),
-    )
+    job_id, body = job_id_of(settings, name), {"apiVersion": "v1", "kind": "List", "items": items}
+    return Submission(platform=PLATFORM, job_id=job_id, body=body, environment=as_rows(environment))
 
 
 def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:

@@ -75,7 +75,7 @@ class LocalPlatform:
             "PYTHONUNBUFFERED": "1",
         }
         own = [Entry(name=name, value=value, origin="platform", why="for ranks here") for name, value in mine.items()]
-        entries = combined(own, profile=(), scripted=(), overrides={}, job=job.env)
+        entries = combined(own, job.env, {}, None)
         master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
         env = {entry.name: entry.value for entry in entries}
         nodes = []
@@ -92,7 +92,7 @@ class LocalPlatform:
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": nodes,
         }
-        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=tuple(as_rows(entries)))
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=as_rows(entries))
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         body = submission.body

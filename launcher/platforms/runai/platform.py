@@ -60,30 +60,22 @@ class RunaiPlatform:
     """Runs the nodes of a job as a PyTorch training: one master and workers.
 
     A job's id is a URL: `runai://project/name?nodes=…&kept=…`, the last being where logs and reports are kept.
-
-    Args:
-        settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
-        pauses: seconds to wait after each submission that was not answered, before a look at what became of it.
-        give_up: seconds after which nothing is submitted again, however long each answer was waited for.
     """
 
     name: ClassVar[str] = "runai"
     anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
-    def __init__(
-        self,
-        settings: RunaiPlatformConfig,
-        api: Api | None = None,
-        *,
-        settle: float = 20.0,
-        pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0),
-        give_up: float = 60.0,
-    ) -> None:
+    def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None) -> None:
         self._settings = settings
         self._api = api or chosen_api(settings, os.environ)
-        self._settle, self._pauses, self._give_up = settle, pauses, give_up
         self._settled: set[JobId] = set()
+        self.settle = 20.0
+        """Seconds that pods have to leave their reports and logs once the job as a whole has ended."""
+        self.pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0)
+        """Seconds to wait after each submission that was not answered, before a look at what became of it."""
+        self.give_up = 60.0
+        """Seconds after which nothing is submitted again, however long each answer was waited for."""
 
     def render(self, job: Job) -> Submission:
         work = workload(job, self._settings)
@@ -92,7 +84,7 @@ class RunaiPlatform:
             platform=self.name,
             job_id=reference.job_id,
             body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
-            environment=tuple(as_rows(work.environment)),
+            environment=as_rows(work.environment),
             unknown=self._api.unknown,
         )
 
@@ -147,8 +139,8 @@ class RunaiPlatform:
         A name is taken once only, so that a workload that is made and not listed yet is not made twice.
         """
         unheard: PlatformUnreachable | None = None
-        give_up = time.monotonic() + self._give_up
-        for pause in self._pauses:
+        give_up = time.monotonic() + self.give_up
+        for pause in self.pauses:
             try:
                 if unheard is not None and self._api.phase(name) is not None:
                     return
@@ -179,7 +171,7 @@ class RunaiPlatform:
         state, native = state_of(phase), str(phase)
         if state.live:
             return JobStatus(state=state, native=native)
-        attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
+        attempt, give_up = open_storage(reference.directory), time.monotonic() + self.settle
         codes = exit_codes(attempt)
         if state is not JobState.ABSENT:
             while len(codes) < reference.nodes and job_id not in self._settled and time.monotonic() <= give_up:
