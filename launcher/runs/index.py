@@ -204,6 +204,10 @@ class Index:
         """Write down why an attempt ended badly, unless another orchestrator has."""
         self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
 
+    def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
+        """Return the attempts of a run that ended badly under this flow run, oldest first."""
+        return [judged for judged in self.judged(run) if judged.flow_run == flow_run] if flow_run else []
+
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
         return list(self._numbered(AttemptVerdict, run, ".verdict.json", "its attempt is then not counted").values())

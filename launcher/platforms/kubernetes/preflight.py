@@ -118,7 +118,9 @@ def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: Workloa
 
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """The version of JobSet shows when it is asked to take the objects (`_accepted`)."""
-    if survey.kind == "jobset" and not survey.cluster.serves(api.JOBSETS):
+    if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
+        yield good("jobset", "JobSet is installed")
+    elif survey.kind == "jobset":
         fix = f"install JobSet {_JOBSET} or newer (docs/gke.md), or set platform.workload=job"
         yield bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
 

@@ -64,7 +64,8 @@ def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index)
     judged = [verdict(1), verdict(2, "another"), verdict(9), verdict(10)]
     for one in [*reversed(judged), verdict(9, "too late")]:
         index.judge(RUN, one)
-    assert index.judged(RUN) == judged
+    assert index.verdicts(RUN, "mine") == [judged[0], *judged[2:]]
+    assert index.verdicts(RUN, None) == []
     assert [one.attempt for one in index.records(RUN)] == [1]
 
 
@@ -89,7 +90,7 @@ def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp
     with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
         index.records(RUN)
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
-        index.judged(RUN)
+        index.verdicts(RUN, "mine")
     with pytest.raises(DataError, match=r"remove that file; the platform is then asked how the attempt ended"):
         index.ends(RUN)
 
