@@ -306,8 +306,8 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    shown = list(previews(read_config(config, overrides, profile)))
-    unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
+    shown = previews(read_config(config, overrides, profile))
+    unknown = dict.fromkeys(what for submission in shown.values() for what in submission.unknown)
     if unknown and not explain:
         show_line("# Not to be sent as it is: values that are not known from here have something else in their place.")
     for what in unknown:
@@ -315,13 +315,13 @@ def render(
             show_line(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
             _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
-    for preview in shown:
-        if preview.title:
-            show_line(f"--- # {preview.title}")
+    for title, submission in shown.items():
+        if title:
+            show_line(f"--- # {title}")
         if explain:
-            _print_table([dict(row) for row in preview.submission.environment])
+            _print_table([dict(row) for row in submission.environment])
         else:
-            typer.echo(str(preview.submission), nl=False)
+            typer.echo(str(submission), nl=False)
 
 
 @app.command()

@@ -77,17 +77,11 @@ def node_environment(
         Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
         *more,
     ]
-    profile, scripted = network.environment, network.scripted
-    return combined(rows, profile=profile, scripted=scripted, overrides=settings.overrides, job=job.env)
+    return combined(rows, job.env, settings.overrides, network)
 
 
 def combined(
-    platform: Iterable[Entry],
-    *,
-    profile: Sequence[Variable],
-    scripted: Sequence[Variable],
-    overrides: Mapping[str, str],
-    job: Mapping[str, str],
+    platform: Iterable[Entry], job: Mapping[str, str], overrides: Mapping[str, str], network: Network | None
 ) -> list[Entry]:
     """All variables of the node's container; those of scripts are last, and only to be told.
 
@@ -99,10 +93,12 @@ def combined(
         rows = [(one.name, one.value, "; ".join(filter(None, (one.why, one.source)))) for one in variables]
         return {name: Entry(name=name, value=value, origin=origin, why=why) for name, value, why in rows}
 
-    mine, network, by_script = {one.name: one for one in platform}, named(profile, "profile"), named(scripted, "script")
+    mine = {one.name: one for one in platform}
+    profile = named(network.environment, "profile") if network else {}
+    by_script = named(network.scripted, "script") if network else {}
     users = {}
     for name, value in overrides.items():
-        replaced = network.get(name) or by_script.get(name)
+        replaced = profile.get(name) or by_script.get(name)
         why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
         users[name] = Entry(name=name, value=value, origin="user", why=why)
     wrong = [name for name in {**overrides, **job} if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
@@ -111,7 +107,7 @@ def combined(
         f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
         for name in sorted(mine.keys() & users.keys())
     ]
-    known = {**by_script, **network, **users, **mine}
+    known = {**by_script, **profile, **users, **mine}
     for name in sorted(job.keys() & known.keys()):
         other = known[name]
         if other.field is None and other.value == job[name]:
@@ -123,12 +119,12 @@ def combined(
     if problems:
         raise ConfigProblem("\n".join(problems))
     own = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
-    sent = {**mine, **network, **users}
+    sent = {**mine, **profile, **users}
     told = [entry for name, entry in by_script.items() if name not in users]
     return [*sent.values(), *(entry for name, entry in own.items() if name not in sent), *told]
 
 
-def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:
+def as_rows(entries: Iterable[Entry]) -> tuple[dict[str, str], ...]:
     """The variables as a table, for people."""
     rows = [(one.name, f"({one.field})" if one.field else one.value, one.origin, one.why) for one in entries]
-    return [dict(zip(("variable", "value", "from", "why"), row, strict=True)) for row in rows]
+    return tuple(dict(zip(("variable", "value", "from", "why"), row, strict=True)) for row in rows)

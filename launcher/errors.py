@@ -92,8 +92,6 @@ class JobFailed(LauncherError):
     """The job ended badly, with the words and the class of the verdict on its last attempt."""
 
 
-# --- findings ---------------------------------------------------------------------------------------------------------
-
 OUT_OF_SIGHT = (
     NoCredentials, NotInstalled, PlatformUnreachable, ImageOutOfSight, ImageUnreachable, NetworkError, Unreachable,
 )  # fmt: skip

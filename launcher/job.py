@@ -133,7 +133,7 @@ class Submission:
     environment: tuple[Mapping[str, str], ...] = ()
     """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
     unknown: tuple[str, ...] = ()
-    """The values that are filled in when it is sent, in words: what stands for each, and who knows it."""
+    """The values that are not known from here, or before it is sent, in words: what stands for each, and why."""
 
     def __str__(self) -> str:
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)

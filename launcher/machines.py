@@ -47,9 +47,6 @@ class Machine:
     """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
     """Node labels besides the accelerator's."""
-    taints: tuple[str, ...] = ("nvidia.com/gpu",)
-    """Keys of the taints that its nodes carry: GKE puts the GPU's on every GPU node, CTK's pools as `=present`
-    (https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/modules/compute/gke-node-pool)."""
 
 
 A100 = "nvidia-tesla-a100"
@@ -73,11 +70,7 @@ _TCPX = (_SIZES, f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml", _POOLS)
 _TCPXO = (_SIZES, f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml", _POOLS)
 _RDMA = (_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml")
 _A4X = (_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml", AI_HYPERCOMPUTER)
-_ARM: dict[str, Any] = {
-    "arch": "arm64",
-    "labels": {"kubernetes.io/arch": "arm64"},
-    "taints": ("nvidia.com/gpu", "kubernetes.io/arch"),
-}
+_ARM: dict[str, Any] = {"arch": "arm64", "labels": {"kubernetes.io/arch": "arm64"}}
 _OCTOBER = ListPrice(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE)
 
 # Name, GPU, how many of them, vCPUs, GiB. Those without cards of GPUs are what people start on: gVNIC or VirtIO.
@@ -120,10 +113,8 @@ def machine_named(name: str) -> Machine:
     if name in MACHINES:
         return MACHINES[name]
     near = difflib.get_close_matches(name, MACHINES, n=3) or MACHINES
-    raise ValueError(
-        f"platform.machine={name!r} is not in the table of machines; did you mean {' or '.join(near)}? Any other "
-        "machine: leave it out and give platform.gpus, and cpus and memory if they matter"
-    )
+    what = f"platform.machine={name!r} is not in the table of machines; did you mean {' or '.join(near)}?"
+    raise ValueError(f"{what} Any other: leave it out and give platform.gpus, and cpus and memory if they matter")
 
 
 def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:

@@ -194,7 +194,8 @@ def _excluded(claim: Claim) -> tuple[str, ...]:
 
 async def ask(claim: Claim, question: Callable[[], T]) -> T:
     """Return what a claim's platform answers, however long it is away: jobs go on meanwhile, and so does their run."""
-    return await asked(question, platform=claim.platform.name, about=claim.attempts.run, on_silence=_tell_of_silence)
+    about = f"{claim.attempts.run} on {claim.platform.name}"
+    return await asked(question, about=about, on_silence=_tell_of_silence)
 
 
 def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:

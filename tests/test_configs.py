@@ -85,8 +85,7 @@ def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: st
     profile = CHECKOUT / "deployments" / "configs" / "profiles" / f"{kind}.yaml"
     jobs = []
     for sent_by in (None, profile):
-        (shown,) = previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], sent_by))
-        jobs.append(shown.submission)
+        jobs += previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], sent_by)).values()
     assert jobs[1].platform == kind
     here, there = (re.search(r"stdlib-gpt-[0-9a-f]{10}", job.job_id) for job in jobs)
     assert here

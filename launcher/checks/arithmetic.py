@@ -148,13 +148,9 @@ def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
         return  # what does not fit alone is told of that training
     fits = max(1, place.memory // several[0].likely)
     surely = sum(one.memory.least for one in several) > place.memory or total > _UNCERTAIN * place.memory
-    yield Finding(
-        "error" if surely else "warning",
-        "sweep.memory",
-        f"{len(several)} trials at a time take about {bytes_text(total)} per process together, and {place.name} has "
-        f"{bytes_text(place.memory)}",
-        f"set sweep.max_parallel={fits}",
-    )
+    what = f"{len(several)} trials at a time take about {bytes_text(total)} per process together"
+    what += f", and {place.name} has {bytes_text(place.memory)}"
+    yield Finding("error" if surely else "warning", "sweep.memory", what, f"set sweep.max_parallel={fits}")
 
 
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
@@ -170,13 +166,10 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
     surely = certain > place.memory or likely > margin * place.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
-    yield Finding(
-        "error" if surely else "warning",
-        "train.memory",
-        f"the training takes about {bytes_text(likely)} per process, {bytes_text(certain)} whatever the batch and the "
-        f"rest for {tokens}, and {place.name} has {bytes_text(place.memory)}",
-        _fitting(needed, place),
-    )
+    parts = f"{bytes_text(certain)} whatever the batch and the rest for {tokens}"
+    what = f"the training takes about {bytes_text(likely)} per process, {parts}, and {place.name} has "
+    what += bytes_text(place.memory)
+    yield Finding("error" if surely else "warning", "train.memory", what, _fitting(needed, place))
 
 
 def _fitting(needed: Needs, place: Place) -> str:
@@ -266,9 +259,6 @@ def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
         dollars=sum(dollars) if len(dollars) == len(several) else None,
         price=several[0].price,
     )
-
-
-# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

@@ -5,7 +5,7 @@ What this machine cannot ask is named, and shown as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -107,22 +107,9 @@ def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Scrip
     return {" ".join(script.env): plan_script(script) for script in config.jobs()}
 
 
-# --- the next job -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """A submission to be looked at."""
-
-    title: str
-    """The name that tells one of several submissions from the others; empty for the only one."""
-    submission: Submission
-    unknown: tuple[str, ...]
-    """The values that are not known from here: what stands for each, and why."""
-
-
-def previews(config: AnyConfig) -> Iterator[Preview]:
-    """Yield every job that this config would start first, as it would be sent."""
+def previews(config: AnyConfig) -> dict[str, Submission]:
+    """Return every job that this config would start first, as it would be sent, by what tells it from the others."""
+    shown = {}
     for title, work in _works(config, preview=True).items():
         sight = _look(work)
         claim = sight.claim
@@ -131,7 +118,8 @@ def previews(config: AnyConfig) -> Iterator[Preview]:
         unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
         if job.image is None and not claim.config.platform.on_this_machine:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
-        yield Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
+        shown[title] = replace(submission, unknown=(*unknown, *submission.unknown))
+    return shown
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -290,9 +278,6 @@ def _look(work: Run | Script) -> Sight:
     return Sight(work=work, claim=claim, attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
 
 
-# --- what blocks a run ------------------------------------------------------------------------------------------------
-
-
 def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
     """All that blocks each of these; what several have in common is looked at once."""
     places, workers, corpora = (dict[str, list[Finding]]() for _ in range(3))
@@ -340,12 +325,7 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
     return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
 
 
-# --- sweeps -----------------------------------------------------------------------------------------------------------
-
-
 def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:
-    """Return a row of each trial, and one that adds them up: what is left to train, and the memory of those that run
-    together."""
 
     def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
         figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
@@ -368,7 +348,6 @@ def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[s
 
 
 def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
-    """Return what the largest trials take that could run at the same time, as far as that is known."""
     known = [needed for sight in sights if (needed := sight.needs) is not None]
     return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
 
@@ -391,9 +370,6 @@ def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding
         shared = 1 + len(others) == len(found) or not whose
         told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
     return told
-
-
-# --- how far it is ----------------------------------------------------------------------------------------------------
 
 
 def lost_steps(storage: Storage) -> str:

@@ -178,9 +178,6 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
     yield from check_place(config, platform, job)
 
 
-# --- the dataset ------------------------------------------------------------------------------------------------------
-
-
 Rehearsal: TypeAlias = DatasetManifest | Finding | None
 """The manifest of a dataset that was prepared in full, or why it would be refused."""
 

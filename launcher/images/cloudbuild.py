@@ -144,7 +144,6 @@ class CloudBuild:
             log(f"cancelled build {build.id}")
 
     def _live(self, tag: str) -> Any:
-        """Return the first build of this image that has not ended; None where there is none."""
         with google_errors(CLOUD_BUILD, f"{tag}: looking for builds in {self._parent}"):
             asked = {"parent": self._parent, "project_id": self._image.billed, "filter": f'tags="{_mark(tag)}"'}
             listed = self._client.list_builds(request=asked, timeout=_LIMIT)

@@ -131,12 +131,7 @@ def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str
 
 
 def write_files(
-    folder: Path,
-    paths: Iterable[str],
-    *,
-    to: IO[bytes] | None,
-    links: bool = False,
-    more: Mapping[str, bytes] | None = None,
+    folder: Path, paths: Iterable[str], *, to: IO[bytes] | None, links: bool, more: Mapping[str, bytes]
 ) -> str:
     """Write a tar of these files of a folder, or only pretend to; returns its sha256, in hex. With `links` a link is
     written as one, and not what it leads to in its place. `more` are files that follow."""
@@ -159,7 +154,7 @@ def write_files(
                 status = os.fstat(content.fileno())
                 mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
                 tar.addfile(_entry(path, size=status.st_size, mode=mode), content)
-        for name, text in (more or {}).items():
+        for name, text in more.items():
             tar.addfile(_entry(name, size=len(text)), io.BytesIO(text))
     return digest.hexdigest()
 

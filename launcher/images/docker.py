@@ -75,10 +75,8 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
     wanted = ("docker", "podman") if asked == "auto" else (asked,)
     engine = next((engine for engine in wanted if shutil.which(engine)), None)
     if engine is None:
-        raise ImageProblem(
-            f"image.engine={asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman, set "
-            "image.kind to cloudbuild, or build the image elsewhere and set image to {kind: prebuilt, reference: …}"
-        )
+        fix = "install Docker or Podman, take image.kind=cloudbuild, or name an image (kind: prebuilt, reference: …)"
+        raise ImageProblem(f"image.engine={asked}: there is no {' or '.join(wanted)} command here", fix=fix)
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
         run([*build_command(engine, build), "-"], stdin=tar)
@@ -126,13 +124,7 @@ def _plain_http(reference: str) -> list[str]:
 
 
 def run_engine(
-    engine: str,
-    arguments: Sequence[str],
-    *,
-    subject: str,
-    log: Log,
-    stdin: IO[bytes] | None = None,
-    pause: Pause = time.sleep,
+    engine: str, arguments: Sequence[str], *, subject: str, log: Log, pause: Pause, stdin: IO[bytes] | None = None
 ) -> list[str]:
     """Run `<engine> <arguments>` on the image `subject` and give `log` its lines as they come; returns the last ones.
 

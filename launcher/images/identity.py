@@ -68,12 +68,8 @@ def software_identity(image: str | None = None, *, checkout: Path | None = None)
             packages[name] = metadata.version(name)
     # A site-packages folder lies in a repository too, if its .venv does; but nothing in it is tracked.
     commit = _git(folder, "rev-parse", "--quiet", "--verify", "HEAD") if _git(folder, "ls-files", ".") else None
-    return SoftwareIdentity(
-        image=image,
-        packages=packages,
-        commit=commit or None,
-        dirty=bool(commit and _git(folder, "status", "--porcelain", "--untracked-files=no", ".")),
-    )
+    dirty = bool(commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "."))
+    return SoftwareIdentity(image=image, packages=packages, commit=commit or None, dirty=dirty)
 
 
 def _git(folder: Path, *arguments: str) -> str:

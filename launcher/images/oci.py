@@ -223,7 +223,6 @@ class _Registry:
         return self._document("blobs", manifest.config.digest, ImageConfig)
 
     def _document(self, where: str, digest: str, kind: type[T]) -> T:
-        """GET a JSON document and compare it with its digest."""
         named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
         if digest != (got := _hash(content)):
             raise ImageProblem(f"{named}: {self._reference.host} answered with {got}; do not use this registry")

@@ -78,13 +78,8 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network."""
     assert choice.machine is not None  # it belongs to particular machines
     machine, cards, arm = choice.machine.name, choice.machine.nics, choice.machine.arch == "arm64"
-    release = net.released(
-        options,
-        ARM_PAIRS if arm else PAIRS,
-        name="gib",
-        plugin=f"{PLUGIN_IMAGE}-arm64" if arm else PLUGIN_IMAGE,
-        manifest=_INSTALLERS[choice.machine.arch],
-    )
+    image, pairs = (f"{PLUGIN_IMAGE}-arm64", ARM_PAIRS) if arm else (PLUGIN_IMAGE, PAIRS)
+    release = net.released(options, pairs, name="gib", plugin=image, manifest=_INSTALLERS[choice.machine.arch])
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}

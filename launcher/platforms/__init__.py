@@ -30,6 +30,4 @@ def settings_classes() -> tuple[type[PlatformSettings], ...]:
 
 def default_settings() -> PlatformSettings:
     """Return the settings of a config that names no platform."""
-    kind, name = next(iter(PLATFORMS.items()))
-    settings: type[PlatformSettings] = resolve_name(name)
-    return settings.model_validate({"kind": kind})
+    return settings_classes()[0].model_validate({"kind": next(iter(PLATFORMS))})

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
 from litgpt_demo.errors import Finding
-
-
-class Avoidable(NamedTuple):
-    """The machines that a job can be told to avoid."""
-
-    most: int | None
-    """The number of them; None where no limit is known."""
-    fix: str
-    """A user's way to be rid of a bad machine where that does not do."""
 
 
 class Platform(Protocol):
@@ -42,8 +33,9 @@ class Platform(Protocol):
             PlatformUnreachable: no answer.
         """
 
-    def avoidable(self, job: Job) -> Avoidable:
-        """Return how many machines this job can be told to avoid (`Job.exclude_nodes`), as far as that is known."""
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
+        """Return how many machines this job can be told to avoid (`Job.exclude_nodes`), None where no limit is known;
+        and a user's way to be rid of a bad machine where that does not do."""
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job, or adopt it: a job with the same id that is there already is never started twice.

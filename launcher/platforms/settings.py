@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -65,14 +66,12 @@ class PlatformSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _no_range(cls, given: Any) -> Any:
-        """Refuse the range of nodes that there once was."""
         if not isinstance(given, Mapping):
             return given
         if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:
-            raise ValueError(
-                "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone: a lost node is a "
-                "new attempt from the last checkpoint (train.max_restarts); set platform.nodes to one number"
-            )
+            what = "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone"
+            fix = "a lost node is a new attempt from the last checkpoint; set platform.nodes to one number"
+            raise ValueError(f"{what}: {fix}")
         return {name: value for name, value in given.items() if name != "min_nodes"}
 
     def open(self) -> Platform:
@@ -95,7 +94,8 @@ class PlatformSettings(Settings):
     @property
     def hardware(self) -> str | None:
         """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
-        return None
+        named: str | None = getattr(self, "machine", None)
+        return named
 
     @property
     def machine_type(self) -> Machine | None:
@@ -117,13 +117,18 @@ class PlatformSettings(Settings):
         return None
 
     def for_measuring(self, *, sockets: bool) -> Self:
-        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""
-        return self
+        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for.
+        It has no gate; the network's daemons and cards stay, so that nothing else differs."""
+        overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
+        return self._changed(gate=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
         """Return the settings for a job of one process, which has a whole machine."""
-        changes = {"nodes": 1, "processes": 1, "gate": 0, "slice_nodes": None}
-        return self.model_copy(update={name: changes[name] for name in changes if name in type(self).model_fields})
+        return self._changed(nodes=1, processes=1, gate=0, slice_nodes=None)
+
+    def _changed(self, **changes: Any) -> Self:
+        there = type(self).model_fields
+        return self.model_copy(update={name: value for name, value in changes.items() if name in there})
 
 
 class ClusterSettings(PlatformSettings):
@@ -139,6 +144,11 @@ class ClusterSettings(PlatformSettings):
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node; a part of one counts as one."""
+        return self.machine_type.gpus if self.machine_type else math.ceil(getattr(self, "gpus", None) or 0)
 
     @model_validator(mode="before")
     @classmethod
@@ -156,18 +166,6 @@ class ClusterSettings(PlatformSettings):
         """Yield a finding for each that `secrets` does not name."""
         for name in names:
             if name not in self.secrets:
-                yield Finding(
-                    "error",
-                    "platform.secrets",
-                    f"the training needs the secret {name}, and platform.secrets does not say where {self.kind} has it",
-                    f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets",
-                )
-
-    def for_measuring(self, *, sockets: bool) -> Self:
-        """Return these settings without a gate; the network's daemons and cards stay, so that nothing else differs."""
-        changes: dict[str, Any] = {"gate": 0}
-        if sockets:
-            changes["overrides"] = {**self.overrides, "NCCL_NET": "Socket"}
-            if "allow_sockets" in type(self).model_fields:
-                changes["allow_sockets"] = True
-        return self.model_copy(update=changes)
+                what = f"the training needs the secret {name}, and platform.secrets does not say where it is"
+                fix = f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets"
+                yield Finding("error", "platform.secrets", what, fix)

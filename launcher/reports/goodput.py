@@ -171,9 +171,6 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
     return book
 
 
-# --- the training -----------------------------------------------------------------------------------------------------
-
-
 class _Life(NamedTuple):
     """One life of a training, as its rows of metrics tell, each with the seconds since its node began."""
 

@@ -307,7 +307,6 @@ def printable(text: str) -> str:
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
-    """The charts of a training by name; none where there is no curve to draw yet."""
     loss, validation = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
     if len(downsample(loss)) < 2:

@@ -56,10 +56,8 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
     except ValidationError as error:
-        raise ConfigProblem(
-            f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']})",
-            fix="use the version that submitted it",
-        ) from error
+        what = f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']})"
+        raise ConfigProblem(what, fix="use the version that submitted it") from error
     return settings.open_recorded(given)
 
 
@@ -158,20 +156,15 @@ class Attempts:
         A DataError where the id of its job is another's, and would be shown or cancelled as this one's.
         """
         if self.is_out_of_reach(record):
-            raise PlatformUnreachable(
-                f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
-                "what became of it",
-                fix="ask there",
-                given_up=True,
-            )
+            which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
+            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix="ask there", given_up=True)
         platform = self.open(record.platform)
         # Before roots were part of it, the name was the second one: such jobs may live while the software is updated.
         names = (f"{run}-{record.attempt}" for run in (named_under(record.root, record.run), record.run))
         if not any(platform.gave(record.job_id, attempt_name=name, directory=record.directory) for name in names):
-            raise DataError(
-                f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}, which "
-                f"is not what that attempt is called on {platform.name}, kept in {record.directory}; {FIX}"
-            )
+            what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
+            where = f"on {platform.name}, kept in {record.directory}"
+            raise DataError(f"{what}, which is not what that attempt is called {where}; {FIX}")
         return platform
 
 
@@ -234,10 +227,11 @@ class Claim:
 
     def job_as_rendered(self, number: int) -> Job:
         """Return the job of an attempt as it was started, or with the machines that it would avoid if it was now."""
-        for record in self.attempts.records():
+        attempts = self.attempts
+        for record in attempts.records():
             if record.attempt == number:
                 return self.job_of(record)
-        return replace(self.make_job(number), exclude_nodes=self.blamed(self.attempts.index.judged(self.attempts.run)))
+        return replace(self.make_job(number), exclude_nodes=self.blamed(attempts.index.judged(attempts.run)))
 
     def blamed(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
         """Return the machines that these attempts blame often enough to be avoided."""
@@ -279,10 +273,8 @@ class Claim:
             self.attempts.cancel()
             return False
         other = f"it writes to {there.root}, where this root was" if moved else f"this config's platform is {ours}"
-        raise RunIsLive(
-            f"{there.run} runs already, as {there.job_id} on {theirs}, and {other}: wait for it, or run with "
-            "--cancel-old, which cancels it first"
-        )
+        what = f"{there.run} runs already, as {there.job_id} on {theirs}, and {other}"
+        raise RunIsLive(f"{what}: wait for it, or run with --cancel-old, which cancels it first")
 
     def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         job = self.make_job(number)
@@ -361,7 +353,6 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
 
 
 def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:
-    """Return the newest attempt that a flow run has started or taken up."""
     if flow_run is None:
         return None
     index = Index.of(config.root)
@@ -401,11 +392,10 @@ def settle_others(
         if live is None or (sweep is not None and live.record.sweep == sweep):
             continue
         if others != "cancel":
-            raise RunIsLive(
-                f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
-                f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or "
-                "settings differ: cancel the old job first (--cancel-old), or run both (--new)"
-            )
+            of = f"{live.status.native}, attempt {live.number}, started by {live.record.user} on {live.record.host}"
+            mine = f"this config means {run or 'a sweep'}, for its corpus, code, model or settings differ"
+            fix = "cancel the old job first (--cancel-old), or run both (--new)"
+            raise RunIsLive(f"{other} runs already ({of}), and {mine}: {fix}")
         attempts.cancel()
 
 

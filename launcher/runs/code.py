@@ -74,10 +74,8 @@ class CodeArchive:
         path = f"{CODE}/{digest}.tar"
         content = root.read(path, most=MOST_ARCHIVE) if root.exists(path) else b""
         if hashlib.sha256(content).hexdigest() != digest:
-            raise DataError(
-                f"{root.address(path)} is not there any more, or is not the code that its name says",
-                fix="cancel this flow run, and start a new one",
-            )
+            what = f"{root.address(path)} is not there any more, or is not the code that its name says"
+            raise DataError(what, fix="cancel this flow run, and start a new one")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return cls(sha256=digest, content=content, paths=tuple(tar.getnames()))
 
@@ -99,10 +97,8 @@ class CodeArchive:
                 return True
         there = root.stat(self.path)
         if (there.size, there.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
-            raise DataError(
-                f"{root.address(self.path)} is not the code that its name says",
-                fix="see who writes there, remove it, and run again",
-            )
+            what = f"{root.address(self.path)} is not the code that its name says"
+            raise DataError(what, fix="see who writes there, remove it, and run again")
         return False
 
 
@@ -116,7 +112,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     try:
         folder = Path(mount).expanduser().resolve()
         sizes = _sizes(mount, folder, root)
-        digest = write_files(folder, list(sizes), to=content)
+        digest = write_files(folder, list(sizes), to=content, links=False, more={})
     # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
     except (OSError, ValueError, RuntimeError) as error:
         fix = "make it readable, or leave it out; if its files change, wait, then run again"
@@ -128,23 +124,19 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         for member in tar:
             file = tar.extractfile(member) if member.size <= _KEY_BYTES else None
             if file is not None and _KEYS.search(file.read()):
-                raise ConfigProblem(
-                    f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it; "
-                    "take it out of the folder, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
-                )
+                what = f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it"
+                fix = "take it out, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
+                raise ConfigProblem(what, fix=fix)
     return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(sizes))
 
 
 def _sizes(mount: str, folder: Path, root: str) -> dict[str, int]:
-    """The files that ship by their path, each with its bytes."""
     if not folder.is_dir():
         raise ConfigProblem(f"code.mount={mount}: {folder} is no folder", fix="give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
     if below == folder:
-        raise ConfigProblem(
-            f"root={root} and code.mount are one folder, so that each run would be part of the next one's code",
-            fix="give the root a folder of its own, such as output",
-        )
+        what = f"root={root} and code.mount are one folder, so that each run would be part of the next one's code"
+        raise ConfigProblem(what, fix="give the root a folder of its own, such as output")
     if below is not None and below.is_relative_to(folder):  # what a run writes would make other code of it each time
         left_out.append(re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix()))
     paths = sorted(islice(walk(folder, read_ignore_file(folder, after=left_out)), MOST_FILES + 1))
@@ -157,16 +149,12 @@ def _sizes(mount: str, folder: Path, root: str) -> dict[str, int]:
     ships = {folder / path for path in paths}
     for path in paths:
         if (target := (folder / path).resolve()) not in ships:
-            raise ConfigProblem(
-                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do",
-                fix="put the file there, or name the link in .dockerignore",
-            )
+            what = f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do"
+            raise ConfigProblem(what, fix="put the file there, or name the link in .dockerignore")
     sizes = {path: (folder / path).stat().st_size for path in paths}
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
-        raise ConfigProblem(
-            f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}; the largest are "
-            f"{named}: {fix}"
-        )
+        what = f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}"
+        raise ConfigProblem(f"{what}; the largest are {named}: {fix}")
     return sizes

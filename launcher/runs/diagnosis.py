@@ -367,9 +367,6 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-# --- one node beside the others ---------------------------------------------------------------------------------------
-
-
 def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iterator[_Suspect]:
     """Yield the rank that others gave up waiting for, where what they say tells which one it was.
 

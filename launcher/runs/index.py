@@ -252,7 +252,6 @@ class Index:
         return found
 
     def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
-        """Return run and number of each attempt that has such a file, by both."""
         pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
         return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
@@ -279,10 +278,8 @@ class Index:
         except UserError:
             root = None
         if root is None:
-            raise DataError(
-                f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
-                f"are in {place} of a root; {FIX}"
-            )
+            what = f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}"
+            raise DataError(f"{what}, and they are in {place} of a root; {FIX}")
         # The root may have been moved, or be mounted elsewhere. Ids of jobs that are kept in the folder name it.
         job_id = record.job_id
         for there, here in ((record.directory, own), (quote(record.directory, safe="/:"), quote(own, safe="/:"))):

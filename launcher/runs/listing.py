@@ -113,10 +113,8 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
             live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
             meant = [record for record in meant if record.run in live] or meant
     if len(meant) > 1 and not sweep:
-        raise UnknownRun(
-            f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
-            f"{_listed(meant)}"
-        )
+        what = f"{len(meant)} runs were started with this config, for its corpus or code changed in between"
+        raise UnknownRun(f"{what}; name one:\n{_listed(meant)}")
     return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
 
 
@@ -153,21 +151,18 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
 
 
 def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
-    """The error that tells the runs there are: those of a config's name if it has any."""
     there, address = [record for record in newest if record.name == name] or newest, index.root.address()
-    return UnknownRun(
-        f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}"
-        if there
-        else f"nothing has been started under {address}; name another root by --root, or give the config"
-    )
+    if not there:
+        what = f"nothing has been started under {address}"
+        return UnknownRun(what, fix="name another root by --root, or give the config")
+    return UnknownRun(f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}")
 
 
 def _listed(records: Iterable[AttemptRecord]) -> str:
-    rows = [
-        f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
-        f"{duration_text(time.time() - record.created)} ago)"
-        for record in records
-    ]
+    rows = []
+    for record in records:
+        ago = duration_text(time.time() - record.created)
+        rows.append(f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} {ago} ago)")
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
 
@@ -204,13 +199,9 @@ class RunRow:
 
 
 def run_rows(
-    index: Index,
-    runs: Sequence[str] | None = None,
-    *,
-    bad: DamagedRecords | None = None,
-    open: OpenPlatform = recorded_platform,
+    index: Index, runs: Sequence[str] = (), *, bad: DamagedRecords | None = None, open: OpenPlatform = recorded_platform
 ) -> list[RunRow]:
-    """Return a row for each run of an index, or for `runs` alone, the newest first.
+    """Return a row for each run of an index, or for `runs` alone where there are any, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
@@ -249,7 +240,7 @@ def run_rows(
         )
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(row, [one for one in index.newest(bad) if runs is None or one.run in runs]))
+        return list(pool.map(row, [one for one in index.newest(bad) if not runs or one.run in runs]))
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:

@@ -122,10 +122,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         require_sample(split.tokens, length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
     if config.train.warmup_steps >= steps:
-        raise UserError(
-            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps",
-            fix="a tenth of the steps is a usual warm-up",
-        )
+        what = f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps"
+        raise UserError(what, fix="a tenth of the steps is a usual warm-up")
     return TrainingSpec(
         run=run.name,
         dataset=run.root.address(run.dataset.path),

@@ -44,7 +44,6 @@ _NOTICED = 30.0
 async def asked(
     ask: Callable[[], T],
     *,
-    platform: str,
     about: str,
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
     bears: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
@@ -53,7 +52,7 @@ async def asked(
     """Return the answer of a platform, which is asked again while it does not answer.
 
     Args:
-        about: the job or run that it is asked about, for the message.
+        about: the job or run that it is asked about, and the platform, for the message.
         on_silence: called once when it has refused the credentials, or has not answered for half a minute.
         bears: what counts as no answer.
         pauses: seconds before it is asked again, at first and at the most.
@@ -71,7 +70,7 @@ async def asked(
                 raise
             if (seconds := now() - begun) > PATIENCE:
                 raise type(error)(
-                    f"{about} on {platform}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
+                    f"{about}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
                     "run the same command again to take up where this left off",
                     given_up=True,
                 ) from error
@@ -115,8 +114,7 @@ async def follow(
     while True:
         status, page = await asked(
             look,
-            platform=platform.name,
-            about=job_id,
+            about=f"{job_id} on {platform.name}",
             on_silence=on_silence,
             bears=(PlatformUnreachable, LoginProblem),
             pauses=(poll, poll),

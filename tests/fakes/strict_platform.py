@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from litgpt_demo.errors import Finding
 from litgpt_demo.storage import open_storage
 
@@ -51,8 +50,8 @@ class StrictPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         yield from ()
 
-    def avoidable(self, job: Job) -> Avoidable:
-        return Avoidable(self.spare, "add machines")
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
+        return self.spare, "add machines"
 
     def check_access(self) -> str:
         self._answer()

@@ -164,7 +164,7 @@ def test_a_program_that_repeats_a_request(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     lines: list[str] = []
-    refused = error_of(lambda: run_engine("docker", ["push", "x/b"], subject="x/b", log=lines.append))
+    refused = error_of(lambda: run_engine("docker", ["push", "x/b"], subject="x/b", log=lines.append, pause=print))
     assert "[secure]" in str(refused)
     assert lines
     assert leaks("\n".join(lines), SECRET) == []

@@ -17,7 +17,6 @@ from launcher.google import Service, google_errors
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
-from launcher.platforms.base import Avoidable
 from launcher.platforms.batch import states
 from launcher.platforms.batch.render import container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -121,10 +120,10 @@ class BatchPlatform:
             fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
             yield found("external-ip", what, fix, "warning")
 
-    def avoidable(self, job: Job) -> Avoidable:
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
         # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.
         why = "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone"
-        return Avoidable(0, f"{why} (platform.zones) or reservation, and report the VM to Google")
+        return 0, f"{why} (platform.zones) or reservation, and report the VM to Google"
 
     def check_access(self) -> str:
         where = self._settings.parent

@@ -91,21 +91,15 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         "labels": labels_of(job),
         "logsPolicy": {"destination": "CLOUD_LOGGING"},
     }
-    return Submission(
-        platform=settings.kind,
-        job_id=job_id_of(settings, job.attempt_name),
-        body={"parent": settings.parent, "jobId": job.attempt_name, "job": sent},
-        environment=tuple(as_rows(environment)),
-    )
-
-
-def group_of(body: Object) -> Any:
-    return body["job"]["taskGroups"][0]
+    job_id = job_id_of(settings, job.attempt_name)
+    body = {"parent": settings.parent, "jobId": job.attempt_name, "job": sent}
+    return Submission(platform=settings.kind, job_id=job_id, body=body, environment=as_rows(environment))
 
 
 def container_of(body: Object) -> Any:
     """The container that trains."""
-    return next(one["container"] for one in group_of(body)["taskSpec"]["runnables"] if "container" in one)
+    [group] = body["job"]["taskGroups"]
+    return next(one["container"] for one in group["taskSpec"]["runnables"] if "container" in one)
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
@@ -211,7 +205,6 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
 
 
 def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, list[Entry]]:
-    """The size of /dev/shm in bytes, and the variables of every container."""
     network = open_network(DEFAULT, Choice(machine=settings.machine_type))
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
     own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()

@@ -104,15 +104,6 @@ class BatchPlatformConfig(ClusterSettings):
         return self.gpu_driver
 
     @property
-    def hardware(self) -> str | None:
-        return self.machine
-
-    @property
-    def node_gpus(self) -> int:
-        """GPUs of each node."""
-        return self.machine_type.gpus if self.machine_type else self.gpus or 0
-
-    @property
     def parent(self) -> str:
         """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
@@ -141,8 +132,7 @@ class BatchPlatformConfig(ClusterSettings):
             raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")
         if self.flex_start and not 0 < (self.max_seconds or 0) <= LONGEST_FLEX_START:
             given = "is not given" if self.max_seconds is None else f"is {self.max_seconds}"
-            raise ValueError(
-                f"platform.flex_start buys machines for a known time, and platform.max_seconds {given}; say how long "
-                f"the job may run, {LONGEST_FLEX_START} (a week) at most: another attempt goes on where this one ends"
-            )
+            what = f"platform.flex_start buys machines for a known time, and platform.max_seconds {given}"
+            fix = f"say how long the job may run, {LONGEST_FLEX_START} (a week) at most"
+            raise ValueError(f"{what}; {fix}: another attempt goes on where this one ends")
         return self

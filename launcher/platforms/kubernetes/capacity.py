@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from launcher.formatting import bytes_text
@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
-from litgpt_demo.errors import Finding
+from litgpt_demo.errors import Finding, Severity
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
@@ -36,16 +36,11 @@ _RESERVED = ("limits", "requests")
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
 
-def good(code: str, what: str) -> Finding:
-    return Finding("info", f"gke.{code}", what)
+def _found(severity: Severity, code: str, what: str, fix: str = "") -> Finding:
+    return Finding(severity, f"gke.{code}", what, fix)
 
 
-def risk(code: str, what: str, fix: str) -> Finding:
-    return Finding("warning", f"gke.{code}", what, fix)
-
-
-def bad(code: str, what: str, fix: str) -> Finding:
-    return Finding("error", f"gke.{code}", what, fix)
+good, risk, bad = partial(_found, "info"), partial(_found, "warning"), partial(_found, "error")
 
 
 class Survey:
@@ -88,9 +83,6 @@ class Survey:
         except api.ApiRefused:
             return self.pod
         return spec
-
-
-# --- quantities ------------------------------------------------------------------------------------------------------
 
 
 def _amount(quantity: str | float) -> Decimal:

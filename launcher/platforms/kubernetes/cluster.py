@@ -223,10 +223,7 @@ class Cluster:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str) -> Stream:
-        """The changes after that version, an event per line; the stream ends after some minutes.
-
-        Expired says that the version is too long ago.
-        """
+        """The changes after that version, an event per line; the stream ends after some minutes."""
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
             "labelSelector": labels,

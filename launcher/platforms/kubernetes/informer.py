@@ -84,7 +84,6 @@ class JobWatch:
             self.follower.stop()
 
     def _refresh(self) -> None:
-        """Ask the cluster once more, for what a watch has not told yet."""
         pods, self._version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
         there = {states.uid_of(pod) for pod in pods}
         for pod in pods:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.capacity import spare_machines
@@ -45,10 +44,7 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 
 
 class GkePlatform:
-    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
-
-    The first `status` of a job looks at it; the second one starts a watch.
-    """
+    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`."""
 
     name: ClassVar[str] = PLATFORM
     anywhere: ClassVar[bool] = True
@@ -77,10 +73,7 @@ class GkePlatform:
         """End all watches, as is done too when the platform is no longer used."""
         _stop(self._jobs)
 
-    # --- before it starts ---------------------------------------------------------------------------------------------
-
     def render(self, job: Job) -> Submission:
-        """The objects that would be created."""
         submission = render(job, self._settings, self.workload)
         self._rendered[submission.job_id] = job
         return submission
@@ -106,7 +99,7 @@ class GkePlatform:
         except LauncherError as error:
             yield finding_of(error, "gke.cluster")
 
-    def avoidable(self, job: Job) -> Avoidable:
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
         pod = states.pod_of(states.workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
@@ -114,13 +107,11 @@ class GkePlatform:
         except LauncherError:  # machines may not be looked at, or nobody answers
             most = None
         fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
-        return Avoidable(most, f"{fix}; or take fewer platform.nodes")
+        return most, f"{fix}; or take fewer platform.nodes"
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":
             _serves_jobsets[self._key] = self.cluster.serves(api.JOBSETS)
-
-    # --- submit -------------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> JobId:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
@@ -190,10 +181,7 @@ class GkePlatform:
             raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
-    # --- while it runs ------------------------------------------------------------------------------------------------
-
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id is namespace and name."""
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -236,8 +224,6 @@ class GkePlatform:
         if over and not told.more:
             _stop(self._jobs, job_id)
         return told
-
-    # --- cancel -------------------------------------------------------------------------------------------------------
 
     def cancel(self, job_id: JobId) -> None:
         """Delete everything that has the job's labels, and list until nothing has.
@@ -298,7 +284,6 @@ class GkePlatform:
 
 
 def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
-    """End the watches of these jobs, or of all."""
     for job_id in ids or tuple(jobs):
         if (watch := jobs.pop(job_id, None)) is not None:
             watch.stop()

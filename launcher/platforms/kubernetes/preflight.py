@@ -67,12 +67,6 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     """Yield everything that cannot be, or is a risk, by what the config says alone."""
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
-    # A plug-in works with the daemon that it was released with; other pairs are somebody's own risk.
-    known = {one.plugin: one.daemon for one in fabric.known}
-    if (pair := fabric.pair) is not None and (pair.plugin, pair.daemon) not in known.items():
-        given = f"plug-in {pair.plugin}" + f" with the daemon {pair.daemon}" * bool(pair.daemon)
-        what = f"{given} is no release of {settings.network} that we know, so that nothing says what it needs"
-        yield risk("network-release", what, f"take one of {', '.join(known)}; leave platform.network_daemon out")
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
     claim = settings.claim_path.rstrip("/") if settings.claim else None
     for word, address in pairwise(node["command"]):
@@ -94,12 +88,6 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     if settings.uid == 0 and not fabric.root:  # what a network needs is no choice
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
         yield risk("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
-    for name in (one["name"] for one in node["env"] if one["name"].startswith("PET_")):
-        what = f"{name} is a flag of torchrun, which the node sets itself and takes away"
-        yield risk("torchrun-variable", what, "leave it out")
-
-
-# --- permissions ------------------------------------------------------------------------------------------------------
 
 
 def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
@@ -135,9 +123,6 @@ def _jobset(survey: Survey) -> Iterator[Finding]:
     elif survey.kind == "jobset":
         fix = f"install JobSet {_JOBSET} or newer (docs/gke.md), or set platform.workload=job"
         yield bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
-
-
-# --- the network ------------------------------------------------------------------------------------------------------
 
 
 def networks(survey: Survey) -> Iterator[Finding]:
@@ -251,14 +236,12 @@ def _queue(survey: Survey) -> Iterator[Finding]:
 
 
 def _kueue(survey: Survey) -> Iterator[Finding]:
-    """Check what the pods name of Kueue's, but for the queue."""
-    settings = survey.settings
-    name = settings.priority if settings.queue else None
-    if name is not None and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
+    settings, name = survey.settings, survey.settings.priority
+    if settings.queue and name and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
         fix = "kubectl get workloadpriorityclasses; fix platform.priority"
         yield bad("priority", f"there is no WorkloadPriorityClass {name}", fix)
-    label = next((value for key, value in survey.annotations.items() if key.endswith("-topology")), None)
     if settings.topology is not None:
+        label = next(value for key, value in survey.annotations.items() if key.endswith("-topology"))
         listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
         levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
         if label not in levels:

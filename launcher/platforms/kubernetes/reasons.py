@@ -38,7 +38,6 @@ class Phrase(NamedTuple):
 
 
 def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
-    """Return what the first phrase that matches finds in the words about a job that waits."""
     return next(filter(None, (phrase.read(text, _AREA) for phrase in phrases)), [])
 
 
@@ -221,7 +220,6 @@ alone does not change that. Controllers try again at least every minute, kubelet
 def _of_events(
     cluster: Cluster, job: states.JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
 ) -> Iterator[Finding]:
-    """Yield what the newest event of each kind means; nothing for one that keeps nobody from running."""
     uids = {job.name: states.uid_of(workload)}
     if workload["kind"] == "JobSet":
         uids[job_name(job.name)] = ""  # a Job that we have not seen; of the others, no older namesake's events count

@@ -16,7 +16,7 @@ from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submissi
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
-from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
+from launcher.platforms.settings import LONGEST_LABEL, RFC_1035, asked
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.storage import bucket_path
 
@@ -61,10 +61,7 @@ def pod_host(workload: str, name: str, index: int) -> str:
 
 
 def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
-    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
-
-    Its id is `namespace/name`. All objects have the labels of the attempt.
-    """
+    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed."""
     name = job.attempt_name
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
     longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
@@ -75,18 +72,15 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
     template, environment = _pod(job, settings, network, workload)
-    labels, kueue = job.all_labels, {}
-    if settings.queue is not None:
-        # https://github.com/kubernetes-sigs/kueue/blob/ff69552e79/site/content/en/docs/tasks/run
-        kueue["kueue.x-k8s.io/queue-name"] = settings.queue
-        if settings.priority is not None:
-            kueue["kueue.x-k8s.io/priority-class"] = settings.priority
-    metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **kueue}}
+    labels, queue = job.all_labels, settings.queue
+    # https://github.com/kubernetes-sigs/kueue/blob/ff69552e79/site/content/en/docs/tasks/run
+    kueue = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": queue and settings.priority}
+    metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **asked(**kueue)}}
     plain = {**metadata, "labels": labels}
-    items = [*([_network_policy(plain)] if settings.isolated else [])]
+    items = [_network_policy(plain)] if settings.isolated else []
     items += [_claim(claim, job, plain, network) for claim in network.claims]
     # Kueue starts what waits in its queues; nothing else may.
-    spec = {**({"suspend": True} if settings.queue is not None else {}), "ttlSecondsAfterFinished": settings.ttl}
+    spec = {**asked(suspend=queue is not None), "ttlSecondsAfterFinished": settings.ttl}
     if workload == "jobset":
         spec |= _jobset(settings, {"metadata": {"labels": labels}, "spec": _gang(job, template)})
         version = "jobset.x-k8s.io/v1alpha2"
@@ -98,16 +92,11 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append({"apiVersion": "v1", "kind": "Service", "metadata": plain, "spec": service})
         spec |= _gang(job, {**template, "spec": {"subdomain": name, **template["spec"]}})
         items.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
-    return Submission(
-        platform=PLATFORM,
-        job_id=job_id_of(settings, name),
-        body={"apiVersion": "v1", "kind": "List", "items": items},
-        environment=tuple(as_rows(environment)),
-    )
+    job_id, body = job_id_of(settings, name), {"apiVersion": "v1", "kind": "List", "items": items}
+    return Submission(platform=PLATFORM, job_id=job_id, body=body, environment=as_rows(environment))
 
 
 def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
-    """Return the id of the job that the attempt of this name is."""
     return JobId(f"{settings.namespace}/{attempt_name}")
 
 
@@ -202,11 +191,7 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": named, "spec": spec}
 
 
-# --- the pod ----------------------------------------------------------------------------------------------------------
-
-
 def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
-    """Return the template of the pod that every node of the job has, and all variables of its nodes."""
     unprivileged = settings.uid != 0 and not network.root and not network.privileged
     # Our own programs write where their volumes are. A script of the user's may write next to itself, and the scripts
     # of networks that need root write as they like.
@@ -228,10 +213,10 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         "image": job.image or UNBUILT,
         "command": [literal(word) for word in ("python", *arguments)],
         "env": [entry.as_object() for entry in environment if entry.origin != "script"],
-        "resources": _given(
-            requests=_given(cpu=settings.cpus, memory=settings.memory) or None,
-            limits={**_given(**{"nvidia.com/gpu": settings.node_gpus or None}), **network.resources} or None,
-            claims=[{"name": claim} for claim in network.claims] or None,
+        "resources": asked(
+            requests=asked(cpu=settings.cpus, memory=settings.memory),
+            limits={**asked(**{"nvidia.com/gpu": settings.node_gpus}), **network.resources},
+            claims=[{"name": claim} for claim in network.claims],
         ),
         "securityContext": _security(settings, network, read_only=read_only),
         "volumeMounts": mounts,
@@ -261,27 +246,23 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
-        "serviceAccountName": settings.service_account,  # Workload Identity needs its name, not its token
+        **asked(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
         "automountServiceAccountToken": False,
-        "securityContext": {**user, **group} if user or settings.claim else None,
+        **asked(securityContext=(user or settings.claim) and {**user, **group}),
         # A secret that is not there keeps no pod from being created: the pull is tried without it.
-        "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets] or None,
+        **asked(imagePullSecrets=[{"name": name} for name in settings.image_pull_secrets]),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         # Cluster names resolve on the host's network only by this policy.
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
         **_placement(job, settings, network),
-        "priorityClassName": None if settings.queue else settings.priority,
-        "initContainers": [dict(one) for one in network.init_containers] or None,
+        **asked(priorityClassName=not settings.queue and settings.priority),
+        **asked(initContainers=[dict(one) for one in network.init_containers]),
         "containers": [container],
         "volumes": volumes,
-        "resourceClaims": claims or None,
+        **asked(resourceClaims=claims),
     }
     metadata = {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
-    return {"metadata": metadata, "spec": _given(**spec)}, environment
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    return {"metadata": metadata, "spec": spec}, environment
 
 
 def _environment(
@@ -349,32 +330,32 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         selector |= {"cloud.google.com/gke-accelerator": machine.gpu, **machine.labels}
     bought = {
         "gke-nodepool": settings.node_pool,
-        "gke-spot": "true" if settings.spot else None,
+        "gke-spot": settings.spot and "true",
         "reservation-name": settings.reservation,
-        "gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
-        "gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
+        "gke-flex-start": settings.flex_start and not settings.queue and "true",
+        "gke-ephemeral-storage-local-ssd": settings.local_ssd and "true",
     }
-    selector |= {f"cloud.google.com/{label}": value for label, value in _given(**bought).items()}
+    selector |= {f"cloud.google.com/{label}": value for label, value in asked(**bought).items()}
     tainted = {
-        "kubernetes.io/arch": "arm64" if machine is not None and machine.arch == "arm64" else None,
-        "cloud.google.com/gke-spot": "true" if settings.spot else None,
+        "kubernetes.io/arch": machine is not None and machine.arch == "arm64" and "arm64",
+        "cloud.google.com/gke-spot": settings.spot and "true",
         # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
-        "cloud.google.com/gke-queued": None if settings.flex_start is None else "true",
+        "cloud.google.com/gke-queued": settings.flex_start and "true",
     }
     # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
     always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
     tolerations = [{"key": key, "operator": "Exists"} for key in always]
-    for key, value in _given(**{"user-workload": "true", **tainted}).items():
+    for key, value in asked(**{"user-workload": "true", **tainted}).items():
         tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
-    affinity: dict[str, Any] = {}
-    if exclude := [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]:
-        rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
-        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}
-    if network.alone:
-        term = {"labelSelector": {"matchLabels": dict(network.alone)}, "topologyKey": _HOSTNAME}
-        affinity["podAntiAffinity"] = {_REQUIRED: [term]}
-    return _given(nodeSelector=selector or None, affinity=affinity or None, tolerations=tolerations)
+    exclude = [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]
+    rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
+    term = {"labelSelector": {"matchLabels": dict(network.alone)}, "topologyKey": _HOSTNAME}
+    affinity = asked(
+        nodeAffinity=exclude and {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}},
+        podAntiAffinity=network.alone and {_REQUIRED: [term]},
+    )
+    return asked(nodeSelector=selector, affinity=affinity, tolerations=tolerations)
 
 
 def _volumes(

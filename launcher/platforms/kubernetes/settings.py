@@ -126,17 +126,8 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
     """Seconds that an ended job is kept in the cluster."""
 
     @property
-    def hardware(self) -> str | None:
-        return self.machine
-
-    @property
     def fabric(self) -> Network:
         return chosen_network(self, host_network=self.host_network)
-
-    @property
-    def node_gpus(self) -> int:
-        """GPUs of each node."""
-        return self.machine_type.gpus if self.machine_type else self.gpus or 0
 
     @property
     def isolated(self) -> bool:
@@ -162,10 +153,8 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
         if self.spot and self.flex_start is not None:
             raise ValueError("platform.spot and platform.flex_start are two ways to buy a machine; keep one")
         if self.workload == "job" and self.restarts > 1:
-            raise ValueError(
-                f"platform.restarts={self.restarts}: a plain Job cannot restart as a whole, which train.max_restarts "
-                "does; leave it out, or take platform.workload=jobset"
-            )
+            what = f"platform.restarts={self.restarts}: a plain Job cannot restart as a whole, train.max_restarts does"
+            raise ValueError(f"{what}; leave it out, or take platform.workload=jobset")
         if self.stage == "fuse" and self.service_account is None:
             raise ValueError("platform.stage=fuse mounts the bucket as platform.service_account; name one")
         return self

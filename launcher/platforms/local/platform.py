@@ -18,7 +18,6 @@ import psutil
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
@@ -76,7 +75,7 @@ class LocalPlatform:
             "PYTHONUNBUFFERED": "1",
         }
         own = [Entry(name=name, value=value, origin="platform", why="for ranks here") for name, value in mine.items()]
-        entries = combined(own, profile=(), scripted=(), overrides={}, job=job.env)
+        entries = combined(own, job.env, {}, None)
         master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
         env = {entry.name: entry.value for entry in entries}
         nodes = []
@@ -93,7 +92,7 @@ class LocalPlatform:
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": nodes,
         }
-        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=tuple(as_rows(entries)))
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=as_rows(entries))
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         body = submission.body
@@ -103,8 +102,8 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
-    def avoidable(self, job: Job) -> Avoidable:
-        return Avoidable(0, "this machine is the only one")
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
+        return 0, "this machine is the only one"
 
     def check_access(self) -> str:
         return "this machine runs the nodes"
@@ -202,11 +201,7 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
     return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
-# --- a job's directory ------------------------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON file's content, {} where there is none."""
     with contextlib.suppress(FileNotFoundError):
         fix = f"see that nothing of the job runs, then remove {path.parent}"
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)

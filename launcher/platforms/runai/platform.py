@@ -15,7 +15,6 @@ from launcher import errors
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Avoidable
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
@@ -28,6 +27,7 @@ from litgpt_demo.storage import Storage, is_remote, open_storage
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
 """The file in the attempt's directory with what Run:ai forgets when the workload is deleted."""
+_LEAVE = 180.0  # seconds that pods have to go when a job is cancelled
 
 # REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
 # pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
@@ -60,32 +60,22 @@ class RunaiPlatform:
     """Runs the nodes of a job as a PyTorch training: one master and workers.
 
     A job's id is a URL: `runai://project/name?nodes=…&kept=…`, the last being where logs and reports are kept.
-
-    Args:
-        leave: seconds that pods have to go when a job is cancelled.
-        settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
-        pauses: seconds to wait after each submission that was not answered, before a look at what became of it.
-        give_up: seconds after which nothing is submitted again, however long each answer was waited for.
     """
 
     name: ClassVar[str] = "runai"
     anywhere: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
-    def __init__(
-        self,
-        settings: RunaiPlatformConfig,
-        api: Api | None = None,
-        *,
-        leave: float = 180.0,
-        settle: float = 20.0,
-        pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0),
-        give_up: float = 60.0,
-    ) -> None:
+    def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None) -> None:
         self._settings = settings
         self._api = api or chosen_api(settings, os.environ)
-        self._leave, self._settle, self._pauses, self._give_up = leave, settle, pauses, give_up
         self._settled: set[JobId] = set()
+        self.settle = 20.0
+        """Seconds that pods have to leave their reports and logs once the job as a whole has ended."""
+        self.pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0)
+        """Seconds to wait after each submission that was not answered, before a look at what became of it."""
+        self.give_up = 60.0
+        """Seconds after which nothing is submitted again, however long each answer was waited for."""
 
     def render(self, job: Job) -> Submission:
         work = workload(job, self._settings)
@@ -94,7 +84,7 @@ class RunaiPlatform:
             platform=self.name,
             job_id=reference.job_id,
             body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
-            environment=tuple(as_rows(work.environment)),
+            environment=as_rows(work.environment),
             unknown=self._api.unknown,
         )
 
@@ -117,11 +107,11 @@ class RunaiPlatform:
             code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.trouble)
             yield finding_of(error, f"runai.{code}")
 
-    def avoidable(self, job: Job) -> Avoidable:
+    def avoidable(self, job: Job) -> tuple[int | None, str]:
         if self._api.excludes:
-            return Avoidable(None, "ask the cluster's administrator to have the machine mended or cordoned off")
+            return None, "ask the cluster's administrator to have the machine mended or cordoned off"
         instead = "install a newer one, submit by REST (platform.url), or take other platform.node_pools"
-        return Avoidable(0, f"`{self._settings.cli}` has no --exclude-node: {instead}")
+        return 0, f"`{self._settings.cli}` has no --exclude-node: {instead}"
 
     def check_access(self) -> str:
         self._api.check_access()
@@ -149,8 +139,8 @@ class RunaiPlatform:
         A name is taken once only, so that a workload that is made and not listed yet is not made twice.
         """
         unheard: PlatformUnreachable | None = None
-        give_up = time.monotonic() + self._give_up
-        for pause in self._pauses:
+        give_up = time.monotonic() + self.give_up
+        for pause in self.pauses:
             try:
                 if unheard is not None and self._api.phase(name) is not None:
                     return
@@ -181,7 +171,7 @@ class RunaiPlatform:
         state, native = state_of(phase), str(phase)
         if state.live:
             return JobStatus(state=state, native=native)
-        attempt, give_up = open_storage(reference.directory), time.monotonic() + self._settle
+        attempt, give_up = open_storage(reference.directory), time.monotonic() + self.settle
         codes = exit_codes(attempt)
         if state is not JobState.ABSENT:
             while len(codes) < reference.nodes and job_id not in self._settled and time.monotonic() <= give_up:
@@ -208,11 +198,11 @@ class RunaiPlatform:
         reference = WorkloadReference.of(job_id)
         if state_of(self._api.phase(reference.name)).live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
-        deadline = time.monotonic() + self._leave
+        deadline = time.monotonic() + _LEAVE
         self._api.delete(reference.name)
         while (left := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
-                what = f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted"
+                what = f"{reference.name} is still {left} {_LEAVE:.0f} s after it was deleted"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(1.0)
 

@@ -66,11 +66,9 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
     if longest > LONGEST_LABEL or not RFC_1035.fullmatch(job.attempt_name):
-        raise ConfigProblem(
-            f"{job.attempt_name!r} cannot be a workload's name: Kubernetes takes {LONGEST_LABEL} lower-case letters, "
-            f"digits and dashes for those of its pods, the first a letter, and they have up to {longest} characters",
-            fix="choose another `name` for the run",
-        )
+        form = f"{LONGEST_LABEL} lower-case letters, digits and dashes, the first a letter"
+        what = f"{job.attempt_name!r} cannot be a workload's name: its pods' would have {longest} characters"
+        raise ConfigProblem(f"{what}, and Kubernetes takes {form}", fix="choose another `name` for the run")
     network = settings.fabric
     shm = network.node.shm_bytes if settings.large_shm else 0
     entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)

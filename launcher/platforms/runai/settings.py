@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -151,11 +150,6 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
             fix = f"if it is yours, export {variable}={there}, or give the verb the config instead of the name"
             raise ConfigProblem(f"{what}; {variable} is {known or 'not set to a URL'}", fix=fix)
         return self.open()
-
-    @property
-    def node_gpus(self) -> int:
-        """Whole GPUs of each pod, or 1 for a part of one."""
-        return math.ceil(self.gpus)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

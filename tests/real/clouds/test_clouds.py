@@ -120,7 +120,8 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
     ):
         claims = [{"name": "scratch", "path": str(tmp_path)}]
         config = settings_of(api="rest", url=api.url, grace=2, claims=claims)
-        platform = RunaiPlatform(config, Rest(config, api.credentials()), settle=4)
+        platform = RunaiPlatform(config, Rest(config, api.credentials()))
+        platform.settle = 4
         asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
         job_id = platform.submit(platform.render(job_of(**asked, directory=str(tmp_path / "attempts/1"))))
         log = cluster.folder / "team-a/fate-1/0.log"

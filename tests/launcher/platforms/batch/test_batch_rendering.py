@@ -19,7 +19,7 @@ from launcher.config import RunConfig, read_yaml, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.platforms.batch.platform import BatchPlatform
-from launcher.platforms.batch.render import container_of, group_of, labels_of
+from launcher.platforms.batch.render import container_of, labels_of
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import Finding
 
@@ -76,7 +76,7 @@ def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_i
         batch_v1.Job.from_json(json.dumps(submission.body["job"]))  # an unknown field would be refused
         found = BatchPlatform(settings_of(**options)).check(submission)
         assert [str(one) for one in found if one.severity == "error"] == [], case
-        group = group_of(submission.body)
+        [group] = submission.body["job"]["taskGroups"]
         assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
         assert group.get("requireHostsFile", False) == (nodes > 1)
         assert nodes == 1 or group["taskSpec"]["maxRetryCount"] == 0
@@ -85,9 +85,8 @@ def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_i
 
 @pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])
 def test_a_container_may_do_no_more_than_its_network_and_its_gpus_need(case: str) -> None:
-    body = rendered(case).body
-    words = shlex.split(container_of(body)["options"])
-    assert ("--network=host" in words) == (group_of(body)["taskCount"] > 1), "one node listens to itself alone"
+    words = shlex.split(container_of(rendered(case).body)["options"])
+    assert ("--network=host" in words) == (settings_of(**CASES[case]).nodes > 1), "one node listens to itself alone"
     confined = {"--cap-drop=ALL", "--security-opt=no-new-privileges"}
     assert confined & set(words) == (set() if "--privileged" in words else confined)
     assert ("--privileged" in words) == (CASES[case].get("os") == "cos"), "only there is no toolkit that gives GPUs"
@@ -116,7 +115,7 @@ def test_a_name_that_batch_would_refuse_and_a_variable_of_the_launcher_are_refus
 
 
 def test_secrets_are_named_and_never_held() -> None:
-    environment = group_of(rendered("private").body)["taskSpec"]["environment"]
+    environment = rendered("private").body["job"]["taskGroups"][0]["taskSpec"]["environment"]
     assert environment["secretVariables"] == {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}
     assert "WANDB_API_KEY" not in environment["variables"]
 

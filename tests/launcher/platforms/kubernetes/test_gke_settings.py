@@ -66,7 +66,6 @@ def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is
         ({"uid": 0}, "gke.root"),
         ({"spot": True, "grace": 60}, "gke.spot-grace"),
         ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
-        ({"overrides": {"PET_NNODES": "3"}}, "gke.torchrun-variable"),
     ],
 )
 def test_what_may_be_wished_for_and_does_not_end_well_is_a_warning(options: dict[str, Any], code: str) -> None:

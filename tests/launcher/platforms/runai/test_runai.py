@@ -49,7 +49,9 @@ def by_program(cluster: runai.Cluster, tmp_path: Path, monkeypatch: pytest.Monke
         def make(variant: str = "v2", **changes: Any) -> RunaiPlatform:
             program = programs.enter_context(runai.program(tmp_path, cluster, variant))
             config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
-            return RunaiPlatform(config, pauses=(0, 0, 0), give_up=3600)
+            platform = RunaiPlatform(config)
+            platform.pauses, platform.give_up = (0, 0, 0), 3600
+            return platform
 
         yield make
 
@@ -67,7 +69,9 @@ def by_rest(api: runai.Api, tmp_path: Path) -> Make:
     def make(*, secret: str | None = None, **changes: Any) -> RunaiPlatform:
         claims = [{"name": "scratch", "path": str(tmp_path)}]
         config = settings_of(**{"url": api.url, "api": "rest", "claims": claims, **changes})
-        return RunaiPlatform(config, Rest(config, api.credentials(secret), pause=0), pauses=(0, 0, 0))
+        platform = RunaiPlatform(config, Rest(config, api.credentials(secret), pause=0))
+        platform.pauses = (0, 0, 0)
+        return platform
 
     return make
 
