@@ -579,7 +579,8 @@ def logs(
                 if since is not None and line.time is None:
                     what = f"the logs of {platform.name} are files, whose lines have no time"
                     raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
-                if node in (None, line.node) and rank in (None, line.rank) and (line.time or 0.0) >= (since or 0.0):
+                wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
+                if wanted and (line.time or 0.0) >= (since or 0.0):
                     show_line(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -212,12 +211,6 @@ class LogLine:
     text: str
     time: float | None = field(default=None, compare=False)
     """When it was printed, in seconds since the epoch; None where the platform has files, whose lines have no time."""
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that printed it, as torchrun says in front of it; None where the node itself did."""
-        found = re.match(r"\[rank(\d+)\]:", self.text)
-        return int(found[1]) if found else None
 
     def __str__(self) -> str:
         return f"[node {self.node}] {self.text}"
