@@ -681,9 +681,10 @@ def target_of(words: str, overrides: list[str] | None, profile: Path | None, roo
 
 
 def _answer(found: T) -> T:
-    """Print what a command has found, if a program asks for it; return it. A loss that is no number is a text there."""
+    """Print what a command has found, if a program asks for it; return it."""
     if console is stderr:
-        typer.echo(json.dumps(to_jsonable_python(found, inf_nan_mode="strings"), indent=1))
+        document = json.loads(json.dumps(to_jsonable_python(found)), parse_constant=str)  # JSON has no NaN: "NaN"
+        typer.echo(json.dumps(document, indent=1))
     return found
 
 

@@ -180,7 +180,9 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
     (here / "poem.txt").unlink()
     said = cli("run", "training.yaml")
     assert (said.code, said.err) == (0, "")
-    assert str(here / "out/runs/tiny-0123456789/final/litgpt") in said.out
+    model = str(here / "out/runs/tiny-0123456789/final/litgpt")
+    assert model in said.out
+    assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:
@@ -308,7 +310,7 @@ def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_e
     def answer(*words: str, code: int = 0) -> Any:
         said = cli(*words, "--json")
         assert said.code == code, said
-        return json.loads(said.out)
+        return json.loads(said.out, parse_constant=pytest.fail)
 
     write_metrics(running.parents[1])
     run = running.parents[1].name
@@ -323,9 +325,9 @@ def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_e
     assert [(one["attempt"], one["state"]) for one in seen["attempts"]] == [(1, "failed"), (2, "running")]
     assert answer("reap", "--root", "out", "--dry-run") == {"reaped": [], "left": [], "removed": []}
     assert "local" in [row["deployment"] for row in answer("submit")]
-    (running / "result.json").write_text('{"state": "succeeded", "native": "ended", "exit_codes": {}}')
-    write_metrics(running.parents[1])
-    assert answer("status", "training.yaml")["runs"][0]["loss"] == 5.5
+    with (running.parents[1] / METRICS).open("a") as rows:
+        rows.write('{"kind": "step", "step": 3, "loss": "NaN", "step_seconds": 3.0}\n')
+    assert answer("runs", "--root", "out")[0]["loss"] == "NaN"
 
 
 def test_a_shell_completes_configs_and_the_names_of_runs(
