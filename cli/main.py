@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -546,7 +546,9 @@ def moment(words: str) -> float:
     """Seconds since the epoch, of a time that is so long ago, or is written as ISO 8601 has it."""
     if age := re.fullmatch(r"(\d{1,9})([smhd])", words):
         return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[age[2]]
-    return datetime.fromisoformat(words).timestamp()
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(words).timestamp()
+    raise typer.BadParameter(f"{words!r} is neither an age, as 10m or 2h, nor a time, as 2026-01-31T08:00")
 
 
 @app.command()
@@ -560,7 +562,7 @@ def logs(
     node: Annotated[int | None, typer.Option(help="Only what this node printed.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only what this rank printed.")] = None,
     since: Annotated[
-        float | None, typer.Option(parser=moment, help="Only the last 10m, or since 2026-01-31T08:00.")
+        float | None, typer.Option(parser=moment, metavar="MOMENT", help="Since 10m ago, or 2026-01-31T08:00.")
     ] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:

@@ -294,7 +294,8 @@ def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
         "",
         True,
     )
-    assert cli("logs", "training.yaml", "--since", "soon").code == 2
+    said = cli("logs", "training.yaml", "--since", "soon")
+    assert (said.code, "'soon' is neither an age" in said.err) == (2, True)
 
     now = datetime.now().astimezone()
     lines = [LogLine(0, text, (now - timedelta(minutes=age)).timestamp()) for text, age in (("old", 20), ("new", 5))]
