@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import typer
 from pydantic import ValidationError
@@ -319,12 +319,14 @@ def submit(
 
 @app.command()
 def init(
-    platform: Literal["local", "gke", "runai", "batch"],
+    platform: Annotated[str, typer.Argument(help="The kind of a platform.", show_default=False)],
     file: Annotated[Path | None, typer.Argument(help="The file; PLATFORM.yaml unless given.")] = None,
 ) -> None:
     """Write a commented config of a training on a platform, to begin from. A file that is there is left as it is."""
     from deployments.bootstrap import CONFIGS
 
+    if platform not in (there := sorted(path.stem for path in (CONFIGS / "profiles").glob("*.yaml"))):
+        raise ConfigProblem(f"{platform!r} is no kind of platform; there are {', '.join(there)}")
     file, shipped = file or Path(f"{platform}.yaml"), (CONFIGS / f"{platform}.yaml").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as made:

@@ -101,6 +101,7 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
         (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
+        (["init", "moon"], "'moon' is no kind of platform; there are batch, gke, local, runai"),
         (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
