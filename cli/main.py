@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import typer
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 from rich.markup import escape
 from rich.table import Table
 
@@ -41,9 +44,11 @@ from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgp
 from litgpt_demo.export import summary_lines, usage
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import is_remote, open_storage
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are no emoji.
 console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
@@ -62,21 +67,42 @@ def program(
         raise typer.Exit
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False)]
+def _configs() -> list[str]:
+    """The configs that a shell completes, those of this folder and the shipped ones; other paths it knows itself."""
+    return sorted(map(str, [*Path().glob("*.yaml"), *Path("deployments/configs").glob("**/*.yaml")]))
+
+
+def _targets(context: typer.Context) -> list[str]:
+    """The runs that a shell completes, and configs. Nobody who presses a key waits for a bucket."""
+    root = context.params.get("root") or DEFAULT_ROOT
+    return [*([] if is_remote(root) else Index.of(root).runs()), *_configs()]
+
+
+def _json_asked(asked: bool) -> bool:
+    """Have nothing on standard output but the document: what is said to a person goes to standard error."""
+    global console
+    console = stderr if asked else console
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_json_asked, help="Print one JSON document, for programs.")]
+ConfigFile = Annotated[
+    Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False, autocompletion=_configs)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override it: train.max_steps=100", show_default=False)
 ]
 Profile = Annotated[
     Path | None,
     typer.Option(
-        "--platform", show_default=False,
+        "--platform", show_default=False, autocompletion=_configs,
         help="A YAML file whose platform, root and image take the place of the config's; overrides win over it.",
     ),
 ]  # fmt: skip
 Words = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", show_default=False,
+        metavar="RUN", show_default=False, autocompletion=_targets,
         help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
     ),
 ]  # fmt: skip
@@ -156,6 +182,7 @@ def run(
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
     new: New = False,
     cancel_old: Old = False,
+    as_json: Json = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
     _run(read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile), output)
@@ -173,28 +200,34 @@ def _run(settings: AnyKind, output: bool = False) -> None:
     match settings:
         case SweepConfig():
             trials(settings)  # one that cannot be is refused before anything is started for it
-            _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
+            _print_table(_answer(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output)))
         case BenchmarkConfig():
-            made = _watched("flows.run_torchrun:benchmark_network", dict(settings))
+            made = _answer(_watched("flows.run_torchrun:benchmark_network", dict(settings)))
             _print_table(table(made))
             _print_table(pairs_table(made[0]))
         case ScriptConfig():
             logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
+            _answer({"logs": logs})
             _say(f"\n  logs     {escape(logs)}")
         case RunConfig():
             final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
             where = open_storage(settings.root).within(f"runs/{final.run}")
-            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
             hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
-            for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
-                _say(f"  {name:<8} {escape(where.address(path))}")
+            paths = {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}
+            places = {name: where.address(path) for name, path in paths.items()}
+            _answer({"run": final.run, **places})
+            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+            for name, place in places.items():
+                _say(f"  {name:<8} {escape(place)}")
             _say("\n  use it")
             for line in usage(where.address(), huggingface=False).splitlines():
                 _say(f"    {escape(line)}")
 
 
 @app.command(name="benchmark-network")
-def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
+def benchmark_network(
+    config: ConfigFile, overrides: Overrides = None, profile: Profile = None, as_json: Json = False
+) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
     _run(read_config(config, overrides, profile, kind=BenchmarkConfig))
 
@@ -231,6 +264,7 @@ def collect(
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="The newest one, even of a live run.")] = False,
     root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
     from litgpt_demo.export.models import export as collect_models
@@ -240,31 +274,66 @@ def collect(
     else:
         found = target_of(target, overrides, profile, root)
         folders = [found.storage(run) for run in found.runs]
+    finals = []
     for storage in folders:
         final = collect_models(storage, step=step, newest=newest)
+        finals.append({"final": storage.address(FINAL), **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))
         _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
+    _answer(finals)
 
 
 @app.command()
 def submit(
-    deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
+    deployment: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
     overrides: Overrides = None,
     profile: Profile = None,
     new: New = False,
     cancel_old: Old = False,
+    as_json: Json = False,
 ) -> None:
-    """Start the flow of a deployment on Prefect's server, with some settings changed."""
+    """Start the flow of a deployment on Prefect's server, with some settings changed; or list the deployments."""
     _quiet_prefect()
-    from flows.parameters import submit_deployment
-    from flows.server import server_problems
+    from deployments.bootstrap import PREFECT_FILE
+    from flows.parameters import deployments_there, submit_deployment
+    from flows.server import server_address, server_problems
+    from launcher.config import read_yaml
 
+    if deployment is None:
+        if server_address() is None:
+            _print_notes("there is no Prefect server: `make serve` starts one, which has these deployments")
+            told = {one["name"]: one["description"] for one in read_yaml(PREFECT_FILE)["deployments"]}
+        else:
+            with server_problems():
+                told = {full: one.description or "" for full, one in deployments_there().items()}
+        _print_table(_answer([{"deployment": name, "what": told[name].partition("\n")[0]} for name in sorted(told)]))
+        return
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
         name, full, page = submit_deployment(deployment, changes, profile=sections)
+    _answer({"flow_run": name, "deployment": full, "page": page})
     _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
+
+
+@app.command()
+def init(
+    platform: Annotated[str, typer.Argument(help="The kind of a platform.", show_default=False)],
+    file: Annotated[Path | None, typer.Argument(help="The file; PLATFORM.yaml unless given.")] = None,
+) -> None:
+    """Write a commented config of a training on a platform, to begin from. A file that is there is left as it is."""
+    from deployments.bootstrap import CONFIGS
+
+    if platform not in (there := sorted(path.stem for path in (CONFIGS / "profiles").glob("*.yaml"))):
+        raise ConfigProblem(f"{platform!r} is no kind of platform; there are {', '.join(there)}")
+    file, shipped = file or Path(f"{platform}.yaml"), (CONFIGS / f"{platform}.yaml").read_text(encoding="utf-8")
+    try:
+        with file.open("x", encoding="utf-8") as made:
+            made.write(f"# From `train-litgpt init`; what else can be set: `train-litgpt settings`.\n{shipped}")
+    except OSError as error:
+        raise ConfigProblem(f"{file} cannot be written ({error.strerror}); name another file") from error
+    _say(f"{escape(str(file))} is written; put in what is yours, then: train-litgpt plan {escape(str(file))}")
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
@@ -325,9 +394,9 @@ def render(
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
+def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None, as_json: Json = False) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
-    planned = plan_of(read_config(config, overrides, profile))
+    planned = _answer(plan_of(read_config(config, overrides, profile)))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
@@ -346,6 +415,7 @@ def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = Non
 def settings(
     prefix: Annotated[str, typer.Argument(help="Only settings whose names begin with this: train, data.corpus")] = "",
     kind: Annotated[str, typer.Option(help="training, script, sweep or network benchmark")] = "training",
+    as_json: Json = False,
 ) -> None:
     """List every setting of a config, with its default and its meaning."""
     kinds: dict[str, type[Settings]] = {
@@ -356,7 +426,7 @@ def settings(
     found = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
     if not found:
         raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
-    _print_table(found)
+    _print_table(_answer(found))
 
 
 def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[dict[str, str]]:
@@ -397,6 +467,7 @@ def doctor(
     overrides: Overrides = None,
     profile: Profile = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
+    as_json: Json = False,
 ) -> None:
     """Check this machine and what a config needs, and say how to fix what is wrong."""
     if config is None and profile is not None:
@@ -405,6 +476,7 @@ def doctor(
     findings = list(examine_environment(root if settings is None else settings.root))
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
+    _answer({"findings": findings})
     _print_findings(findings)
     if any(finding.severity in {"error", "unknown"} for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
@@ -413,9 +485,10 @@ def doctor(
 @app.command()
 def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
+    as_json: Json = False,
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    found = verify_dataset(dataset)
+    found = _answer(verify_dataset(dataset))
     for problem in found.problems:
         _say(f"[bold red]✗[/] {escape(problem)}")
     if found.problems:
@@ -428,44 +501,56 @@ def verify(
 
 @app.command()
 def runs(
-    root: Annotated[str, typer.Argument(help="A folder, or gs://bucket/prefix.")] = DEFAULT_ROOT,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
+    folder: Annotated[str | None, typer.Argument(help="The root, as --root says it too.")] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
+    root = folder or root
     rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
     if os.environ.get("PREFECT_API_URL") and any(row.live for row in rows):
         from flows.reconciling import contradicted
 
         rows = contradicted(rows)
-    if as_json:
-        if bad:
-            _say(escape(str(bad)), stderr)
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=1))
-        return
-    _print_table(table_of(rows))
+    _print_table(table_of(_answer(rows)))
     if not rows:
         _say(f"nothing has been started under {escape(Index.of(root).root.address())}")
     _print_notes(*(f"{row.run}: {row.note}" for row in rows if row.note), str(bad))
 
 
 @app.command()
-def status(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
+def status(
+    target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     found = target_of(target, overrides, profile, root)
-    if len(found.runs) > 1:
-        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := DamagedRecords()), open=found.open)))
+    several, bad = len(found.runs) > 1, DamagedRecords()
+    summary = run_rows(found.index, found.runs, bad=bad, open=found.open) if several or as_json else []
+    seen = [] if several else found.attempts[0].all()
+    known = [{"attempt": one.number, "job_id": one.record.job_id, **vars(one.status)} for one in seen]
+    _answer({"name": found.name, "runs": summary, "attempts": known})
+    if several:
+        _print_table(table_of(summary))
         _print_notes(str(bad))
         return
-    [attempts] = found.attempts
-    seen = attempts.all()
     rows = []
     for one in seen:
         row = {"attempt": one.number, "state": one.status.state, "in the platform's words": one.status.native}
         rows.append({**row, "job": one.record.job_id, **({"code": one.record.code} if one.record.code else {})})
     _print_table(rows)
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
-    if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
+    if progress := progress_of(found.storage(found.runs[0]), live=any(attempt.status.state.live for attempt in seen)):
         _say(escape(progress))
+
+
+def moment(words: str) -> float:
+    """Seconds since the epoch, of a time that is so long ago, or is written as ISO 8601 has it."""
+    if age := re.fullmatch(r"(\d{1,9})([smhd])", words):
+        return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[age[2]]
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(words).timestamp()
+    raise typer.BadParameter(f"{words!r} is neither an age, as 10m or 2h, nor a time, as 2026-01-31T08:00")
 
 
 @app.command()
@@ -476,6 +561,11 @@ def logs(
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
+    node: Annotated[int | None, typer.Option(help="Only what this node printed.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Only what this rank printed.")] = None,
+    since: Annotated[
+        float | None, typer.Option(parser=moment, metavar="MOMENT", help="Since 10m ago, or 2026-01-31T08:00.")
+    ] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
@@ -490,7 +580,12 @@ def logs(
 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
-                show_line(f"{prefix}{line if raw else waiting.readable(line)}")
+                if since is not None and line.time is None:
+                    what = f"the logs of {platform.name} are files, whose lines have no time"
+                    raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
+                wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
+                if wanted and (line.time or 0.0) >= (since or 0.0):
+                    show_line(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
             await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
@@ -504,19 +599,22 @@ def logs(
 
 
 @app.command()
-def cancel(target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT) -> None:
+def cancel(
+    target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
     cancelled, problems = cancel_each(found.attempts, tell=_print_notes)
     unread = f"a record that may be of a trial of {found.name} cannot be read"
     problems += [DataError(f"{unread}: {why}") for why in found.damaged]
-    for job_id in cancelled:
-        _say(f"cancelled {escape(job_id)}; nothing of it is left")
-    if cancelled:
-        for run in found.runs:
-            if lost := lost_steps(found.storage(run)):
-                _say(f"{escape(run)}: {lost}")
+    lost = {run: lost_steps(found.storage(run)) for run in cancelled}
+    _answer({"name": found.name, "cancelled": cancelled, "lost": lost, "problems": list(map(str, problems))})
+    for run in cancelled:
+        _say(f"cancelled {escape(run)}; nothing of it is left")
+        if lost[run]:
+            _say(f"{escape(run)}: {lost[run]}")
     for problem in problems:
         _error(str(problem))
     if problems:
@@ -530,12 +628,13 @@ def reap(
     root: Root = DEFAULT_ROOT,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove it without asking.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what dead runs have left on their platforms, then remove it; jobs of cancelled flow runs end with it.
 
     Runs that live, or whose state is not known, are never touched.
     """
-    unknown = False
+    unknown, reaped, removed = False, list[Any](), list[str]()
     if not dry_run:
         _quiet_prefect()
         from flows import server
@@ -552,21 +651,24 @@ def reap(
     found = leftovers(index)
     those = [one for one in found if one.job_id is not None]
     unknown = unknown or len(those) < len(found)
+    question = f"remove all of it, {len(those)} attempts?"
     for one in found:
         _say(escape(one.what))
     if not those:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
-    elif dry_run or not (yes or (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?"))):
+    elif dry_run or not (yes or (sys.stdin.isatty() and typer.confirm(question, err=as_json))):
         _say("nothing was removed; --yes removes it")
         those = []
     for one in those:
         try:
             gone = remove_leftover(index, one)
+            removed += [str(one.job_id)] if gone else []
             lives = f"{one.run} lives again, and was left alone"
             _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
         except TrainLitgptError as error:
             _error(str(error))
             unknown = True
+    _answer({"reaped": list(map(str, reaped)), "left": found, "removed": removed})
     if unknown:
         raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
@@ -582,21 +684,31 @@ def target_of(words: str, overrides: list[str] | None, profile: Path | None, roo
     return find(words, root=root)
 
 
-def _say(markup: str, to: Screen = console) -> None:
-    to.print(markup, soft_wrap=True)
+def _answer(found: T) -> T:
+    """Print what a command has found, if a program asks for it; return it."""
+    if console is stderr:
+        document = json.loads(json.dumps(to_jsonable_python(found)), parse_constant=str)  # JSON has no NaN: "NaN"
+        typer.echo(json.dumps(document, indent=1))
+    return found
+
+
+def _say(markup: str, to: Screen | None = None) -> None:
+    (to or console).print(markup, soft_wrap=True)
 
 
 def _error(what: str, word: str = "error") -> None:
     _say(f"[bold red]{word}[/] {escape(what)}", stderr)
 
 
-def _print_findings(findings: Iterable[Finding]) -> None:
+def _print_findings(found: Iterable[Finding]) -> None:
+    findings = [] if console is stderr else list(found)
+    width = min(48, max((len(finding.what) for finding in findings), default=0))  # the codes are a column
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
         # What could be done about it is news, though neither good nor bad.
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        _say(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}")
+        _say(f"{sign} {escape(finding.what.ljust(width))}  [dim]{finding.code}[/]{fix}")
 
 
 def _print_notes(*notes: str) -> None:
@@ -605,11 +717,17 @@ def _print_notes(*notes: str) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
+    if not rows or console is stderr:  # which has no tables: their rows are in the document
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in rows[0]:
         table.add_column(escape(name), overflow="fold")  # an address that is cut short is of no use
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as shown:
+        console.print(table)
+    for line in shown.get().splitlines():  # rich fills the last column with blanks
+        _say(escape(line.rstrip()))

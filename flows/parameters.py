@@ -19,8 +19,10 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, ObjectNotFound
+from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run as this_flow_run
 from prefect.utilities.urls import url_for
@@ -153,8 +155,8 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     cancelled, problems = cancel_each(mine, tell=logger.warning)
     if problems := problems + unread:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
-    for job_id in cancelled:
-        logger.info("cancelled %s; nothing of it is left", job_id)
+    for run in cancelled:
+        logger.info("cancelled %s; nothing of it is left", run)
     if not cancelled:
         logger.info("there was no live job to cancel")
 
@@ -200,25 +202,34 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
 def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str | None]:
-    """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
+    """Create a flow run of a deployment, whose name is enough where it is that of no other flow's.
 
     Args:
         profile: sections that take the place of the deployment's own (launcher.config.read_profile).
 
     Returns its name, the deployment's name in full, and its page.
     """
-    full = name if "/" in name else f"train-litgpt/{name}"
-    require_server()
+    there = deployments_there(name.rpartition("/")[2])
+    found = [full for full, one in there.items() if name in (full, one.name)]
+    if not found:
+        raise ConfigProblem(f"there is no deployment {name}; there are {', '.join(sorted(deployments_there()))}")
+    if len(found) > 1:
+        raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(found))}")
+    full, deployment = found[0], there[found[0]]
+    parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
     with get_client(sync_client=True) as client:
-        try:
-            deployment = client.read_deployment_by_name(full)
-        except ObjectNotFound as error:
-            flows = {flow.id: flow.name for flow in client.read_flows()}
-            names = sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in client.read_deployments())
-            raise ConfigProblem(f"there is no deployment {full}; there are {', '.join(names)}") from error
-        parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
         created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
     return created.name, full, url_for("flow-run", created.id)
+
+
+def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:
+    """Return the server's deployments, of this name or all, by FLOW/DEPLOYMENT."""
+    require_server()
+    only = None if name is None else DeploymentFilter(name=DeploymentFilterName(any_=[name]))
+    with get_client(sync_client=True) as client:
+        found = client.read_deployments(deployment_filter=only)
+        flows = {flow: client.read_flow(flow).name for flow in {one.flow_id for one in found}}
+    return {f"{flows[one.flow_id]}/{one.name}": one for one in found}
 
 
 def parameters_with(

@@ -317,7 +317,11 @@ PROFILE = ("platform", "root", "image")
 def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
     """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides."""
     sections = {} if profile is None else read_profile(profile)
-    return overridden({**read_yaml(path), **sections}, overrides_of(assignments))
+    document = overridden({**read_yaml(path), **sections}, overrides_of(assignments))
+    if "platform" in document and document.keys() <= set(PROFILE):
+        what = f"{path} has {', '.join(document)} alone, as a profile, which only says where a config runs"
+        raise ConfigProblem(f"{what}; give a config, and behind it --platform {path}")
+    return document
 
 
 def read_profile(path: Path) -> dict[str, Any]:
@@ -434,6 +438,8 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
         case "model_type" | "model_attributes_type":
             return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
+        case "string_pattern_mismatch" if problem["ctx"]["pattern"] == NAME_PATTERN:
+            words = "a name has lower-case letters, digits and dashes, 32 at most, and begins with a letter"
     return f"{given!r} given; {words[0].lower()}{words[1:]}"
 
 

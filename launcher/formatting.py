@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from itertools import pairwise
@@ -79,11 +80,14 @@ ACTIVE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 """Characters, as a regular expression's ranges, that are no text: controls but for tab and newline, what shows text in
 another order than it has, and halves of characters, which no encoding takes."""
 
-_COLOUR_OR_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[{ACTIVE}]")
+_COLOUR = r"\x1b\[[0-9;:]{0,40}m"
+_COLOUR_OR_ACTIVE = re.compile(rf"({_COLOUR})|[{ACTIVE}]")
 
 
 def harmless(text: str) -> str:
     """Return text that a terminal shows and does not obey: what could steer it is written out, as `\\x1b`.
-    Colours stay, and end with the text."""
+    Colours stay unless nobody wants any, and end with the text."""
+    if os.environ.get("NO_COLOR"):  # https://no-color.org
+        text = re.sub(_COLOUR, "", text)
     shown = _COLOUR_OR_ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown

@@ -209,6 +209,8 @@ class LogLine:
 
     node: int
     text: str
+    time: float | None = field(default=None, compare=False)
+    """When it was printed, in seconds since the epoch; None where the platform has files, whose lines have no time."""
 
     def __str__(self) -> str:
         return f"[node {self.node}] {self.text}"

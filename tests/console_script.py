@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from cli.main import main
+import cli.main
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class Cli:
     """Call it with the words that follow its name."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys, self._monkeypatch = capsys, monkeypatch
+        self._capsys, self._monkeypatch, self._console = capsys, monkeypatch, cli.main.console
 
     def __call__(self, *words: str) -> Said:
         self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
+        self._monkeypatch.setattr("cli.main.console", self._console)  # --json takes another one
         # The command line sets variables for the processes that it starts; here other tests would have them too.
         with patch.dict(os.environ), pytest.raises(SystemExit) as left:
-            main()
+            cli.main.main()
         code = left.value.code
         said = self._capsys.readouterr()
         assert "Traceback" not in said.err

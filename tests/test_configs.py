@@ -77,7 +77,24 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
         assert re.search(fits, image)
 
 
-@pytest.mark.parametrize("kind", [get_args(one.model_fields["kind"].annotation)[0] for one in settings_classes()])
+PLATFORMS = [get_args(one.model_fields["kind"].annotation)[0] for one in settings_classes()]
+
+
+@pytest.mark.parametrize("kind", PLATFORMS)
+def test_a_config_to_begin_from_is_planned_as_it_stands_and_is_never_written_over(
+    kind: str, cli: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    assert cli("init", kind, str(file)).code == 0
+    done = cli("plan", str(file))
+    assert (done.code, "blocks it" in done.out) == (0, True), done
+    before = file.read_text()
+    assert before.count("#") > 2
+    assert "File exists" in cli("init", kind, str(file)).err
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("kind", PLATFORMS)
 def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: str, cli: Any) -> None:
     from cli.main import read_config
     from launcher.checks.plan import previews

@@ -170,14 +170,14 @@ class Attempts:
 
 def cancel_each(
     those: Sequence[Attempts], *, tell: Callable[[str], object], patience: float = 90.0, told: float = 30.0
-) -> tuple[list[JobId], list[TrainLitgptError]]:
+) -> tuple[list[str], list[TrainLitgptError]]:
     """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
 
     `tell` gets what is still there of a job that takes longer than `told` seconds to go. A platform that does not
-    answer is asked again for `patience` seconds. Returns what was cancelled, with the proof that nothing of it is left,
-    and the problems of the others.
+    answer is asked again for `patience` seconds. Returns the runs of what was cancelled, with the proof that nothing of
+    it is left, and the problems of the others.
     """
-    cancelled, problems = list[JobId](), list[TrainLitgptError]()
+    cancelled, problems = list[str](), list[TrainLitgptError]()
     with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
         asked = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in those}
         for future in wait(asked, timeout=told).not_done:
@@ -189,7 +189,7 @@ def cancel_each(
             tell(f"{asked[future].run} was asked to end; {there}")
         for future in asked:
             try:
-                cancelled += future.result()
+                cancelled += [asked[future].run] if future.result() else []
             except TrainLitgptError as error:  # the others are cancelled all the same
                 problems.append(error)
     return cancelled, problems

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from console_script import Cli, Said
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
+from launcher.job import LogLine, LogPage
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
@@ -51,6 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
+    (tmp_path / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
 
@@ -61,14 +64,18 @@ def squeezed(text: str) -> str:
 
 def test_looking_imports_nothing_heavy(here: Path) -> None:
     code = (
-        "import sys, cli.main\n"
-        "for sys.argv[1:] in (['render', 'training.yaml'], ['doctor'], ['--version']):\n"
+        "import os, sys, cli.main\n"
+        "sys.argv[0] = 'train-litgpt'\n"
+        "os.environ |= dict(_TRAIN_LITGPT_COMPLETE='complete_bash', COMP_WORDS='train-litgpt st', COMP_CWORD='1')\n"
+        "for sys.argv[1:] in ([], ['render', 'training.yaml'], ['doctor'], ['--version']):\n"
         "    try: cli.main.main()\n"
         "    except SystemExit as end: assert not end.code, end.code\n"
+        "    os.environ.pop('_TRAIN_LITGPT_COMPLETE', None)\n"
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *_, ours, others, imported = done.stdout.splitlines()
+    completed, *_, ours, others, imported = done.stdout.splitlines()
+    assert completed == "status"
     assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", ours)
     assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
     heavy = {"torch", "lightning", "litgpt", "prefect", "gigatoken", "pyarrow", "matplotlib", "google.cloud"}
@@ -76,7 +83,6 @@ def test_looking_imports_nothing_heavy(here: Path) -> None:
 
 
 def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it_runs(here: Path, cli: Cli) -> None:
-    (here / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
     for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
         config = read_config(here / name, ["platform.processes=1"], here / "there.yaml")
         assert type(config) is kind
@@ -94,6 +100,9 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
         (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
+        (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
+        (["init", "moon"], "'moon' is no kind of platform; there are batch, gke, local, runai"),
+        (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -158,7 +167,9 @@ def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
 
 def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     monkeypatch.setenv("PATH", str(here))
-    assert "! git is not installed" in cli("doctor", "--root", "out").out
+    told = cli("doctor", "--root", "out").out
+    assert "! git is not installed" in told
+    assert len({line.index("  package.") for line in told.splitlines() if "  package." in line}) == 1, "a column"
     assert cli("doctor", "--root", "poem.txt").code == USER
 
 
@@ -170,15 +181,18 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
     (here / "poem.txt").unlink()
     said = cli("run", "training.yaml")
     assert (said.code, said.err) == (0, "")
-    assert str(here / "out/runs/tiny-0123456789/final/litgpt") in said.out
+    model = str(here / "out/runs/tiny-0123456789/final/litgpt")
+    assert model in said.out
+    assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:
     for verb in ("status", "cancel", "logs", "collect"):
         said = cli(verb, "training.yaml")
         assert (said.code, said.out, "nothing has been started under" in said.err) == (UNKNOWN, "", True)
-    assert cli("runs", "out") == Said(0, f"nothing has been started under {here}/out\n", "")
-    assert cli("runs", "out", "--json").out == "[]\n"
+    for words in (["out"], ["--root", "out"]):
+        assert cli("runs", *words) == Said(0, f"nothing has been started under {here}/out\n", "")
+        assert cli("runs", *words, "--json").out == "[]\n"
 
 
 def claim(here: Path) -> Claim:
@@ -249,7 +263,7 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
     said = cli("runs", "out", "--json")
     [seen] = json.loads(said.out)
     assert (seen["run"], seen["state"], seen["attempts"], seen["platform"]) == (run, "running", 2, "local")
-    assert said.err.startswith("1 records of the run index could not be read")
+    assert said.err.startswith("! 1 records of the run index could not be read")
     assert cli("status", "training.yaml").code == 0
 
 
@@ -266,6 +280,74 @@ def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics
     assert cli("logs", "training.yaml", "--raw").out == f"[node 0] [rank0]:{row}\n"
 
 
+def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
+    cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (failed / "node-0.log").write_text("checked\n[rank0]: hello\n[rank1]: hi\n")
+    assert cli("logs", "training.yaml", "--node", "1").out == "[node 1] [rank1]: boom :x:\n"
+    assert cli("logs", "training.yaml", "--rank", "1", "--follow").out.splitlines() == [
+        "[node 0] [rank1]: hi", "[node 1] [rank1]: boom :x:",
+    ]  # fmt: skip
+    assert cli("logs", "training.yaml", "--node", "0", "--rank", "1").out == "[node 0] [rank1]: hi\n"
+    said = cli("logs", "training.yaml", "--since", "10m")
+    assert (said.code, said.out, "the logs of local are files, whose lines have no time" in said.err) == (
+        USER,
+        "",
+        True,
+    )
+    said = cli("logs", "training.yaml", "--since", "soon")
+    assert (said.code, "'soon' is neither an age" in said.err) == (2, True)
+
+    now = datetime.now().astimezone()
+    lines = [LogLine(0, text, (now - timedelta(minutes=age)).timestamp()) for text, age in (("old", 20), ("new", 5))]
+    page = LogPage(tuple(lines), "")
+    monkeypatch.setattr("launcher.platforms.local.platform.LocalPlatform.logs", lambda *_: page)
+    for since in ("10m", (now - timedelta(minutes=10)).isoformat(), f"{now - timedelta(minutes=10):%Y-%m-%dT%H:%M}"):
+        assert cli("logs", "training.yaml", "--since", since).out == "[node 0] new\n"
+
+
+def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_error(
+    cli: Cli, running: Path, dataset: tuple[DatasetManifest, Path]
+) -> None:
+    def answer(*words: str, code: int = 0) -> Any:
+        said = cli(*words, "--json")
+        assert said.code == code, said
+        return json.loads(said.out, parse_constant=pytest.fail)
+
+    write_metrics(running.parents[1])
+    run = running.parents[1].name
+    assert "step" in answer("plan", "training.yaml")["steps"][0]
+    assert {"severity", "code", "what", "fix"} <= answer("doctor", "--root", "poem.txt", code=USER)["findings"][
+        0
+    ].keys()
+    assert [row["setting"] for row in answer("settings", "train.seed")] == ["train.seed"]
+    assert answer("verify", str(dataset[1]))["problems"] == []
+    seen = answer("status", "training.yaml")
+    assert (seen["name"], seen["runs"][0]["step"], seen["runs"][0]["state"]) == (run, 2, "running")
+    assert [(one["attempt"], one["state"]) for one in seen["attempts"]] == [(1, "failed"), (2, "running")]
+    assert answer("reap", "--root", "out", "--dry-run") == {"reaped": [], "left": [], "removed": []}
+    assert "local" in [row["deployment"] for row in answer("submit")]
+    with (running.parents[1] / METRICS).open("a") as rows:
+        rows.write('{"kind": "step", "step": 3, "loss": "NaN", "step_seconds": 3.0}\n')
+    assert answer("runs", "--root", "out")[0]["loss"] == "NaN"
+
+
+def test_a_shell_completes_configs_and_the_names_of_runs(
+    cli: Cli, running: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TRAIN_LITGPT_COMPLETE", "complete_bash")
+    run = running.parents[1].name
+    for line, wanted in (("status --root out ti", [run]), ("plan t", ["there.yaml", "training.yaml"])):
+        monkeypatch.setenv("COMP_WORDS", f"train-litgpt {line}")
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+        said = cli()
+        assert (said.code, said.out.split()) == (0, wanted)
+
+
+def test_into_a_pipe_no_row_ends_with_blanks(cli: Cli) -> None:
+    assert [line for line in cli("settings").out.splitlines() if line.endswith(" ")] == []
+
+
 def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "\x1b]0;owned\x07 \x9b2J \u202eexe \x00"
     (failed / "node-0.log").write_bytes(evil.encode() + b"\n\xff \x1b[31mred\n")
@@ -274,6 +356,14 @@ def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypat
     first, second, *_ = cli("logs", "training.yaml").out.splitlines()
     assert first == "[node 0] \\x1b]0;owned\\x07 \\x9b2J \\u202eexe \\x00"
     assert second == "[node 0] \ufffd \x1b[31mred\x1b[0m"  # a colour, which ends with its line
+
+
+def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = running.parents[1].name
+    monkeypatch.setattr("launcher.platforms.local.platform.LocalPlatform.cancel", lambda *_: None)
+    write_metrics(running.parents[1])
+    told = cli("cancel", "training.yaml").out
+    assert told.startswith(f"cancelled {run}; nothing of it is left\n{run}: steps 1 to 2 are lost")
 
 
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
@@ -314,8 +404,10 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
-        said = cli("submit", "local")
+        said, listed = cli("submit", "local"), cli("submit")
     assert (said.code, "run `make serve` and set PREFECT_API_URL" in said.err) == (USER, True)
+    assert listed.out.startswith("! there is no Prefect server")
+    assert {"gke-tcpxo", "sweep-local"} <= {line.split()[0] for line in listed.out.splitlines()}
 
 
 def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_them(here: Path) -> None:

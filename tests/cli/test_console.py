@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 from waiting import until
@@ -85,6 +86,14 @@ def told_of_evil(**kind: Any) -> str:
     table.add_row(EVIL)
     screen.print(table)
     return file.getvalue()
+
+
+def test_who_wants_no_colour_gets_none_of_ours_nor_of_a_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.search(r"\x1b\[[\d;]*3\d", told_of_evil(force_terminal=True, color_system="truecolor"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = told_of_evil(force_terminal=True, color_system="truecolor")
+    assert re.search(r"\x1b\[[\d;]*[349]\d", shown) is None
+    assert "red" in shown
 
 
 def test_nothing_that_a_node_writes_steers_the_terminal_that_shows_it() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from prefect import Flow
+from prefect.client.orchestration import get_client
 from prefect.exceptions import ParameterTypeError
 
-from flows.parameters import DATASET_FIELDS, KINDS, config_from, tell_of_defaults
+from flows.parameters import DATASET_FIELDS, KINDS, config_from, deployments_there, submit_deployment, tell_of_defaults
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
@@ -76,3 +77,19 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
         tell_of_defaults({"train": part})
     [warning] = [event.what for event in events if isinstance(event, Note)]
     assert """-p 'overrides={"train.max_steps": 200}'""" in warning
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_are_told_apart() -> None:
+    names = ["train-litgpt/here", "train-litgpt/both", "prepare-dataset/text", "prepare-dataset/both"]
+    with get_client(sync_client=True) as client:
+        for flow, _, name in (full.partition("/") for full in names):
+            client.create_deployment(client.create_flow_from_name(flow), name, description="What it does.\nHow.")
+    told = {full: one.description for full, one in deployments_there().items()}
+    assert [told[name] for name in names] == 4 * ["What it does.\nHow."]
+    for given, full in (("text", "prepare-dataset/text"), ("here", "train-litgpt/here"), (names[1], names[1])):
+        assert submit_deployment(given, {})[1] == full
+    with pytest.raises(ConfigProblem, match="several deployments; give one of prepare-dataset/both, train-litgpt/both"):
+        submit_deployment("both", {})
+    with pytest.raises(ConfigProblem, match="no deployment prepare-dataset/here; there are prepare-dataset/both"):
+        submit_deployment("prepare-dataset/here", {})

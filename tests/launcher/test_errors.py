@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,4 +38,6 @@ def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_
 def test_every_class_has_an_exit_code_of_its_own_and_a_line_in_the_docs() -> None:
     assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
     table = dict(re.findall(r"^\| ([^|]+) \| (\d+)\b", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    assert {fault: table.get(fault) for fault in Fault} == {fault: str(EXIT_CODES[fault]) for fault in Fault}
+    signals = {"closed terminal": signal.SIGHUP, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+    codes = {"done": 0, "wrong command line": 2} | {name: 128 + number for name, number in signals.items()}
+    assert table == {name: str(code) for name, code in {**EXIT_CODES, **codes}.items()}, "on the page, and nothing else"

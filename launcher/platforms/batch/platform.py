@@ -195,7 +195,7 @@ class BatchPlatform:
                 if not text and payload:  # a line that is JSON arrives as its fields
                     text = str(payload["message"]) if set(payload) == {"message"} else json.dumps(_plain(payload))
                 size += len(text)
-                lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
+                lines += [LogLine(int(task[1]), line, entry.timestamp.timestamp()) for line in text.splitlines()]
         if times:
             newest = max(times.values())
             seen = [name for name, moment in times.items() if moment >= newest - _OVERLAP]

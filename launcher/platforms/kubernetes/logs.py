@@ -155,7 +155,8 @@ class Follower:
                                 while self._size >= PAGE and not reader.stopped.is_set():
                                     self._lock.wait(1.0)  # until the page is fetched, which is full
                                 self._size += len(text) + 1
-                                self._lines.append(LogLine(node, text))
+                                when = datetime.fromisoformat(place.last).timestamp() if place.last else 0.0
+                                self._lines.append(LogLine(node, text, when))
                                 if self._newest[node] == uid:
                                     self._places[node] = place
                                 if self._size >= PAGE:

@@ -23,6 +23,11 @@ class Terminal:
         self._open, self._raw = True, b""
 
     @property
+    def colours(self) -> set[bytes]:
+        """The colours that were asked for so far."""
+        return set(re.findall(rb"\x1b\[(?:[\d;]*;)?((?:3|4|9|10)\d)(?:;[\d;]*)?m", self._raw))
+
+    @property
     def text(self) -> str:
         """Everything shown so far, without colours and movements of the cursor."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._raw.decode(errors="replace")).replace("\r\n", "\n")

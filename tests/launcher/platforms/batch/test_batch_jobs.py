@@ -218,6 +218,7 @@ def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(
         lines, position = [*lines, *page.lines], page.position
     expected = sorted((number % 12, f"line {number}") for number in range(1200))
     assert sorted((line.node, line.text) for line in lines) == expected
+    assert {line.time for line in lines} == {entry.timestamp.timestamp() for entry in coming}
     assert platform.logs(job_id, position).lines == ()
 
 

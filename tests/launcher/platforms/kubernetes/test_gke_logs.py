@@ -65,6 +65,8 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
     cluster.finish("demo")
     rest, _ = read(platform, job_id, position, lines=240)
     assert texts(first + rest) == texts(first + rest, 1) == told
+    times = [line.time or 0.0 for line in first + rest if line.node == 0]
+    assert (times[0] > 0, times == sorted(times)) == (True, True)
 
 
 def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluster, tmp_path: Path) -> None:
