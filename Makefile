@@ -9,6 +9,8 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --
           --constraint constraints.txt
 # That bytecode is kept: each process of a run would compile it anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
+# Prefect's client would tell its makers of its first import.
+export DO_NOT_TRACK := 1
 
 .PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 

@@ -9,9 +9,10 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import datetime
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
@@ -24,9 +25,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.terminal import Screen, accept_any_text, show_line
+from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
-from launcher.checks.plan import findings_of, lost_steps, plan_of, previews, progress_of
+from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
@@ -110,6 +112,7 @@ New = Annotated[bool, typer.Option("--new", help="Start even if another job of t
 Old = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
+_SPARED = ("flow run", "attempts", "platform", "age")  # columns that a narrow terminal does without, in this order
 
 
 def main() -> None:
@@ -210,7 +213,9 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             _answer({"logs": logs})
             _say(f"\n  logs     {escape(logs)}")
         case RunConfig():
-            final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
+            with console.status("planning"):  # what refuses the run is told before a server is started for it
+                run = plan_to_start(settings)
+            final = _watched("flows.train_litgpt:train_planned", {"run": run}, output=output)
             where = open_storage(settings.root).within(f"runs/{final.run}")
             hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
             paths = {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}
@@ -267,8 +272,6 @@ def collect(
     as_json: Json = False,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
-    from litgpt_demo.export.models import export as collect_models
-
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
         folders = [open_storage(target)]
     else:
@@ -276,7 +279,10 @@ def collect(
         folders = [found.storage(run) for run in found.runs]
     finals = []
     for storage in folders:
-        final = collect_models(storage, step=step, newest=newest)
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet, and warn of what is not used
+            from litgpt_demo.export.models import export as collect_models
+
+            final = collect_models(storage, step=step, newest=newest)
         finals.append({"final": storage.address(FINAL), **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))
@@ -312,9 +318,9 @@ def submit(
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        name, full, page = submit_deployment(deployment, changes, profile=sections)
-    _answer({"flow_run": name, "deployment": full, "page": page})
-    _say(f"flow run [bold]{name}[/] of {full}\n  {page}")
+        flow_run, full, page = submit_deployment(deployment, changes, profile=sections)
+    _answer({"flow_run": flow_run, "deployment": full, "page": page})
+    _say(f"flow run [bold]{flow_run}[/] of {full}\n  {page}")
 
 
 @app.command()
@@ -473,7 +479,8 @@ def doctor(
     if config is None and profile is not None:
         raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
     settings = None if config is None else read_config(config, overrides, profile)
-    findings = list(examine_environment(root if settings is None else settings.root))
+    served = serving.served().get("PREFECT_API_URL")
+    findings = list(examine_environment(root if settings is None else settings.root, served=served))
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _answer({"findings": findings})
@@ -508,7 +515,8 @@ def runs(
     """List the runs that were started under a root, the newest first."""
     root = folder or root
     rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
-    if os.environ.get("PREFECT_API_URL") and any(row.live for row in rows):
+    if any(row.live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
+        _quiet_prefect()
         from flows.reconciling import contradicted
 
         rows = contradicted(rows)
@@ -720,10 +728,14 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows or console is stderr:  # which has no tables: their rows are in the document
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in rows[0]:
-        table.add_column(escape(name), overflow="fold")  # an address that is cut short is of no use
+    lengths = {name: max(len(str(row.get(name, ""))) for row in [*rows, {name: name}]) for name in rows[0]}
+    for name in _SPARED:
+        if sum(lengths.values()) + 2 * len(lengths) > console.width:
+            lengths.pop(name, None)
+    for name in lengths:  # an address that is cut short is of no use, nor is the name of a run in pieces
+        table.add_column(escape(name), overflow="fold", no_wrap=name == "run")
     for row in rows:
-        table.add_row(*(escape(str(value)) for value in row.values()))
+        table.add_row(*(escape(str(row.get(name, ""))) for name in lengths))
     if console.is_terminal:
         console.print(table)
         return

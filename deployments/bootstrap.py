@@ -68,7 +68,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
     given = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH)
     secret = given or settings_in(file).get(AUTH) or serving.new_secret()
-    addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret}
+    addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret, "DO_NOT_TRACK": "1"}
     own_origins = {name: os.environ[name] for name in (ORIGINS,) if name in os.environ}
     close_folder(home)
     os.environ |= environment(home) | addresses
@@ -76,7 +76,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
 
     there, log = prefect("server", "status", check=False) == 0, file.with_name("server.log")
     if not there:
-        if _live("server") is not None:
+        if serving.live("server") is not None:
             raise ConfigProblem(
                 f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
             )
@@ -84,7 +84,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         _start(*words, more=serving.server_environment(port, secret) | own_origins)
     give_up = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
-        if _live("server") is None:  # something else may use its port
+        if serving.live("server") is None:  # something else may use its port
             raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
         if time.monotonic() > give_up:
             raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
@@ -97,7 +97,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     _report("work pool", "there" if pool else "created", POOL)
     prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
-    works = _live("worker") is not None
+    works = serving.live("worker") is not None
     if not works:
         _start("worker", "start", "--pool", POOL, "--name", socket.gethostname())
     _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
@@ -160,18 +160,13 @@ def prefect(*words: str, check: bool = True) -> int:
     return done.returncode
 
 
-def _kept(name: str) -> Path:
-    """The file of this name in the folder of the server and the worker."""
-    return environment_file(serving_home()).with_name(name)
-
-
 def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
     """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
 
     Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
     (Prefect 3.8.8); a worker has no such option.
     """
-    log = _kept(f"{name}.log")
+    log = serving.kept_file(f"{name}.log")
     close_folder(log.parent)
     log.touch(mode=0o600)
     with log.open("ab") as file:
@@ -185,24 +180,13 @@ def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({}
             start_new_session=True,
             umask=0o077,
         )
-    write_private(_kept(f"{name}.pid"), f"{process.pid} {started(process.pid)}\n")
-
-
-def _live(name: str) -> psutil.Process | None:
-    """Return the server or the worker that was started here, if it lives."""
-    with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
-        pid, began = _kept(f"{name}.pid").read_text().split()
-        process = psutil.Process(int(pid))
-        # A container may have nobody who reaps a zombie.
-        if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
-            return process
-    return None
+    write_private(serving.kept_file(f"{name}.pid"), f"{process.pid} {started(process.pid)}\n")
 
 
 def _end(name: str) -> bool:
     """End the server or the worker; return whether it lived."""
     lived, give_up = False, time.monotonic() + _GRACE
-    while (process := _live(name)) is not None:
+    while (process := serving.live(name)) is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if not lived:
                 process.terminate()

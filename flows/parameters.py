@@ -15,8 +15,9 @@ import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
+import coolname.data
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
@@ -123,6 +124,14 @@ def begin() -> None:
     report(FlowRunStarted(id=str(this_flow_run.id)))
 
 
+async def name_flow_run(name: str) -> None:
+    """Give this flow run a name, unless somebody has: those of Prefect's server are two words that coolname knows."""
+    known = {word for words in cast(Any, coolname.data.config).values() for word in words.get("words", ())}
+    if {*this_flow_run.name.split("-")} <= known:
+        async with get_client() as client:
+            await client.set_flow_run_name(this_flow_run.id, name)
+
+
 def taken(flow_run: str) -> bool:
     """Take a flow run for this process and until its end, unless another process of this machine has it."""
     lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -207,7 +216,7 @@ def submit_deployment(
     Args:
         profile: sections that take the place of the deployment's own (launcher.config.read_profile).
 
-    Returns its name, the deployment's name in full, and its page.
+    Returns its id, for its name changes when it begins, the deployment's name in full, and its page.
     """
     there = deployments_there(name.rpartition("/")[2])
     found = [full for full, one in there.items() if name in (full, one.name)]
@@ -219,7 +228,7 @@ def submit_deployment(
     parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
     with get_client(sync_client=True) as client:
         created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-    return created.name, full, url_for("flow-run", created.id)
+    return str(created.id), full, url_for("flow-run", created.id)
 
 
 def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:

@@ -26,7 +26,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
 from flows.parameters import KINDS
-from flows.server import use_secret
+from flows.server import use_served
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
@@ -168,7 +168,7 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             return await _states(client, asked)
 
-    use_secret()
+    use_served()
     try:
         states = asyncio.run(states_here())
     except httpx.HTTPError:

@@ -9,7 +9,7 @@ from functools import partial
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.parameters import cancel_jobs, takes
+from flows.parameters import cancel_jobs, name_flow_run, takes
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
@@ -25,7 +25,7 @@ from tasks.training import flow_runs, run_job
 _FIGURES = f"node-0/{RESULT}"
 
 
-@flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@flow(name="run-torchrun", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(ScriptConfig)
 async def run_torchrun(config: ScriptConfig) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
@@ -37,6 +37,7 @@ async def run_script(config: ScriptConfig) -> str:
     # The code is read once for all steps; a resumed flow run keeps to that of the job that it has started.
     mine = flow_runs()[0]
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
+    await name_flow_run(script.name)
     claim = claim_at(script)
     lives = await is_under_way(claim, partial(findings_of, config, {"": script}))
     image = known_image(config.image) if lives else None
@@ -55,10 +56,11 @@ async def run_script(config: ScriptConfig) -> str:
     return record.directory
 
 
-@flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@flow(name="benchmark-network", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(BenchmarkConfig)
 async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
+    await name_flow_run(config.name)
     attempts = [await run_script(job) for job in config.jobs()]
     made = await publish_benchmark(config.name, attempts)
     emit(Note(what=f"{lead(made[0])}\n  figures: {open_storage(attempts[0]).address(_FIGURES)}"))

@@ -30,15 +30,18 @@ _ANSWER_SECONDS = 5.0
 
 
 def server_address() -> httpx.URL | None:
-    """Return the address of the configured server; None where each command starts a server of its own."""
+    """Return the address of the server that is configured or runs; None where each command starts one of its own."""
+    use_served()
     address = get_current_settings().api.url
     # A password in the address is for the server alone.
     return httpx.URL(address).copy_with(username=None, password=None) if address else None
 
 
-def use_secret() -> None:
-    """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
+def use_served() -> None:
+    """Use the server of `make serve` if it runs and no other is configured, and its secret if none is given."""
     api, kept = get_current_settings().api, serving.settings_in(serving.environment_file(serving.serving_home()))
+    if not api.url and serving.live("server"):
+        _configure(kept)
     if not api.url or serving.AUTH not in kept or api.auth_string or api.key:
         return
     one, two = (httpx.URL(url.rstrip("/")) for url in (api.url, kept.get("PREFECT_API_URL", "")))
@@ -51,8 +54,7 @@ def require_server() -> None:
     """Ask the configured server once whether it can be worked with."""
     address = server_address()
     if address is None:
-        raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
-    use_secret()
+        raise ConfigProblem("there is no Prefect server: run `make serve`, or set PREFECT_API_URL to one that runs")
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (
@@ -98,12 +100,12 @@ class OwnServer:
     """
 
     def __init__(self) -> None:
-        settings = get_current_settings()
+        settings, home = get_current_settings(), serving.serving_home()
         try:
-            close_folder(settings.home)
+            close_folder(home)
         except OSError as error:
             raise ServerUnreachable(
-                f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={settings.home}: "
+                f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={home}: "
                 f"{error.strerror or error}. Set PREFECT_HOME to a folder that can be written"
             ) from error
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -112,7 +114,7 @@ class OwnServer:
         # The types of blocks are registered by a server that stays; no pipeline asks for one.
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
         environment |= settings.to_environment_variables(exclude_unset=True) | serving.server_environment(port, secret)
-        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_HOME": str(home)}
         environment["PREFECT__SERVER_FINAL"] = "1"  # there is one server in the process, which saves 50 MB
         command = serving.own_server_command(port)
         self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
@@ -137,7 +139,7 @@ class OwnServer:
                 time.sleep(0.05)
         raise ServerUnreachable(
             f"Prefect's own server for this run was not up after {self._seconds} s. The usual cause is a busy machine, "
-            f"or a slow disk below PREFECT_HOME={get_current_settings().home}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_"
+            f"or a slow disk below PREFECT_HOME={serving.serving_home()}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_"
             f"TIMEOUT_SECONDS={2 * self._seconds}, or start a server that stays: `make serve`"
         )
 

@@ -15,7 +15,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
+
 from litgpt_demo import PYTHON
+from litgpt_demo.heartbeat import started
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -25,8 +28,11 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def serving_home() -> Path:
-    """Return the folder of the server that `make serve` starts: PREFECT_HOME or, without one, next to the code."""
-    return Path(os.environ.get("PREFECT_HOME") or CHECKOUT / ".prefect").expanduser().absolute()
+    """Return the folder of the servers that we start: PREFECT_HOME or, without one, next to the code if we may write
+    there, else the user's own."""
+    own = CHECKOUT / ".prefect"
+    home = own if os.access(own if own.exists() else CHECKOUT, os.W_OK) else "~/.prefect"
+    return Path(os.environ.get("PREFECT_HOME") or home).expanduser().absolute()
 
 
 def environment_file(home: Path) -> Path:
@@ -39,6 +45,27 @@ def settings_in(file: Path) -> dict[str, str]:
     with suppress(FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
         return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
     return {}
+
+
+def kept_file(name: str) -> Path:
+    """Return the file of this name in the folder of the server and the worker of `make serve`."""
+    return environment_file(serving_home()).with_name(name)
+
+
+def live(name: str) -> psutil.Process | None:
+    """Return the server or the worker that `make serve` started, if it lives."""
+    with suppress(FileNotFoundError, PermissionError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
+        pid, began = kept_file(f"{name}.pid").read_text().split()
+        process = psutil.Process(int(pid))
+        # A container may have nobody who reaps a zombie.
+        if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    return None
+
+
+def served() -> dict[str, str]:
+    """Return the settings that a shell needs to use the server of `make serve`; {} where it does not run."""
+    return settings_in(environment_file(serving_home())) if live("server") else {}
 
 
 def new_secret() -> str:

@@ -10,7 +10,7 @@ from functools import partial
 
 from prefect import flow
 
-from flows.parameters import DATASET_FIELDS, cancel_jobs, takes
+from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, takes
 from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
@@ -27,7 +27,7 @@ from tasks.steps import as_it_is, emit
 from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
-"""The run of a sweep's trial: the sweep has read the corpus for all of them."""
+"""The run, where it is planned already: a sweep has read the corpus for all of its trials."""
 ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda row: None)
 """Called with each row of a trial's metrics."""
 
@@ -37,13 +37,14 @@ def _planned(config: RunConfig, flow_run: str | None) -> Run:
     return run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config)
 
 
-@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+@flow(name="train-litgpt", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(RunConfig)
 async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect."""
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
     # submission needs (machines, image, access) is not looked at again.
     run = await asyncio.to_thread(_planned, config, flow_runs()[0])
+    await name_flow_run(run.name)
     find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
     prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
@@ -65,11 +66,19 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     return final
 
 
-@flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
+async def train_planned(run: Run) -> FinalManifest:
+    """Train a run that is planned already."""
+    PLANNED.set(run)
+    final: FinalManifest = await train_litgpt(**dict(run.config))
+    return final
+
+
+@flow(name="prepare-dataset", persist_result=False)
 @takes(RunConfig, only=DATASET_FIELDS)
 async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
     planned = await asyncio.to_thread(plan_dataset, config.data)
+    await name_flow_run(f"prepare-{planned.name}-{planned.key}")
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
         emit(Note(what=str(finding), severity=finding.severity))
     return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)

@@ -427,7 +427,12 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
         case "extra_forbidden":
             *section, name = problem["loc"]
             there = _settings_in(kind, section)
-            near = difflib.get_close_matches(str(name), there, n=2)
+            sections = {} if section else {one: field.annotation for one, field in kind.model_fields.items()}
+            kinds = [(one, part) for one, whole in sections.items() for part in (whole, *get_args(whole))]
+            known = {inner: f"{one}.{inner}" for one, part in kinds for inner in getattr(part, "model_fields", ())}
+            known |= dict(zip(there, there, strict=True))
+            near = difflib.get_close_matches(str(name), known, n=1 if name in known else 2)
+            near = [known[one] for one in near]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
             return f"there is no such setting; {hint}"
         case "missing":

@@ -82,10 +82,19 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         config_class(**fields)
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error) or "n_embd must be a multiple of n_head, n_head one of n_query_groups"
+        if name is not None and changes:
+            reason += f"; it changes {name}: {changed(name, changes)}; model.config={{}} takes it as it is"
         raise ValueError(
             f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}"
         ) from error
     return fields
+
+
+def changed(name: str, changes: Mapping[str, Any]) -> str:
+    """Which sizes of the model called `name` are others with `changes`: `n_layer 6→4, …`; empty where none is."""
+    own = _litgpt_config().Config(**models()[name])
+    pairs = {field: (getattr(own, field), value) for field, value in changes.items() if field.startswith("n_")}
+    return ", ".join(f"{field} {before}→{now}" for field, (before, now) in pairs.items() if before != now)
 
 
 def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | None:

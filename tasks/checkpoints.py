@@ -105,7 +105,7 @@ class Collector:
 @step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
-    emit(StepStarted(step=Step.CHECKPOINTS))
+    emit(StepStarted(step=Step.CHECKPOINTS, what="making the models, and opening them in LitGPT and transformers"))
     final = await asyncio.to_thread(exported, run.storage)
     reused = final is not None
     if final is None and is_collected_by_a_job(run):

@@ -16,7 +16,7 @@ from typing import TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
+from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
@@ -30,6 +30,7 @@ from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
+from litgpt_demo.errors import words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
@@ -223,7 +224,13 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     if lives:
         _tell(claim, record, "started")
     else:
-        await ask(claim, submit)
+        try:
+            await ask(claim, submit)
+        except PlatformRefused as error:  # the attempt is over, so that `status` tells why, and no time is its own
+            if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
+                refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
+                await asyncio.to_thread(claim.attempts.index.end, record, refused)
+            raise
     verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 

@@ -28,7 +28,8 @@ _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken":
 _TOOLS = {"git": "without it the commit of the code is not recorded with a run", "docker": "for image.kind=docker only"}
 
 
-def examine_environment(root: str = "output") -> Iterator[Finding]:
+def examine_environment(root: str = "output", *, served: str | None = None) -> Iterator[Finding]:
+    """`served` is the address of the server that `make serve` started."""
     yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
     for name, known in _NEEDED.items():
         try:
@@ -61,14 +62,14 @@ def examine_environment(root: str = "output") -> Iterator[Finding]:
         what = f"processes cannot meet on 127.0.0.1 ({error.strerror or error})"
         fix = "ranks meet over loopback; bring the interface up: ip link set lo up"
         yield Finding("error", "network.loopback", what, fix)
-    address = os.environ.get("PREFECT_API_URL")
-    given = f"PREFECT_API_URL={redacted(address or '')}"  # without the password that may be in it
+    address = os.environ.get("PREFECT_API_URL") or served
+    given = f"Prefect's server at {redacted(address or '')}"  # without the password that may be in it
     try:
         if address:
             urlopen(f"{address.rstrip('/')}/health", timeout=3).close()
             yield Finding("info", "prefect.server", f"{given} answers")
         else:
-            what = "PREFECT_API_URL is not set: `run` starts a server of its own for its duration"
+            what = "no Prefect server is configured or runs: `run` starts one of its own for its duration"
             yield Finding("info", "prefect.server", what, "make serve starts one that stays, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
         what = f"{given} does not answer ({words_of(error)})"

@@ -6,6 +6,7 @@ What this machine cannot ask is named, and shown as unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from launcher.checks import arithmetic, preflight
 from launcher.checks.fitness import chosen_image
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
-from launcher.errors import OUT_OF_SIGHT, LauncherError, RunIsLive, finding_of
+from launcher.errors import OUT_OF_SIGHT, LauncherError, PlatformUnreachable, RunIsLive, finding_of, require
 from launcher.events import Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
@@ -25,7 +26,7 @@ from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
-from litgpt_demo.config import TrainedTokenizer, key_of
+from litgpt_demo.config import RestartSettings, TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
@@ -76,9 +77,11 @@ def plan_of(config: AnyConfig) -> Plan:
         except LauncherError as error:
             findings.append(finding_of(error, f"{platform.name}.access"))
     section, settings = ("train.", first.train) if isinstance(first, RunConfig) else ("", first)
-    budget = Budget(run=first.name, max_restarts=settings.max_restarts, settings=settings.restarts)
-    fix = f"{section}max_restarts and {section}restarts change that"
-    findings.append(Finding("info", "restarts", str(budget), fix))
+    usual = type(settings).model_fields["max_restarts"].default
+    if (settings.max_restarts, settings.restarts) != (usual, RestartSettings()):
+        budget = Budget(run=first.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+        fix = f"{section}max_restarts and {section}restarts change that"
+        findings.append(Finding("info", "restarts", str(budget), fix))
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
     figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
@@ -323,6 +326,21 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
         dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
         sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
     return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
+
+
+def plan_to_start(config: RunConfig) -> Run:
+    """Return the run that a config means; raise what refuses it at once, unless its job lives, which is followed."""
+    run = plan_run(config)
+    sight = Sight(work=run, claim=claim_at(run))
+    with suppress(PlatformUnreachable):  # the run asks it again
+        if sight.claim.attempts.live() is None:
+            found = preflight.check_training(config, sight.claim.make_job(1), vocab_size=sight.vocabulary)
+            require(finding for finding in found if finding.severity == "error")
+            sight.claim.platform.check_access()
+    return run
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
 def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:

@@ -71,6 +71,9 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     train, model = config.train, config.model
     if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
         yield Finding("error", "model.vocabulary", *problem)
+    if model.name is not None and (changed := catalogue.changed(model.name, model.config)):
+        what = f"model.config changes {model.name}: {changed}"
+        yield Finding("warning", "model.config", what, "model.config={} takes it as it is")
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
     steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
     if steps is not None and train.warmup_steps >= steps:

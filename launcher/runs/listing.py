@@ -249,7 +249,7 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
     return [
         {
             "run": row.run,
-            "state": row.state,
+            "state": "trained, not collected" if row.state == JobState.SUCCEEDED and row.steps else row.state,
             "step": NOTHING if row.step is None else f"{row.step:,}" + (f"/{row.steps:,}" if row.steps else ""),
             "loss": loss_text(row.loss),
             "age": duration_text(now - row.started),

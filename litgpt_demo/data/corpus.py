@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import file_digest, sha1, sha256
+from logging import LogRecord, getLogger
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -258,13 +259,15 @@ def asking_hub(repository: str, revision: str) -> Iterator[None]:
     from httpx import TransportError
     from huggingface_hub import errors
 
-    hub = redacted(hub_endpoint())
+    hub, said, retries = redacted(hub_endpoint()), list[LogRecord](), getLogger("huggingface_hub.utils._http")
+    retries.addFilter(said.append)  # type: ignore[arg-type]  # a filter that returns nothing lets nothing pass
     try:
         yield
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, TransportError, RuntimeError) as error:
+        why = words_of(said[0].getMessage() if said else error)  # the first try's, for the last one's may be that
         raise Unreachable(
-            f"the Hub at {hub} cannot be reached for {repository} ({words_of(error)})",
+            f"the Hub at {hub} cannot be reached for {repository} ({why})",
             fix="check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download what is wanted and give its path",
         ) from None
     except errors.HfHubHTTPError as error:
@@ -279,6 +282,8 @@ def asking_hub(repository: str, revision: str) -> Iterator[None]:
             Exception: "is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?",
         }
         raise UserError(refused, fix=next(fix for kind, fix in advice.items() if isinstance(error, kind))) from None
+    finally:
+        retries.removeFilter(said.append)  # type: ignore[arg-type]
 
 
 def _hub_sources(corpus: HubCorpus) -> list[Source]:

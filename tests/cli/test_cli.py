@@ -18,6 +18,7 @@ import pytest
 import yaml
 from console_script import Cli, Said
 
+from cli import main as main_module
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
@@ -95,6 +96,8 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
     [
         (["plan", "poem.txt"], "holds no settings"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
+        (["run", "training.yaml", "data.corpus.paths=[none.txt]"], "no file matches that"),
+        (["run", "training.yaml", "model.config={n_layer: 99, n_embd: 99999, n_head: 1}"], "[train.memory]"),
         (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
         (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),
         (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
@@ -106,7 +109,10 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_what_cannot_be_used_is_named_and_starts_nothing(cli: Cli, here: Path, words: list[str], named: str) -> None:
+def test_what_cannot_be_used_is_named_and_starts_nothing(
+    cli: Cli, here: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("cli.main._watched")  # which starts a server
     said = cli(*words)
     assert (said.code, said.out) == (USER, "")
     assert said.err.startswith("error ")
@@ -141,7 +147,8 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     assert said.code == 0
     assert f"training train 8 steps {here}/out/runs/tiny-" in squeezed(said.out)
     assert "dataset prepare 1 files" in squeezed(said.out)
-    assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing blocks it"
+    assert cli("plan", "script.yaml").out.splitlines() == ["nothing blocks it"], "restarts are the usual ones"
+    assert "new attempts after node fault 1 " in cli("plan", "script.yaml", "max_restarts=1").out
     assert "all 2, 1 at a time 16 steps left" in squeezed(cli("plan", "sweep.yaml").out)
     said = cli("plan", "training.yaml", f"root={here}/poem.txt/x")
     assert (said.code, "root.not-a-folder" in said.out) == (USER, True)
@@ -157,7 +164,9 @@ def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
-    monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
+    monkeypatch.setattr(
+        "sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café", "train.max_restarts=1"]
+    )
     with pytest.raises(SystemExit, match="0"):
         main()
     shown = written.getvalue().decode(encoding)
@@ -178,7 +187,7 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
 ) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
     monkeypatch.setattr("cli.main._watched", lambda *_, **__: final)
-    (here / "poem.txt").unlink()
+    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (here / "poem.txt").unlink())
     said = cli("run", "training.yaml")
     assert (said.code, said.err) == (0, "")
     model = str(here / "out/runs/tiny-0123456789/final/litgpt")
@@ -265,6 +274,30 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
     assert (seen["run"], seen["state"], seen["attempts"], seen["platform"]) == (run, "running", 2, "local")
     assert said.err.startswith("! 1 records of the run index could not be read")
     assert cli("status", "training.yaml").code == 0
+
+
+def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
+    cli: Cli, here: Path, failed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_metrics(failed.parents[1])
+    (failed / "result.json").write_text('{"state": "succeeded", "native": "ended", "exit_codes": {}}')
+    monkeypatch.setattr(main_module.console, "width", 60)
+    head, row = cli("runs", "out").out.splitlines()
+    assert head.split() == ["run", "state", "step", "loss"]
+    assert squeezed(row) == f"{failed.parents[1].name} trained, not collected 2/8 5.5000"
+
+
+def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
+    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*_: Any, **__: Any) -> str:
+        print("Using 1 device(s)")
+        print("Could not load this library", file=sys.stderr)
+        return "made"
+
+    monkeypatch.setattr("litgpt_demo.export.models.export", export)
+    monkeypatch.setattr("cli.main.summary_lines", lambda made: [made])
+    assert cli("collect", f"{here}/out/runs/copy") == Said(0, f"made\n✓ {here}/out/runs/copy/final\n", "")
 
 
 def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics_in_words(
@@ -405,7 +438,7 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
 
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
         said, listed = cli("submit", "local"), cli("submit")
-    assert (said.code, "run `make serve` and set PREFECT_API_URL" in said.err) == (USER, True)
+    assert (said.code, "run `make serve`, or set PREFECT_API_URL" in said.err) == (USER, True)
     assert listed.out.startswith("! there is no Prefect server")
     assert {"gke-tcpxo", "sweep-local"} <= {line.split()[0] for line in listed.out.splitlines()}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from typing import Any
 
 import pytest
 import yaml
 
 from deployments.bootstrap import AUTOMATIONS_FILE, put_automation
-from flows.serving import own_server_command
+from flows.serving import CHECKOUT, own_server_command
 
 
 def test_the_server_is_heard_on_this_machine_alone() -> None:
@@ -18,6 +20,14 @@ def test_the_server_is_heard_on_this_machine_alone() -> None:
     command = own_server_command(0)
     options = uvicorn.make_context("uvicorn", command[command.index("uvicorn") + 1 :]).params
     assert options["host"] == "127.0.0.1"
+
+
+def test_nothing_of_make_tells_prefects_makers_of_its_user() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "DO_NOT_TRACK"}
+    shown = subprocess.run(
+        ["make", "--eval=shown: ; @env", "shown"], env=env, cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    assert "DO_NOT_TRACK=1" in shown.stdout.splitlines()
 
 
 @pytest.mark.prefect

@@ -9,8 +9,17 @@ import pytest
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ParameterTypeError
+from prefect.runtime import flow_run as this_flow_run
 
-from flows.parameters import DATASET_FIELDS, KINDS, config_from, deployments_there, submit_deployment, tell_of_defaults
+from flows.parameters import (
+    DATASET_FIELDS,
+    KINDS,
+    config_from,
+    deployments_there,
+    name_flow_run,
+    submit_deployment,
+    tell_of_defaults,
+)
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
@@ -46,6 +55,17 @@ def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_befo
     with pytest.raises(ConfigProblem, match=r"model\.vocabulary"):
         asyncio.run(train_litgpt(**groups, overrides={"model.config.padded_vocab_size": 64}))
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.prefect
+def test_a_flow_run_is_named_after_its_run_unless_a_person_has_named_it() -> None:
+    async def named() -> str:
+        await name_flow_run("gpt-0123456789")
+        async with get_client() as client:
+            return (await client.read_flow_run(this_flow_run.id)).name
+
+    assert asyncio.run(Flow(named)()) == "gpt-0123456789"
+    assert asyncio.run(Flow(named, flow_run_name="my-first-run")()) == "my-first-run"
 
 
 @pytest.mark.parametrize(

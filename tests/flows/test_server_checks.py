@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -11,8 +14,10 @@ from prefect import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from serving_thread import served
 
-from flows.server import require_server, server_problems
+from flows.server import OwnServer, require_server, server_address, server_problems
+from flows.serving import AUTH, kept_file, serving_home
 from launcher.errors import ServerUnreachable
+from litgpt_demo import heartbeat
 
 NOBODY = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
 
@@ -59,6 +64,27 @@ def test_a_server_that_takes_connections_and_says_nothing_is_given_up(monkeypatc
         silence = pytest.raises(ServerUnreachable, match="no answer in time")
         with temporary_settings({PREFECT_API_URL: address}), silence:
             require_server()
+
+
+def test_a_server_of_make_serve_is_found_while_it_lives_and_a_commands_own_has_its_data_beside_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREFECT_HOME")
+    monkeypatch.setattr("flows.serving.CHECKOUT", tmp_path)
+    assert serving_home() == tmp_path / ".prefect"
+    kept_file("environment").parent.mkdir(parents=True)
+    kept_file("environment").write_text(f"export PREFECT_API_URL={NOBODY}\nexport {AUTH}=litgpt:x\n")
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        kept_file("server.pid").write_text(f"{os.getpid()} 0.5\n")  # of a process before this one
+        assert server_address() is None
+        began = []
+        with pytest.raises(OSError, match="seen"), patch("subprocess.Popen", side_effect=OSError("seen")) as started:
+            OwnServer()
+        assert started.call_args.kwargs["env"]["PREFECT_HOME"] == str(serving_home())
+        kept_file("server.pid").write_text(f"{os.getpid()} {heartbeat.started(os.getpid())}\n")
+        with patch("flows.server._configure", began.append):
+            server_address()
+    assert began == [{"PREFECT_API_URL": NOBODY, AUTH: "litgpt:x"}]
 
 
 def test_a_password_in_the_address_is_not_shown() -> None:

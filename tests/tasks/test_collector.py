@@ -16,13 +16,14 @@ from batch_jobs import IMAGE, settings_of
 from pipelines import Done
 from waiting import until
 
+from launcher.events import Event, Listener, StepStarted
 from launcher.job import Submission
 from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from launcher.runs.run import plan_run
 from litgpt_demo.storage import open_storage
-from tasks.checkpoints import Collector, _collected, _collected_by_a_job
+from tasks.checkpoints import Collector, _collected, _collected_by_a_job, collect_checkpoints
 
 SECRETS = ("KUBECONFIG", "RUNAI_CLIENT_SECRET", "PREFECT_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 
@@ -54,6 +55,14 @@ def test_a_run_is_collected_in_a_process_without_the_launchers_keys(run: Any, mo
     with closing(Collector(run)) as collector:
         environ = started(run, collector).environ()
     assert (environ["PATH"], "a secret" in environ.values()) == (os.environ["PATH"], False)
+
+
+def test_a_collection_says_what_it_does_while_it_lasts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    final, told = SimpleNamespace(findings=(), step=8, validation_loss=1.0), list[Event]()
+    monkeypatch.setattr("tasks.checkpoints.exported", lambda _: final)
+    with Listener(told.append), closing(Collector(run)) as collector:
+        asyncio.run(collect_checkpoints.fn(run, collector, image=None))
+    assert [one.what for one in told if isinstance(one, StepStarted)] != [""]
 
 
 def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_would_block_it(run: Any) -> None:

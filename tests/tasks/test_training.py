@@ -18,9 +18,10 @@ import pytest
 from claims import claim_on
 from strict_platform import StrictPlatform
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
+from launcher.reports.goodput import AttemptTimes, Part, ledger
 from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
 from launcher.runs.waiting import asked
@@ -187,6 +188,22 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
     with pytest.raises(JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
+
+
+def test_an_attempt_that_was_refused_says_why_and_the_time_until_the_next_command_is_nobodys(tmp_path: Path) -> None:
+    class Taken(StrictPlatform):
+        def submit(self, submission: Submission) -> JobId:
+            raise PlatformRefused("port 22971 is in use", fix="end who uses it")
+
+    platform = Taken()
+    with pytest.raises(PlatformRefused):
+        ended_well(tmp_path, platform)
+    attempts = claim_on(platform, tmp_path, "demo").attempts
+    [one] = attempts.all()
+    assert (one.status.state, "refused: port 22971 is in use" in one.status.native) == (JobState.FAILED, True)
+    later = one.record.model_copy(update={"attempt": 2, "flow_run": "another", "created": one.record.created + 100})
+    times = [AttemptTimes(record=one.record, end=attempts.index.ends("demo")[1]), AttemptTimes(record=later, end=None)]
+    assert ledger(times, []).seconds[Part.STOPPED] > 90
 
 
 def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp_path: Path) -> None:

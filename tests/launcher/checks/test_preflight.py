@@ -66,6 +66,16 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     assert "set model.config.padded_vocab_size=70016" in str(caught.value)
 
 
+def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is() -> None:
+    job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
+    model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}
+    found = check_training(validated(RunConfig, {"model": model}, where="test"), job, vocab_size=300)
+    [said] = [str(one) for one in found if one.code == "model.config"]
+    assert "model.config changes pythia-14m: n_layer 6→4 -> model.config={} takes it as it is" in said
+    with pytest.raises(ConfigProblem, match=r"n_embd 2048→192, n_head 32→6; model\.config=\{\} takes it as it is"):
+        validated(RunConfig, {"model": {"name": "Llama-3.2-1B", "config": {"n_embd": 192, "n_head": 6}}}, where="test")
+
+
 def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_all_the_same() -> None:
     for error in (NoCredentials("none"), PlatformUnreachable("no answer"), NetworkError("no bucket")):
         finding = finding_of(error, "some.code")
