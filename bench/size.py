@@ -17,7 +17,7 @@ from test_size import ALLOWED, CHECKOUT, lines
 
 from cli.main import read_config
 from launcher.checks.plan import previews
-from litgpt_demo.data.batches import open_split
+from litgpt_demo.data.dataset import open_split
 
 ASKED = (26_000, 13_200, 2_950, 10_200, 800, 25_000, 15_000)  # of the parts of tests/test_size.py, in their order
 

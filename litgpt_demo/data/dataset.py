@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 from pydantic import JsonValue
@@ -30,6 +30,10 @@ from litgpt_demo.documents import FileRecord, bring, read_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import explaining
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 UNKNOWN = "unknown"
 """Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
@@ -193,18 +197,51 @@ def open_dataset(address: str) -> DatasetManifest:
     return manifest
 
 
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
+
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
+    """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (sum(map(len, self.files)) - 1) // self.length)
+
+    def read(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets, each of shape (len(numbers), length)."""
+        import numpy as np
+
+        at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
+        if len(self.files) == 1:
+            tokens = self.files[0][at].astype(np.int64)
+        else:
+            tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
+            which = np.searchsorted(ends, at, side="right")
+            for number in np.unique(which):
+                here = which == number
+                tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
+    """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
+    import numpy as np
+
+    paths = [folder / record.path for record in split.files]
+    require_sample(split.tokens, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
+
+
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verification:
-    """The result of reading a dataset again."""
+class Verification(NamedTuple):
+    """The result of reading a dataset again: `problems` are a sentence each, and `remedy` is what to do about them."""
 
     manifest: DatasetManifest
     problems: tuple[str, ...]
-    """One sentence each; none if everything is as the manifest says."""
     remedy: str
-    """The advice to a person who has these problems."""
 
 
 class _Content(NamedTuple):
@@ -252,7 +289,7 @@ def verify_dataset(address: str) -> Verification:
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     remedy = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
-    return Verification(manifest=manifest, problems=tuple(problems), remedy=remedy)
+    return Verification(manifest, tuple(problems), remedy)
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:

@@ -119,11 +119,8 @@ class Batch:
 def read(
     path: Path, source: Source, layout: Layout, start: int = 0, end: int | None = None, *, scratch: Path, most: int
 ) -> Iterator[Batch]:
-    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others.
-
-    Args:
-        most: bytes that a document may have.
-    """
+    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others. A
+    document of more than `most` bytes is a bad one."""
     form, separator = layout.format_of(source.name), layout.separator_of(source.name)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:

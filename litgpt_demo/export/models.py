@@ -20,8 +20,7 @@ from typing import Any
 from litgpt.utils import save_config
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import open_split
-from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.data.dataset import open_dataset, open_split
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -43,17 +42,10 @@ from litgpt_demo.training.reading import files_of_weights
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
 ) -> FinalManifest:
-    """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
-
-    Args:
-        await_end: called when the models are proved; returns when the job has ended, so that the card tells all of it.
-        step: take the checkpoint of this step.
-        newest: take the newest checkpoint that verifies, though the run has not reached its end.
-
-    Raises:
-        UserError: there is no such checkpoint, or the run has not reached its end.
-        DataError: the checkpoint does not verify, or the model loaded back differs from it.
-    """
+    """Turn a checkpoint of the run into `final`, or find it done: the last one of a run that has reached its end, else a
+    UserError; or the one of `step`, or the `newest` that verifies. A DataError where it does not, or the model loaded
+    back differs from it. `await_end`, called when the models are proved, returns when the job has ended, so that the
+    card tells all of it."""
     spec = read_spec(run)
     with _workplace(run) as scratch:
         done = whole_final(run)
@@ -155,9 +147,6 @@ def make(
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
     Errors call `shards`, which may be a copy, by the checkpoint's `address`.
-
-    Raises:
-        DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     dataset = open_dataset(spec.dataset)
     if dataset.key != spec.dataset_key:

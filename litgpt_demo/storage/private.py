@@ -43,10 +43,7 @@ def make_temporary(name: str) -> Path:
     """Make the folder `name` in this user's part of the temporary folder, or take the one that is there.
 
     Other users can neither enter it nor put another in its place, as long as the temporary folder is private itself or
-    has the sticky bit, as /tmp has.
-
-    Raises:
-        UserError: the part's name is taken by something that another user can change.
+    has the sticky bit, as /tmp has. A UserError where the part's name is taken by what another user can change.
     """
     own = own_temporary()
     with explaining(str(own)):

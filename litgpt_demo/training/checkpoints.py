@@ -82,12 +82,9 @@ def committed(
 def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
     """Return the step of the run's newest checkpoint that verifies, 0 where there is none.
 
-    Its manifest names an index and other files, and they are there in their sizes and checksums. A bucket knows those
-    itself, so that nothing is fetched; of a folder the newest checkpoint is read.
-
-    Args:
-        most: the steps of the training; no checkpoint is further than its end.
-        least: bytes of the model's weights; no checkpoint has fewer.
+    Its manifest names an index and other files of `least` bytes, the model's weights, and they are there in their sizes
+    and checksums. A bucket knows those itself, so that nothing is fetched; of a folder the newest checkpoint is read.
+    No checkpoint is further than `most`, the steps of the training.
     """
 
     def verifies(manifest: CheckpointManifest) -> bool:
