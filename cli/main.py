@@ -415,13 +415,8 @@ def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    found = verify_dataset(dataset)
-    for problem in found.problems:
-        _say(f"[bold red]✗[/] {escape(problem)}")
-    if found.problems:
-        _error(f"{dataset} is not what its manifest says: {found.remedy}")
-        raise typer.Exit(EXIT_CODES[Fault.DATA])
-    manifest, size = found.manifest, bytes_text(sum(file.size for file in found.manifest.files))
+    manifest = verify_dataset(dataset)
+    size = bytes_text(sum(file.size for file in manifest.files))
     told = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
     _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {told}")
 

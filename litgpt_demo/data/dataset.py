@@ -7,7 +7,6 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -236,14 +235,6 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
 
 
-class Verification(NamedTuple):
-    """The result of reading a dataset again: `problems` are a sentence each, and `remedy` is what to do about them."""
-
-    manifest: DatasetManifest
-    problems: tuple[str, ...]
-    remedy: str
-
-
 class _Content(NamedTuple):
     """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
 
@@ -253,8 +244,9 @@ class _Content(NamedTuple):
     last: int
 
 
-def verify_dataset(address: str) -> Verification:
-    """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
+def verify_dataset(address: str) -> DatasetManifest:
+    """The manifest of the dataset at `address`, once compared with files, sizes, checksums, counts, ids, and ends of
+    documents. A DataError has each problem on a line.
 
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
     Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
@@ -287,9 +279,11 @@ def verify_dataset(address: str) -> Verification:
             if record.size and last != manifest.end_of_text:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
-    remedy = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
+    fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
-    return Verification(manifest, tuple(problems), remedy)
+    if problems:
+        raise DataError("\n✗ ".join([f"{address} is not what its manifest says", *problems]), fix=fix)
+    return manifest
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
@@ -316,23 +310,3 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
         return _Content(now, largest, ends, last)
     return None
-
-
-def require_sound(address: str) -> DatasetManifest:
-    """The manifest of the dataset at `address`, every byte compared; a DataError names all that is wrong."""
-    verification = verify_dataset(address)
-    if verification.problems:
-        raise DataError(
-            f"{address} is not what its manifest says: {'; '.join(verification.problems)}: {verification.remedy}"
-        )
-    return verification.manifest
-
-
-def main(argv: Sequence[str]) -> int:
-    """`python -m litgpt_demo verify`: for a machine that has nothing but this package."""
-    parser = argparse.ArgumentParser(prog="litgpt_demo verify", description=verify_dataset.__doc__)
-    parser.add_argument("dataset", help="folder or gs:// address of a prepared dataset")
-    args = parser.parse_args(argv)
-    manifest = require_sound(args.dataset)
-    print(f"{args.dataset}: {manifest.documents} documents, {manifest.tokens} tokens, all as the manifest says")
-    return 0

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -183,6 +182,7 @@ class Encoder:
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
         from gigatoken import Tokenizer as GigaToken
+        from tokenizers import Tokenizer as HfTokenizer
 
         definition = json.loads(tokenizer.files["tokenizer.json"])
         definition["added_tokens"] = [
@@ -195,7 +195,7 @@ class Encoder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
-        self._definition = json.dumps(definition)
+        self._hugging_face = HfTokenizer.from_str(json.dumps(definition))
         self._end_of_text = tokenizer.end_of_text
         self.dtype = tokenizer.dtype
 
@@ -230,12 +230,6 @@ class Encoder:
                     "take another tokenizer, or train one on the corpus"
                 )
             start += length
-
-    @cached_property
-    def _hugging_face(self) -> Any:
-        from tokenizers import Tokenizer as HfTokenizer
-
-        return HfTokenizer.from_str(self._definition)
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:

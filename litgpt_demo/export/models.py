@@ -42,10 +42,10 @@ from litgpt_demo.training.reading import files_of_weights
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
 ) -> FinalManifest:
-    """Turn a checkpoint of the run into `final`, or find it done: the last one of a run that has reached its end, else a
-    UserError; or the one of `step`, or the `newest` that verifies. A DataError where it does not, or the model loaded
-    back differs from it. `await_end`, called when the models are proved, returns when the job has ended, so that the
-    card tells all of it."""
+    """Turn a checkpoint of the run into `final`, or find it done: the one at the run's end, of `step`, or the `newest`
+    that verifies. `await_end` is called when the models are proved, and returns when the job has ended, so that the
+    card tells all of it. A UserError where there is no such checkpoint; a DataError where it does not verify, or the
+    model loaded back differs from it."""
     spec = read_spec(run)
     with _workplace(run) as scratch:
         done = whole_final(run)
@@ -97,7 +97,8 @@ def _checkpoint(
 
     def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:
-            return checkpoints.open_checkpoint(run, found, lambda: scratch / "shards", only=names)
+            records = [file for file in found.files if file.path in names]
+            return bring(run.within(checkpoints.folder_of(found.step)), records, lambda: scratch / "shards")
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)

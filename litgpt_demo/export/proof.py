@@ -87,7 +87,7 @@ def opened_by_litgpt(
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
-    Returns what it has shown; Hugging Face's model and the files are yet to be told. A DataError if it is another model.
+    Returns what it has shown; Hugging Face's model and the files are yet to be told.
     """
     from litgpt import LLM
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
-from litgpt_demo.documents import FileRecord, bring, differences, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
 
@@ -103,14 +103,6 @@ def _wrong(place: Storage, records: Iterable[FileRecord]) -> list[str]:
     there = {stored.path: (stored.size, stored.crc32c) for stored in place.inventory()}
     pairs = [(file.path, there.get(file.path), (file.size, file.crc32c)) for file in records]
     return [f"{path} has size and crc32c {has}, its manifest says {said}" for path, has, said in pairs if has != said]
-
-
-def open_checkpoint(
-    run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path], *, only: Container[str] | None = None
-) -> Path:
-    """A local folder with the checkpoint's files, or with `only` those, every byte verified, as `bring` does."""
-    records = [file for file in manifest.files if only is None or file.path in only]
-    return bring(run.within(folder_of(manifest.step)), records, scratch)
 
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:

@@ -112,7 +112,7 @@ def test_a_dataset_is_verified_or_each_problem_is_a_line(
     (copied / "train.bin").write_bytes((copied / "train.bin").read_bytes()[::-1])
     (copied / "val.bin").unlink()
     said = cli("verify", str(copied))
-    assert (said.code, "val.bin is missing" in said.out, "✗ train.bin has crc32c" in said.out) == (DATA, True, True)
+    assert (said.code, "val.bin is missing" in said.err, "\n✗ train.bin has crc32c" in said.err) == (DATA, True, True)
 
 
 def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Path) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +34,15 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     with Fanout(ONE) as fanout, pytest.raises(DataError, match=r"^item 2 is damaged$"):
         list(fanout(partial(noted, tmp_path), range(256)))
     assert not (tmp_path / "255").exists()
+
+
+def test_an_error_ends_it_at_once_though_what_comes_before_goes_on() -> None:
+    over = Event()
+    with Fanout(TWO) as fanout:
+        found = fanout(lambda number: noted(Path(), 2) if number else over.wait(), range(2))
+        with pytest.raises(DataError, match=r"^item 2 is damaged$"):
+            next(found)
+        over.set()
 
 
 def test_a_share_that_fails_once_is_tried_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
