@@ -496,7 +496,6 @@ def _json_lines(
 ) -> Iterator[Batch]:
     """The string in one field of each line; lines of white space are none."""
     import pyarrow as pa
-    from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
     @cache
     def lines_before() -> int:
@@ -515,12 +514,6 @@ def _json_lines(
         if lines is None:
             yield _only(_bad(source, 0, f"line {lines_before() + done}", _too_long(most)))
             continue
-        with suppress(ValueError, LookupError, TypeError, pa.ArrowException):  # one of them is bad: which?
-            found = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
-            quick = pa.array(found, pa.large_string())
-            if not quick.null_count and max(map(len, lines)) <= most:
-                yield Batch(texts=quick)
-                continue
         texts, bad = list[str](), list[BadDocument]()
         for row, line in enumerate(lines):
             if len(line) > most or (line and not line.isspace()):
@@ -533,13 +526,13 @@ def _json_lines(
 
 
 def _json_text(line: bytes, column: str, most: int) -> str:
-    from pydantic_core import from_json
+    from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
     if len(line) > most:
         raise _too_long(most)
     try:
         try:
-            record = from_json(line, cache_strings=False)  # as in the quick way: it means the same in any company
+            record = from_json(line, cache_strings=False)
         except ValueError:
             # It explains, in a few more: half surrogates in other fields, and nesting beyond 200.
             record = json.loads(line.decode())
@@ -607,8 +600,6 @@ def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[Parque
 
 
 def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int | None, most: int) -> Iterator[Batch]:
-    """The values of the column in the row groups [start, end)."""
-
     def place(index: int, _byte: int) -> str:
         return f"row group {group}, row {row + index}"
 

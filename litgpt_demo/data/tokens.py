@@ -207,7 +207,8 @@ class Encoder:
         import awkward
         import numpy as np
 
-        encoded = self._encoder.encode_batch(awkward.from_arrow(texts))
+        # An array that has no nulls may still say that it could.
+        encoded = self._encoder.encode_batch(awkward.drop_none(awkward.from_arrow(texts)))
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
         ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)

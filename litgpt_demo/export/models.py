@@ -192,8 +192,6 @@ def make(
 def _write_huggingface(
     weights: Weights, model: HuggingFaceModel, tokenizer: Path, end_of_text: int, target: Path
 ) -> None:
-    """Write a Hugging Face model directory: safetensors, config.json, generation_config.json and the tokenizer."""
-
     def write(name: str, document: dict[str, Any]) -> None:
         (target / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -278,7 +278,6 @@ def whole_of(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
 
 
 def _product(one: int, other: int) -> int:
-    """`one` times `other` modulo the polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:
