@@ -138,11 +138,15 @@ def documents(
 ) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
     Bad ones go to `skipped`; no source is fetched before it is wanted."""
-    shard = Shard(number=0, parts=tuple(Part(source=source) for source in sources), limit=data.corpus.max_bytes)
-    for batch in read_shard(data, shard, scratch):
-        if skipped is not None:
-            skipped += batch.bad
-        yield from filter(None, batch.texts.to_pylist())
+    left = data.corpus.max_bytes
+    for number, source in enumerate(sources):
+        shard = Shard(number=number, parts=(Part(source=source),), limit=left)
+        for batch in read_shard(data, shard, scratch):
+            if skipped is not None:
+                skipped += batch.bad
+            yield from filter(None, batch.texts.to_pylist())
+            if left is not None and (left := left - _reaching(batch.texts, left)[1]) <= 0:
+                return
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:

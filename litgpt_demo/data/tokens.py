@@ -207,8 +207,16 @@ class Encoder:
         import awkward
         import numpy as np
 
-        # An array that has no nulls may still say that it could.
-        encoded = self._encoder.encode_batch(awkward.drop_none(awkward.from_arrow(texts)))
+        # Not by awkward.from_arrow: of a slice of an array that had nulls it takes texts for nulls (2.9).
+        _, offsets, content = texts.buffers()
+        edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+        characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
+        strings = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(edges),
+            awkward.contents.NumpyArray(characters, parameters={"__array__": "char"}),
+            parameters={"__array__": "string"},
+        )
+        encoded = self._encoder.encode_batch(awkward.Array(strings))
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
         ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)
