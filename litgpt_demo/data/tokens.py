@@ -207,7 +207,7 @@ class Encoder:
         import awkward
         import numpy as np
 
-        # Not by awkward.from_arrow: of a slice of an array that had nulls it takes texts for nulls (2.9).
+        # Not by awkward.from_arrow: of a slice of an array that had nulls it takes texts for nulls (2.14).
         _, offsets, content = texts.buffers()
         edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
         characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
