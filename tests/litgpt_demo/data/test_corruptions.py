@@ -69,8 +69,7 @@ def verified(run: Storage) -> list[int]:
     steps = []
     for manifest in committed(run):
         with suppress(DataError):
-            folder = run.within(folder_of(manifest.step))
-            bring(folder, manifest.files, lambda: pytest.fail("a local checkpoint is read where it is"))
+            bring(run.within(folder_of(manifest.step)), manifest.files, lambda: pytest.fail("it is read where it is"))
             steps.append(manifest.step)
     return steps
 

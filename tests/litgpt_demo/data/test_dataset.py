@@ -14,14 +14,7 @@ import pytest
 from corpora import SEPARATOR, corpus_in, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import (
-    finished_dataset,
-    open_dataset,
-    plan_dataset,
-    stage,
-    verify_dataset,
-    warnings_of,
-)
+from litgpt_demo.data.dataset import finished_dataset, open_dataset, plan_dataset, stage, verify_dataset, warnings_of
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage

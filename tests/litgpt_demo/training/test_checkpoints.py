@@ -47,8 +47,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
-        [manifest] = committed(place)
-        folder = bring(place.within(folder_of(3)), manifest.files, lambda: tmp_path / "fetched")
+        folder = bring(place.within(folder_of(3)), committed(place)[0].files, lambda: tmp_path / "fetched")
         assert load_shards(*other, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
     assert same(trained, other)

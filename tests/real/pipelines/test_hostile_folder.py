@@ -44,8 +44,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
     executed: Path, tiny: Callable[..., RunConfig]
 ) -> None:
-    program = ("-m", "litgpt_demo", "windows", "--run", "nowhere", "--step", "1")
-    job = replace(claim_of(tiny()).make_job(1), stage=(), program=program)
+    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
     platform = LocalPlatform(grace=2)
     job_id = platform.submit(platform.render(job))
     until(lambda: not platform.status(job_id).state.live)
