@@ -31,8 +31,7 @@ def main() -> int:
         if (words == "at least" and figure < most) or (words == "at most" and figure > most):
             missed.append(bar)
         shown = f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
-        words = f"{words} {most:g}" if asked else words
-        print(f"{bar}: {shown} asked {words} {'MISSED' if bar in missed else 'ok'}")
+        print(f"{bar}: {shown} asked {' '.join(map(str, asked)) or words} {'MISSED' if bar in missed else 'ok'}")
     machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores-{seen.get('device', '')}"
     machine = machine.lower().replace(" ", "-").strip("-")
     target = Path("bench/results") / f"{args.name}-{machine}.json"

@@ -23,6 +23,7 @@ from bench.training import random_dataset
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
@@ -33,13 +34,12 @@ TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision=
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
-        dataset, run, whole = random_dataset(Path(folder, "dataset"), tokens=2**19), Path(folder, "run"), f"{folder}/w"
+        run, whole = open_storage(f"{folder}/run"), f"{folder}/whole"
+        dataset = random_dataset(Path(folder, "dataset"), tokens=2**19)
         spec = TrainingSpec(
             run="run", dataset=str(dataset), dataset_key="random", model=MODEL, train=TRAIN, steps=100_000, world_size=1
         )
-        scratch = run / ".scratch" / "rank-0"
-        scratch.mkdir(parents=True)
-        training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), open_storage(str(run)), scratch)
+        training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch_of(run, 0))
         model, optimizer = training.model.module, training.optimizer.optimizer
         told: list[Saved] = []
         beside, alone = Saver(training, tell=told.append), Saver(training, tell=lambda saved: None)

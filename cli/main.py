@@ -495,13 +495,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
-    found = _answer(verify_dataset(dataset))
-    for problem in found.problems:
-        _say(f"[bold red]✗[/] {escape(problem)}")
-    if found.problems:
-        _error(f"{dataset} is not what its manifest says: {found.remedy}")
-        raise typer.Exit(EXIT_CODES[Fault.DATA])
-    manifest, size = found.manifest, bytes_text(sum(file.size for file in found.manifest.files))
+    manifest = verify_dataset(dataset)
+    _answer({"documents": manifest.documents, "tokens": manifest.tokens, "files": len(manifest.files)})
+    size = bytes_text(sum(file.size for file in manifest.files))
     told = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
     _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {told}")
 

@@ -18,7 +18,6 @@ COMMANDS = {
     "node": "litgpt_demo.node.main",
     "train": "litgpt_demo.training.loop",
     "prepare": "litgpt_demo.data.preparation",
-    "verify": "litgpt_demo.data.dataset",
     "windows": "litgpt_demo.data.batches",
     "collect": "litgpt_demo.export.models",
     "collectives": "litgpt_demo.node.collectives",

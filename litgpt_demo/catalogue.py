@@ -49,11 +49,8 @@ _MAY_BE_ZERO = frozenset({"n_expert", "n_expert_per_token", "n_shared_expert", "
 
 
 def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The LitGPT Config fields of the model called `name` with `changes` applied; `name=None` starts from nothing.
-
-    Raises:
-        ValueError: no such model, no such field, or fields that LitGPT's Config refuses together.
-    """
+    """The LitGPT Config fields of the model called `name` with `changes` applied; `name=None` starts from nothing. A
+    ValueError where there is no such model or field, or LitGPT's Config refuses them together."""
     config_class = _litgpt_config().Config
     known = list(config_class.__dataclass_fields__)
     if unknown := sorted(set(changes) - set(known)):

@@ -139,12 +139,16 @@ class Fanout(ExitStack):
         size = 1 if isinstance(self._workers, ThreadWorkers) else math.ceil(len(items) / _MOST_SHARES) or 1
         shares = [items[start : start + size] for start in range(0, len(items), size)]
         self._futures = begun = [self._executor.submit(_results, step, share) for share in shares]
+        ended, told = set[futures.Future[list[Any]]](), 0
         try:
-            for future in begun:
-                futures.wait([future])
+            for future in futures.as_completed(begun):
                 if self._over.is_set():
                     raise JobCancelled("the preparation was stopped; the same command goes on with what is left")
-                yield from self._result(future)
+                self._result(future)  # one that failed ends it now, and not when its turn comes
+                ended.add(future)
+                while told < len(begun) and begun[told] in ended:
+                    yield from begun[told].result()
+                    told += 1
         except BaseException as error:
             otherwise = isinstance(error, GeneratorExit)  # to be done so: nothing of it may still be writing then
             if not otherwise or self._workers.kind != "dask":  # which calls cancelled what its workers are at

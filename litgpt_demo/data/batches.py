@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,44 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest, Split, open_dataset, require_sample, stage
+from litgpt_demo.data.dataset import Windows, open_dataset, open_split, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 
 Numbers = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Windows:
-    """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
-
-    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
-    """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
-    length: int
-
-    def __len__(self) -> int:
-        return max(0, (sum(map(len, self.files)) - 1) // self.length)
-
-    def read(self, numbers: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets, each of shape (len(numbers), length)."""
-        at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
-        if len(self.files) == 1:
-            tokens = self.files[0][at].astype(np.int64)
-        else:
-            tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
-            which = np.searchsorted(ends, at, side="right")
-            for number in np.unique(which):
-                here = which == number
-                tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
-    """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
-    paths = [folder / record.path for record in split.files]
-    require_sample(split.tokens, length=length, where=str(paths[0]))
-    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
 
 
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:

@@ -43,10 +43,8 @@ def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
     """The files of the corpus in their one order: by name, but the standard library's by the hash of the name.
 
     In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
-    sample of all of it. Local files are read through once for their checksum.
-
-    Args:
-        left_out: takes what a local path selects and nobody can read, or would read twice.
+    sample of all of it. Local files are read through once for their checksum. What a local path selects and nobody can
+    read, or would read twice, goes to `left_out`.
     """
     if isinstance(corpus, StdlibCorpus):
         return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())

@@ -7,7 +7,6 @@ split above `data.max_file_bytes` is several files, `train-00000.bin` and so on,
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 from pydantic import JsonValue
@@ -30,6 +29,10 @@ from litgpt_demo.documents import FileRecord, bring, read_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import explaining
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 UNKNOWN = "unknown"
 """Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
@@ -193,18 +196,43 @@ def open_dataset(address: str) -> DatasetManifest:
     return manifest
 
 
-# --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
-class Verification:
-    """The result of reading a dataset again."""
+class Windows:
+    """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
 
-    manifest: DatasetManifest
-    problems: tuple[str, ...]
-    """One sentence each; none if everything is as the manifest says."""
-    remedy: str
-    """The advice to a person who has these problems."""
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
+    """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (sum(map(len, self.files)) - 1) // self.length)
+
+    def read(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets, each of shape (len(numbers), length)."""
+        import numpy as np
+
+        at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
+        if len(self.files) == 1:
+            tokens = self.files[0][at].astype(np.int64)
+        else:
+            tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
+            which = np.searchsorted(ends, at, side="right")
+            for number in np.unique(which):
+                here = which == number
+                tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
+    """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
+    import numpy as np
+
+    paths = [folder / record.path for record in split.files]
+    require_sample(split.tokens, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
+
+
+# --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
 
 
 class _Content(NamedTuple):
@@ -216,8 +244,9 @@ class _Content(NamedTuple):
     last: int
 
 
-def verify_dataset(address: str) -> Verification:
-    """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
+def verify_dataset(address: str) -> DatasetManifest:
+    """The manifest of the dataset at `address`, once compared with files, sizes, checksums, counts, ids, and ends of
+    documents. A DataError has each problem on a line.
 
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
     Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
@@ -250,9 +279,11 @@ def verify_dataset(address: str) -> Verification:
             if record.size and last != manifest.end_of_text:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
-    remedy = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
+    fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
-    return Verification(manifest=manifest, problems=tuple(problems), remedy=remedy)
+    if problems:
+        raise DataError("\n✗ ".join([f"{address} is not what its manifest says", *problems]), fix=fix)
+    return manifest
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
@@ -279,23 +310,3 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
         return _Content(now, largest, ends, last)
     return None
-
-
-def require_sound(address: str) -> DatasetManifest:
-    """The manifest of the dataset at `address`, every byte compared; a DataError names all that is wrong."""
-    verification = verify_dataset(address)
-    if verification.problems:
-        raise DataError(
-            f"{address} is not what its manifest says: {'; '.join(verification.problems)}: {verification.remedy}"
-        )
-    return verification.manifest
-
-
-def main(argv: Sequence[str]) -> int:
-    """`python -m litgpt_demo verify`: for a machine that has nothing but this package."""
-    parser = argparse.ArgumentParser(prog="litgpt_demo verify", description=verify_dataset.__doc__)
-    parser.add_argument("dataset", help="folder or gs:// address of a prepared dataset")
-    args = parser.parse_args(argv)
-    manifest = require_sound(args.dataset)
-    print(f"{args.dataset}: {manifest.documents} documents, {manifest.tokens} tokens, all as the manifest says")
-    return 0

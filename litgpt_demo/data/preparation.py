@@ -60,7 +60,6 @@ from litgpt_demo.data.workers import (
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
-from litgpt_demo.storage.private import own_temporary
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -145,10 +144,8 @@ def prepare(
 ) -> DatasetManifest:
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
-    A corpus that is empty, too small or not what it says it is is a DataError; settings that do not fit, a UserError.
-
-    Args:
-        each: carries out the steps; without it, as many threads as `threads_for` says.
+    `each` carries out the steps; without it, as many threads as `threads_for` says. A corpus that is empty, too small
+    or not what it says it is is a DataError; settings that do not fit, a UserError.
     """
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
@@ -170,10 +167,10 @@ def prepare(
         shutil.rmtree(work.scratch, ignore_errors=True)
         return done
     finally:
-        for folder in (work.scratch, work.scratch.parent):
-            if folder != own_temporary():  # the user's part of the temporary folder, which others are at
-                with suppress(OSError):
-                    folder.rmdir()
+        # Not the user's part of the temporary folder, which others are at.
+        for folder in (work.scratch,) if is_remote(root.root) else (work.scratch, work.scratch.parent):
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:

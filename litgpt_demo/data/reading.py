@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import psutil
 
@@ -119,11 +119,8 @@ class Batch:
 def read(
     path: Path, source: Source, layout: Layout, start: int = 0, end: int | None = None, *, scratch: Path, most: int
 ) -> Iterator[Batch]:
-    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others.
-
-    Args:
-        most: bytes that a document may have.
-    """
+    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others. A
+    document of more than `most` bytes is a bad one."""
     form, separator = layout.format_of(source.name), layout.separator_of(source.name)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
@@ -371,11 +368,13 @@ def _too_long(most: int) -> DataError:
     )
 
 
-Why: TypeAlias = DataError | UnicodeDecodeError | None
+def _not_utf8(error: UnicodeDecodeError) -> DataError:
+    byte = f"0x{error.object[error.start]:02x}, {error.reason}"
+    return DataError(f"is not UTF-8 from its byte {error.start} on ({byte})", fix=_CONVERT)
 
 
-def _batch_of(texts: pa.LargeStringArray, most: int, bad_one: Callable[[int, Why], BadDocument]) -> Batch:
-    """The batch of these texts. `bad_one` describes the one at an index and why it is bad, None where there is none."""
+def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Callable[[int, int], str]) -> Batch:
+    """The batch of these texts. `place` says where in the file the one at an index has its byte of some number."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -385,14 +384,18 @@ def _batch_of(texts: pa.LargeStringArray, most: int, bad_one: Callable[[int, Why
             return Batch(texts=texts)
     good, bad = list[bytes](), list[BadDocument]()
     for index, value in enumerate(texts.view(pa.large_binary()).to_pylist()):
-        try:
-            if value is None or len(value) > most:
-                bad.append(bad_one(index, None if value is None else _too_long(most)))
-                value = b""
-            good.append(value.decode().encode())
-        except UnicodeDecodeError as error:
-            bad.append(bad_one(index, error))
-            good.append(b"")
+        byte, why = 0, None
+        if value is None:
+            why = DataError("is null", fix="a document is a string: repair or drop the row")
+        elif len(value) > most:
+            why = _too_long(most)
+        else:
+            try:
+                value.decode()
+            except UnicodeDecodeError as error:
+                byte, why = error.start, _not_utf8(error)
+        bad += [] if why is None else [_bad(source, index, place(index, byte), why)]
+        good.append(value if why is None else b"")
     return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
 
 
@@ -479,19 +482,10 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
     """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
     import pyarrow as pa
 
-    def bad_one(index: int, why: Why) -> BadDocument:
-        byte = start + sum(len(text) + between for text in texts[:index])
-        if isinstance(why, UnicodeDecodeError):
-            byte += why.start
-            why = DataError(f"not UTF-8 ({_not_utf8(why)})", fix=_CONVERT)
-        assert why is not None
-        return _bad(source, index, f"byte {byte}", why)
+    def place(index: int, byte: int) -> str:
+        return f"byte {start + sum(len(text) + between for text in texts[:index]) + byte}"
 
-    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), most, bad_one)
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"0x{error.object[error.start]:02x}, {error.reason}"
+    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), most, source, place)
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
@@ -550,7 +544,7 @@ def _json_text(line: bytes, column: str, most: int) -> str:
             # It explains, in a few more: half surrogates in other fields, and nesting beyond 200.
             record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise DataError(f"is not UTF-8 at byte {error.start} ({_not_utf8(error)})", fix=_CONVERT) from error
+        raise _not_utf8(error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"is no JSON: {error}") from error
     if not isinstance(record, dict):
@@ -613,14 +607,8 @@ def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[Parque
 
 
 def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int | None, most: int) -> Iterator[Batch]:
-    """The values of the column in the row groups [start, end)."""
-
-    def bad_one(index: int, why: Why) -> BadDocument:
-        if why is None:
-            why = DataError(f"has null in column {column!r}", fix="a document is a string: repair or drop the row")
-        elif isinstance(why, UnicodeDecodeError):
-            why = DataError(f"is not UTF-8 in column {column!r} ({why})", fix="write the file anew from valid text")
-        return _bad(source, index, f"row group {group}, row {row + index}", why)
+    def place(index: int, _byte: int) -> str:
+        return f"row group {group}, row {row + index}"
 
     with row_groups(path, source, column) as (file, chunks):
         for group in range(start, len(chunks) if end is None else end):
@@ -636,7 +624,7 @@ def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int
                     texts = found.column(0).cast("large_string")
                     text += texts.nbytes  # empty ones too: their places in it
                     _require_bounded(text, bound, where)
-                    yield _batch_of(texts, most, bad_one)  # Arrow holds all of a page, and so what is too long
+                    yield _batch_of(texts, most, source, place)  # Arrow holds all of a page, and so what is too long
                     row += len(texts)
             if row != rows:
                 raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")

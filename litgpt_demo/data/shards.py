@@ -137,12 +137,9 @@ def documents(
     data: DataConfig, sources: Sequence[Source], scratch: Path, skipped: list[BadDocument] | None = None
 ) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
-
-    Args:
-        skipped: takes the bad ones.
-    """
+    Bad ones go to `skipped`; no source is fetched before it is wanted."""
     left = data.corpus.max_bytes
-    for number, source in enumerate(sources):  # one by one: none is fetched before it is wanted
+    for number, source in enumerate(sources):
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
         for batch in read_shard(data, shard, scratch):
             if skipped is not None:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
@@ -34,6 +33,7 @@ TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 # merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
 # have no such words: the longest of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
+_CONFIG = TypeAdapter(dict[str, Any])
 _COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
 _COMPARED_DOCUMENTS = 32  # of each shard
 
@@ -97,25 +97,27 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
 def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
+    from tokenizers import Tokenizer as HfTokenizer
+
     try:
-        definition = _Definition.model_validate_json(files["tokenizer.json"])
+        tokenizer = HfTokenizer.from_buffer(files["tokenizer.json"])
         config = _CONFIG.validate_json(files.get("tokenizer_config.json", b"{}"))
-    except ValidationError as error:
+    except ValueError as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"data.tokenizer: {origin} is no tokenizer, or cut short ({first_problem(error)}); give the tokenizer.json "
-            "that transformers' save_pretrained writes for a fast tokenizer, or "
-            "{kind: hub, name: openai-community/gpt2}"
+            f"data.tokenizer: {origin} is no tokenizer, or cut short ({reason}); give the tokenizer.json that "
+            "transformers' save_pretrained writes for a fast tokenizer, or {kind: hub, name: openai-community/gpt2}"
         ) from error
-    if isinstance(definition.model.vocab, list):
-        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    if (kind := type(tokenizer.model).__name__) != "BPE":
+        raise UserError(f"data.tokenizer: only BPE tokenizers are supported, and {origin} is a {kind} model")
     # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
-    for added in definition.added_tokens:
+    for added in tokenizer.get_added_tokens_decoder().values():
         if added.single_word and not added.special:
             raise UserError(
                 f"data.tokenizer: {origin} has the added token {added.content!r} with single_word, whose ids would not "
                 "be Hugging Face's; take another tokenizer, or train one on the corpus"
             )
-    ids = definition.model.vocab | {added.content: added.id for added in definition.added_tokens}
+    ids = tokenizer.get_vocab(with_added_tokens=True)
     own = config.get("eos_token")
     own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
     token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
@@ -127,31 +129,6 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
     complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
-
-
-_Id = Annotated[int, Field(ge=0)]
-
-
-class _AddedToken(BaseModel):
-    content: str
-    id: _Id
-    special: bool = False
-    single_word: bool = False
-
-
-class _Model(BaseModel):
-    vocab: Annotated[dict[str, _Id] | list[Any], Field(min_length=1)]
-    """A list in a unigram model."""
-
-
-class _Definition(BaseModel):
-    """The part of a tokenizer.json that says which ids there are."""
-
-    model: _Model
-    added_tokens: list[_AddedToken] = []
-
-
-_CONFIG = TypeAdapter(dict[str, Any])
 
 
 def train_tokenizer(
@@ -205,6 +182,7 @@ class Encoder:
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
         from gigatoken import Tokenizer as GigaToken
+        from tokenizers import Tokenizer as HfTokenizer
 
         definition = json.loads(tokenizer.files["tokenizer.json"])
         definition["added_tokens"] = [
@@ -217,7 +195,7 @@ class Encoder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
-        self._definition = json.dumps(definition)
+        self._hugging_face = HfTokenizer.from_str(json.dumps(definition))
         self._end_of_text = tokenizer.end_of_text
         self.dtype = tokenizer.dtype
 
@@ -229,6 +207,7 @@ class Encoder:
         import awkward
         import numpy as np
 
+        # Not by awkward.from_arrow: of a slice of an array that had nulls it takes texts for nulls (2.14).
         _, offsets, content = texts.buffers()
         edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
         characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
@@ -260,12 +239,6 @@ class Encoder:
                     "take another tokenizer, or train one on the corpus"
                 )
             start += length
-
-    @cached_property
-    def _hugging_face(self) -> Any:
-        from tokenizers import Tokenizer as HfTokenizer
-
-        return HfTokenizer.from_str(self._definition)
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b, sha256
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -30,7 +29,7 @@ from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
 from litgpt_demo.documents import FileRecord, parse_json
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import Storage, is_remote, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_temporary, own_temporary
 
@@ -81,7 +80,7 @@ class Work:
 
     def make_scratch(self) -> Path:
         """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
-        if self.scratch.parent == own_temporary():
+        if is_remote(self.root):
             return make_temporary(self.scratch.name)
         with explaining(str(self.scratch)):
             self.scratch.mkdir(parents=True, exist_ok=True)
@@ -275,11 +274,8 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
         places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
         dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if data.filters.drop_duplicates:
-            texts = _chosen(batch.texts, kept)
-            _, offsets, content = texts.buffers()
-            edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
-            view = memoryview(content) if content is not None else memoryview(b"")
-            digests += [blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges)]
+            texts = batch.texts.filter(kept).cast("large_binary").to_pylist()
+            digests += [blake2b(text, digest_size=DIGEST_BYTES).digest() for text in texts]
     mask = np.concatenate(masks)
 
     def stored(suffix: str, content: bytes) -> FileRecord:
@@ -348,11 +344,6 @@ def byte_lengths(texts: Any) -> npt.NDArray[np.int64]:
     import pyarrow.compute as pc
 
     return _numbers(pc.binary_length(texts))
-
-
-def _chosen(texts: Any, mask: Mask) -> Any:
-    """The documents that the mask says, copied only where it leaves some out."""
-    return texts if mask.all() else texts.filter(mask)
 
 
 def _numbers(array: Any) -> npt.NDArray[np.int64]:
@@ -438,7 +429,8 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
             read += len(batch.texts)
             if read > len(staying):
                 break
-            texts = _chosen(batch.texts, staying[read - len(batch.texts) : read])
+            mask = staying[read - len(batch.texts) : read]
+            texts = batch.texts if mask.all() else batch.texts.filter(mask)
             sizes = byte_lengths(texts)
             if not sizes.all() and not assignment.survey.read:
                 return None

@@ -20,8 +20,7 @@ from typing import Any
 from litgpt.utils import save_config
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import open_split
-from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.data.dataset import open_dataset, open_split
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -43,17 +42,10 @@ from litgpt_demo.training.reading import files_of_weights
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
 ) -> FinalManifest:
-    """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
-
-    Args:
-        await_end: called when the models are proved; returns when the job has ended, so that the card tells all of it.
-        step: take the checkpoint of this step.
-        newest: take the newest checkpoint that verifies, though the run has not reached its end.
-
-    Raises:
-        UserError: there is no such checkpoint, or the run has not reached its end.
-        DataError: the checkpoint does not verify, or the model loaded back differs from it.
-    """
+    """Turn a checkpoint of the run into `final`, or find it done: the one at the run's end, of `step`, or the `newest`
+    that verifies. `await_end` is called when the models are proved, and returns when the job has ended, so that the
+    card tells all of it. A UserError where there is no such checkpoint; a DataError where it does not verify, or the
+    model loaded back differs from it."""
     spec = read_spec(run)
     with _workplace(run) as scratch:
         done = whole_final(run)
@@ -105,7 +97,8 @@ def _checkpoint(
 
     def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:
-            return checkpoints.open_checkpoint(run, found, lambda: scratch / "shards", only=names)
+            records = [file for file in found.files if file.path in names]
+            return bring(run.within(checkpoints.folder_of(found.step)), records, lambda: scratch / "shards")
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)
@@ -155,9 +148,6 @@ def make(
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
     Errors call `shards`, which may be a copy, by the checkpoint's `address`.
-
-    Raises:
-        DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     dataset = open_dataset(spec.dataset)
     if dataset.key != spec.dataset_key:
@@ -202,8 +192,6 @@ def make(
 def _write_huggingface(
     weights: Weights, model: HuggingFaceModel, tokenizer: Path, end_of_text: int, target: Path
 ) -> None:
-    """Write a Hugging Face model directory: safetensors, config.json, generation_config.json and the tokenizer."""
-
     def write(name: str, document: dict[str, Any]) -> None:
         (target / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import Windows
+from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
@@ -88,9 +88,6 @@ def opened_by_litgpt(
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
     Returns what it has shown; Hugging Face's model and the files are yet to be told.
-
-    Raises:
-        DataError: it is not the checkpoint's model.
     """
     from litgpt import LLM
 
@@ -148,11 +145,7 @@ def opened_by_litgpt(
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
-    tokenizer.json, and let it write.
-
-    Raises:
-        DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
-    """
+    tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
     import transformers
     from tokenizers import Tokenizer as HfTokenizer
 

@@ -62,7 +62,6 @@ class Ranks:
         self._end = self._begun + seconds
 
     def _most(self, mine: float, group: Any = None) -> float:
-        """The largest of what the group's ranks say."""
         self._small.fill_(mine)
         dist.all_reduce(self._small, op=dist.ReduceOp.MAX, group=group)
         return float(self._small)

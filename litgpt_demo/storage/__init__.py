@@ -44,11 +44,8 @@ __all__ = [
 
 
 def open_storage(address: str) -> Storage:
-    """The storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved). Asks nobody yet.
-
-    Raises:
-        UserError: another scheme, no usable bucket or path, or a bucket where its client is not installed.
-    """
+    """The storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved). Asks nobody yet; a
+    UserError for any other address, and for a bucket where its client is not installed."""
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):

@@ -104,8 +104,7 @@ class Storage(ABC):
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
         """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read.
 
-        Args:
-            odd: objects of a bucket that no path spells (`a//b`, a line break) too; no verb takes those names.
+        With `odd` objects of a bucket that no path spells (`a//b`, a line break) too; no verb takes those names.
         """
 
     @abstractmethod
@@ -156,8 +155,8 @@ class Storage(ABC):
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         """Put the files `parts` behind one another at `path`, replacing what is there; the parts stay.
 
-        No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system
-        that can share blocks between files does. Nothing is done where `path` holds those bytes already.
+        No parts make an empty file. A bucket joins them by itself, and no bytes come through here. Nothing is done
+        where `path` holds those bytes already.
         """
 
     @abstractmethod
@@ -279,7 +278,6 @@ def whole_of(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
 
 
 def _product(one: int, other: int) -> int:
-    """`one` times `other` modulo the polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

@@ -291,10 +291,7 @@ class BucketStorage(Storage):
 
     def _retry_transient(self, address: str, role: str, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
-
-        Args:
-            role: what allows the calls of the attempt, named where they are refused.
-        """
+        Where its calls are refused, `role` is named, which allows them."""
         reason = UnsettledError()
         for _ in range(_TRIES):
             try:
@@ -374,11 +371,8 @@ class BucketStorage(Storage):
         return content.getvalue()
 
     def _fetch(self, blob: Any, sink: BinaryIO, file: Path | None = None) -> None:
-        """The object's bytes into `sink`, which is empty, compared: the client does not compare what it resumed.
-
-        Args:
-            file: what `sink` is open on; then large objects come by ranges.
-        """
+        """The object's bytes into `sink`, which is empty, compared: the client does not compare what it resumed. Large
+        objects come by ranges if `sink` is open on a `file`."""
         expected = metadata(blob)
         if file is not None and expected.size > 2 * self.part_size:
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from litgpt_demo.errors import DataError, DiskFull, NodeError, UserError
+from litgpt_demo.errors import DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
     MANIFEST,
     MOST_READ,
@@ -35,9 +35,6 @@ from litgpt_demo.storage.base import (
 )
 
 _READERS = 4  # files read at once; more only make one disk seek
-_AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
-# Two file systems, one that is none of the disk's, a kernel or a sandbox without the call.
-_CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 # FAT and most FUSE mounts.
 _CANNOT_LINK = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -163,22 +160,11 @@ class LocalStorage(Storage):
                 if there == whole_of(there.path, map(self.stat, parts)):
                     return there
         with explaining(self.address(path), needed=needed), replacing(final, durable=self.durable) as whole:
+            copied = list[ObjectInfo]()
             for file in files:
-                whole.seek(0, os.SEEK_END)
                 with file.open("rb") as part:
-                    try:  # to share its blocks
-                        while os.copy_file_range(part.fileno(), whole.fileno(), _AT_ONCE):
-                            pass
-                    except OSError as error:
-                        if error.errno not in _CANNOT_SHARE:
-                            raise
-                    whole.seek(0, os.SEEK_END)
-                    shutil.copyfileobj(part, whole)  # what is left: nothing, or all where the system would not
-            whole.seek(0)
-            size, crc32c = copy_with_crc(whole)
-            if size != needed:
-                raise DataError(f"{final}: {size} bytes came of parts that had {needed}; something else writes to them")
-        return ObjectInfo(clean_path(path), size, crc32c)
+                    copied.append(ObjectInfo(file.name, *copy_with_crc(part, whole)))
+        return whole_of(clean_path(path), copied)
 
     def move(self, folder: str, target: str) -> None:
         final = self._file(target)

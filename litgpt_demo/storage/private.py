@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import re
 import stat
 import tempfile
@@ -43,10 +42,7 @@ def make_temporary(name: str) -> Path:
     """Make the folder `name` in this user's part of the temporary folder, or take the one that is there.
 
     Other users can neither enter it nor put another in its place, as long as the temporary folder is private itself or
-    has the sticky bit, as /tmp has.
-
-    Raises:
-        UserError: the part's name is taken by something that another user can change.
+    has the sticky bit, as /tmp has. A UserError where the part's name is taken by what another user can change.
     """
     own = own_temporary()
     with explaining(str(own)):
@@ -78,14 +74,10 @@ def make_private(folder: Path) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.stat()
-    try:  # the user's primary group, in which by most systems' default there is nobody else
-        own_group = pwd.getpwuid(os.geteuid()).pw_gid
-    except KeyError:  # a container's user that no file names
-        own_group = os.getegid()
     if above.st_mode & stat.S_IWOTH:
         shared = not above.st_mode & stat.S_ISVTX
-    else:
-        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != own_group
+    else:  # in the user's own group there is by most systems' default nobody else
+        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != os.getegid()
     folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
-from litgpt_demo.documents import FileRecord, bring, differences, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
 
@@ -82,12 +82,9 @@ def committed(
 def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
     """Return the step of the run's newest checkpoint that verifies, 0 where there is none.
 
-    Its manifest names an index and other files, and they are there in their sizes and checksums. A bucket knows those
-    itself, so that nothing is fetched; of a folder the newest checkpoint is read.
-
-    Args:
-        most: the steps of the training; no checkpoint is further than its end.
-        least: bytes of the model's weights; no checkpoint has fewer.
+    Its manifest names an index and other files of `least` bytes, the model's weights, and they are there in their sizes
+    and checksums. A bucket knows those itself, so that nothing is fetched; of a folder the newest checkpoint is read.
+    No checkpoint is further than `most`, the steps of the training.
     """
 
     def verifies(manifest: CheckpointManifest) -> bool:
@@ -106,14 +103,6 @@ def _wrong(place: Storage, records: Iterable[FileRecord]) -> list[str]:
     there = {stored.path: (stored.size, stored.crc32c) for stored in place.inventory()}
     pairs = [(file.path, there.get(file.path), (file.size, file.crc32c)) for file in records]
     return [f"{path} has size and crc32c {has}, its manifest says {said}" for path, has, said in pairs if has != said]
-
-
-def open_checkpoint(
-    run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path], *, only: Container[str] | None = None
-) -> Path:
-    """A local folder with the checkpoint's files, or with `only` those, every byte verified, as `bring` does."""
-    records = [file for file in manifest.files if only is None or file.path in only]
-    return bring(run.within(folder_of(manifest.step)), records, scratch)
 
 
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:

@@ -45,12 +45,7 @@ _MOST_IN_A_ROW = 10
 
 
 def fit(training: Training) -> None:
-    """Train from the newest checkpoint to the end.
-
-    Raises:
-        Preempted: asked to leave, it has saved before its end.
-        UserError: a loss is not finite.
-    """
+    """Train from the newest checkpoint to the end; Preempted, if it was asked to leave and has saved before that."""
     asked: list[int] = []
     # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))

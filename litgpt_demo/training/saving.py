@@ -186,7 +186,6 @@ class Saver:
             self._finalize()
 
     def _finalize(self) -> None:
-        """Wait for the save in flight and tell what became of it."""
         if self._pending is None:
             return
         (self._last, _, work), self._pending = self._pending, None

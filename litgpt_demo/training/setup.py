@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Numbers, Windows, numbers_of, open_split, share_of
-from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.data.batches import Numbers, numbers_of, share_of
+from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset, open_split
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import LossGPT, decay_groups, initialise, litgpt_config

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -30,8 +31,11 @@ def noted(folder: Path, number: int) -> int:
 
 
 def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tmp_path: Path) -> None:
-    with Fanout(ONE) as fanout, pytest.raises(DataError, match=r"^item 2 is damaged$"):
-        list(fanout(partial(noted, tmp_path), range(256)))
+    over = Event()  # while the first goes on, whose turn it is
+    with Fanout(TWO) as fanout:
+        with pytest.raises(DataError, match=r"^item 2 is damaged$"):
+            next(fanout(lambda number: noted(tmp_path, number) if number else over.wait(), range(256)))
+        over.set()
     assert not (tmp_path / "255").exists()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.batches import Windows, batch_numbers, permuted, share_of
+from litgpt_demo.data.batches import batch_numbers, permuted, share_of
+from litgpt_demo.data.dataset import Windows
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import keep, pair
 
-from litgpt_demo.data.dataset import DatasetManifest, require_sound, stage
+from litgpt_demo.data.dataset import DatasetManifest, stage, verify_dataset
+from litgpt_demo.documents import bring
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import committed, open_checkpoint
+from litgpt_demo.training.checkpoints import committed, folder_of
 
 Damage: TypeAlias = tuple[str, int, int, int]
 """What happens to one file or to two, and where; numbers are taken modulo."""
@@ -68,7 +69,7 @@ def verified(run: Storage) -> list[int]:
     steps = []
     for manifest in committed(run):
         with suppress(DataError):
-            open_checkpoint(run, manifest, lambda: pytest.fail("a local checkpoint is read where it is"))
+            bring(run.within(folder_of(manifest.step)), manifest.files, lambda: pytest.fail("it is read where it is"))
             steps.append(manifest.step)
     return steps
 
@@ -91,12 +92,12 @@ def folder(dataset: tuple[DatasetManifest, Path], tmp_path_factory: pytest.TempP
 def test_a_dataset_verifies_and_is_staged_if_and_only_if_every_byte_is_as_it_was(folder: Path, damage: Damage) -> None:
     with spoilt(folder, damage) as changed:
         if not changed:
-            assert require_sound(str(folder))
+            assert verify_dataset(str(folder))
             assert stage(str(folder), folder) == folder
             return
         names = (re.escape(path.relative_to(folder).as_posix()) for path in changed)
         told = "|".join(["has no manifest", *names])
         with pytest.raises(DataError, match=told):
-            require_sound(str(folder))
+            verify_dataset(str(folder))
         with pytest.raises(DataError):
             stage(str(folder), folder)

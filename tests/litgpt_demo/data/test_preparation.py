@@ -138,7 +138,7 @@ def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
             assert finished_dataset(storage, planned) is None
         manifest = prepare(planned, storage, each=in_threads(workers))
     assert found(planned, folder / "root", manifest) == wanted
-    assert verify_dataset(str(folder / "root" / planned.path)).problems == ()
+    assert verify_dataset(str(folder / "root" / planned.path)) == manifest
     of_the_dataset = {f"{planned.path}/{name}" for name in ["manifest.json", *(file.path for file in manifest.files)]}
     assert set(contents(folder / "root")) == of_the_dataset
 

@@ -48,7 +48,7 @@ def with_added(tokenizer: TokenizerFiles, *tokens: AddedToken) -> dict[str, byte
     return {"tokenizer.json": definition.to_str().encode()}
 
 
-def texts_of(*documents: str) -> pa.LargeStringArray:
+def texts_of(*documents: str | None) -> pa.LargeStringArray:
     return pa.array(documents, pa.large_string())
 
 
@@ -80,8 +80,8 @@ def test_ids_are_hugging_faces_and_no_text_forges_the_end_of_a_document(
     plain = hugging_face(definition_of(tokenizer, added_tokens=[]))
     expected = [plain.encode(text, add_special_tokens=False).ids for text in documents]
     assert not any(tokenizer.end_of_text in document for document in expected)
-    # What filters and batches hand on are slices: offsets that do not begin at 0.
-    ids, lengths = Encoder(tokenizer).encode(texts_of("left out", *documents, "left out").slice(1, len(documents)))
+    # What filters and batches hand on are slices: offsets that do not begin at 0, of arrays that may have had nulls.
+    ids, lengths = Encoder(tokenizer).encode(texts_of(None, *documents, None).slice(1, len(documents)))
     assert ids.tolist() == [token for document in expected for token in [*document, tokenizer.end_of_text]]
     assert lengths.tolist() == [len(document) + 1 for document in expected]
     decoder = hugging_face(tokenizer.files)
@@ -137,10 +137,10 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
     for number, (files, words) in enumerate(
         [
             ({}, "tokenizer.json is not there; give the folder"),
-            ({"tokenizer.json": whole[:-9]}, r"cut short \(Invalid JSON"),
+            ({"tokenizer.json": whole[:-9]}, r"cut short \(.*EOF while parsing"),
             ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
-            (spoilt, r"no tokenizer.* at model\.vocab"),
+            (spoilt, r"no tokenizer.*expected u32 at"),
         ]
     ):
         folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)

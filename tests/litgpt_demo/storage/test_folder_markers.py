@@ -8,7 +8,7 @@ import pytest
 from corpora import contents, corpus_in, files, put_objects, settings_for
 from states import keep, pair
 
-from litgpt_demo.data.dataset import plan_dataset, require_sound
+from litgpt_demo.data.dataset import plan_dataset, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import BucketStorage, open_storage
@@ -41,7 +41,7 @@ def test_a_dataset_is_prepared_found_done_and_verified_from_a_corpus_that_a_cons
     made = prepare(planned, bucket)
     mark(bucket, "datasets", planned.path)
     assert prepare(planned, bucket) == made
-    assert require_sound(bucket.address(planned.path)) == made
+    assert verify_dataset(bucket.address(planned.path)) == made
 
 
 def test_nothing_is_removed_under_a_name_that_is_no_files_or_folders(root: str) -> None:

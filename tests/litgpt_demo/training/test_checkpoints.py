@@ -20,6 +20,7 @@ from states import keep, manifest_of, pair, publish_pair, same, step, training_o
 from torch.distributed.checkpoint.metadata import Metadata
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.documents import bring
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
@@ -46,7 +47,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
-        folder = checkpoints.open_checkpoint(place, committed(place)[0], lambda: tmp_path / "fetched")
+        folder = bring(place.within(folder_of(3)), committed(place)[0].files, lambda: tmp_path / "fetched")
         assert load_shards(*other, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
     assert same(trained, other)

@@ -23,8 +23,8 @@ from states import training_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Windows, numbers_of
-from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.data.batches import numbers_of
+from litgpt_demo.data.dataset import Windows, open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits

@@ -44,14 +44,14 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
     executed: Path, tiny: Callable[..., RunConfig]
 ) -> None:
-    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "verify", "nowhere"))
+    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
     platform = LocalPlatform(grace=2)
     job_id = platform.submit(platform.render(job))
     until(lambda: not platform.status(job_id).state.live)
     log = (Path(job_id) / "node-0.log").read_text()
     assert platform.status(job_id).state is JobState.FAILED
     assert "[rank0]" in log, log  # so far did it come
-    assert "no manifest" in log, log
+    assert "config.json is not there" in log, log
     assert not executed.exists(), executed.read_text()
 
 

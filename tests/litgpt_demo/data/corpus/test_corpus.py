@@ -223,7 +223,7 @@ def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"several formats: 1 jsonl \(caf\\xe9/caf\\xe9\.jsonl\)"):
         sources(files(folder.parent))
     write(folder, {f"{latin}.txt": b"\xe9"})
-    with pytest.raises(DataError, match=r"caf\\xe9/caf\\xe9\.txt, byte 0: not UTF-8"):
+    with pytest.raises(DataError, match=r"caf\\xe9/caf\\xe9\.txt, byte 0: is not UTF-8"):
         read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
