@@ -184,12 +184,14 @@ def _run(settings: AnyKind, output: bool = False) -> None:
         case RunConfig():
             final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
             where = open_storage(settings.root).within(f"runs/{final.run}")
+            here = f"{Path.cwd()}/"  # what is below it is shown relative to it
+            _say("\n  a sample: a document's opening that it has not seen, and how it goes on")
             console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
             hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
             for name, path in {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}.items():
-                _say(f"  {name:<8} {escape(where.address(path))}")
+                _say(f"  {name:<8} {escape(where.address(path).removeprefix(here))}")
             _say("\n  use it")
-            for line in usage(where.address(), huggingface=False).splitlines():
+            for line in usage(where.address().removeprefix(here), final, huggingface=False).splitlines():
                 _say(f"    {escape(line)}")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
+from uuid import UUID
 
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
@@ -31,7 +32,7 @@ from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.events import FlowRunStarted, Note, report
+from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.config import Settings
@@ -77,11 +78,11 @@ def takes(
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
         async def begun(**given: Any) -> T:
-            begin()
+            begin(SCRIPT_STEPS if not issubclass(kind, RunConfig) else (Step.DATASET,) if only else TRAINING_STEPS)
             return await flow(config_from(kind, given))
 
         parameters, lines, kinds = [], [], inspect.Parameter
-        fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
+        fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
         for name, field in fields.items():
             # The type with all that the field says of it, such as a pattern or a union's discriminator.
             annotation: Any = Annotated[field.annotation, field]
@@ -105,8 +106,8 @@ def deployed() -> bool:
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 
 
-def begin() -> None:
-    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
+def begin(steps: tuple[Step, ...]) -> None:
+    """Begin a flow of these steps: check that it is the only orchestrator of its flow run, and not one of too many."""
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
     if deployed() and not taken(this_flow_run.id):
@@ -118,15 +119,18 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
-    report(FlowRunStarted(id=str(this_flow_run.id)))
+    report(FlowRunStarted(id=str(this_flow_run.id), steps=steps))
 
 
 def taken(flow_run: str) -> bool:
-    """Take a flow run for this process and until its end, unless another process of this machine has it."""
-    lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """Take a flow run for this process and until its end, unless another process of this machine has it.
+
+    Each has a byte of its own in one file, which may lie behind its end: a file for each would be left behind.
+    """
+    lock = os.open(make_temporary("flow-runs") / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, UUID(flow_run).int >> 66)
+    except (BlockingIOError, PermissionError):
         os.close(lock)
         return False
     return True
@@ -181,7 +185,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
 def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
     for name, section in sections.items():
-        given, there = section.model_fields_set, set(type(section).model_fields)
+        given, there = section.model_fields_set, section.model_dump().keys()
         if deployed() and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))

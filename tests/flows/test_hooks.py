@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.agent import tagged
+from litgpt_demo.storage.private import make_temporary
 
 pytestmark = pytest.mark.prefect
 
@@ -88,5 +91,9 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
 
 
 def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
-    assert taken(flow_run := str(uuid4()))
-    assert not taken(flow_run)
+    ours, others = str(uuid4()), str(uuid4())
+    assert taken(ours)
+    code = "import sys; from flows.parameters import taken; print(*map(taken, sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, ours, others], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    assert not [path for path in make_temporary("flow-runs").iterdir() if ours in path.name or others in path.name]

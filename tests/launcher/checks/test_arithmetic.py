@@ -39,6 +39,7 @@ def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_
     for name in catalogue.models():
         figures = said(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
         assert {"parameters", "FLOPs per token", "memory per process"} == set(figures), name
+        assert figures["memory per process"][1].endswith("a report's peak memory counts Python and torch too, 0.5 GB")
     own = config({"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
     assert (said(own), found(own)) == ({}, []), "its vocabulary is not known yet"
     gpt3 = config({"name": "transformer-175b", "sequence_length": 2048}, platform={"kind": "local"})
