@@ -123,10 +123,8 @@ def begin(steps: tuple[Step, ...]) -> None:
 
 
 def taken(flow_run: str) -> bool:
-    """Take a flow run for this process and until its end, unless another process of this machine has it.
-
-    Each has a byte of its own in one file, which may lie behind its end: a file for each would be left behind.
-    """
+    """Take a flow run for this process and until its end, unless another process of this machine has it."""
+    # Each has a byte of its own in one file, which lies behind its end: a file for each would be left behind.
     lock = os.open(make_temporary("flow-runs") / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, UUID(flow_run).int >> 66)
