@@ -24,9 +24,10 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 from uuid import UUID
 
 from rich.console import Console
-from rich.control import Control, ControlType
+from rich.control import Control
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.segment import ControlType
 from rich.table import Table
 
 from cli import interrupts
@@ -152,7 +153,7 @@ class Watch:
         self._console, self._output = console, output
         self._rows: list[Mapping[str, Any]] = []
         self._started: dict[str, float] = {}
-        self._steps = TRAINING_STEPS
+        self._steps: tuple[Step, ...] = TRAINING_STEPS
         self._line: TaskID | None = None
         self._percent_shown = 0
         columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
