@@ -29,9 +29,17 @@ HERE = [name for name, tags in TAGS.items() if not tags]
 
 
 def write(page: Page, label: str, value: dict[str, Any]) -> None:
-    """Write JSON into the editor below a label."""
+    """Write JSON into the editor below a label, once the form has put there what it is by default."""
     editor = page.locator(f"xpath=//label[starts-with(., '{label}')]/following::*[@role='textbox'][1]")
-    editor.fill(json.dumps(value))
+    until(lambda: editor.inner_text().strip() == "{}")
+
+    def written() -> bool:
+        editor.click()
+        page.keyboard.press("ControlOrMeta+a")
+        page.keyboard.insert_text(json.dumps(value))
+        return editor.inner_text().strip() == json.dumps(value)
+
+    until(written)
 
 
 def submitted(page: Page, client: SyncPrefectClient, served: Any, name: str, picture: Path, **fields: Any) -> FlowRun:
