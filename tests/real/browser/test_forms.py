@@ -130,7 +130,7 @@ def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
 ) -> None:
     page, [deployment] = browser_page, [one for one in client.read_deployments() if one.name == "local"]
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
-    page.get_by_role("button", name="Submit").wait_for()
+    page.locator("label", has_text="Others").wait_for()  # of the last section
     labels = page.locator("label").all_inner_texts()
     titles = [label.removesuffix(" (Optional)") for label in labels]
     assert titles[titles.index("Run Name") + 1] == "overrides"
