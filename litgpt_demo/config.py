@@ -162,7 +162,8 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
         return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
 
 
-Corpus = Annotated[StdlibCorpus | FileCorpus | HubCorpus | OpenWebTextCorpus, Field(discriminator="kind")]
+# Prefect's form opens the first branch that has most of the names given: one whose names another has too comes first.
+Corpus = Annotated[StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus, Field(discriminator="kind")]
 
 
 class TrainedTokenizer(Settings, title="Train on the corpus"):
@@ -203,7 +204,7 @@ class HubTokenizer(Settings, title="Hugging Face tokenizer"):
     """Branch, tag or commit."""
 
 
-Tokenizer = Annotated[TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer, Field(discriminator="kind")]
+Tokenizer = Annotated[TrainedTokenizer | LitgptTokenizer | TokenizerFile | HubTokenizer, Field(discriminator="kind")]
 
 
 class Filters(Settings, title="Filters"):
