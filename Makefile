@@ -11,8 +11,13 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --
 export PYTHONDONTWRITEBYTECODE :=
 # Prefect's client would tell its makers of its first import.
 export DO_NOT_TRACK := 1
+# Of Prefect's server. The environment's own PORT is meant for others.
+PORT   = 4200
 
-.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -20,7 +25,7 @@ train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 test: $(VENV)/.installed-dev ## the tests of every change, three minutes
 	$(BIN)/pytest
 
-test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic: $(REAL:%=test-%)
+test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic, as make test-server: the folders of tests/real
 
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/seen.py $*
@@ -43,14 +48,15 @@ audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnera
 			--progress-spinner off || worst=1; \
 	done; exit $$worst
 
-serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
-	$(BIN)/python -m deployments.bootstrap serve
+serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments; PORT=4300 for another port
+	$(BIN)/python -m deployments.bootstrap serve --port $(PORT)
 
 stop: $(VENV)/.installed ## what serve started
 	$(BIN)/python -m deployments.bootstrap stop
 
 ui: serve ## the same, and open the browser
-	$(BIN)/python -m webbrowser http://127.0.0.1:4200/v2
+	@$(BIN)/python -c "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))" http://127.0.0.1:$(PORT)/v2 || \
+		echo "no browser is found here: open the address above in yours, and paste the password"
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
@@ -94,7 +100,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "✓ $(VENV)"
 	@# torch first: what depends on it must find this very version, not fetch a newer one
 	@$(PIP) torch
-	@$(PIP) --editable .
+	@$(PIP) --editable '.$(if $(shell command -v nvidia-smi),[float8])'
 	@echo "compiling what every start imports (20 s, once)"
 	@$(BIN)/python -c "import cli.foreground, flows.server, flows.train_litgpt"
 	@$(BIN)/python -c "import prefect.server.api.server, prefect.cli, uvicorn, matplotlib.backends.backend_svg"

@@ -24,8 +24,10 @@ from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 from uuid import UUID
 
 from rich.console import Console
+from rich.control import Control
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.segment import ControlType
 from rich.table import Table
 
 from cli import interrupts
@@ -33,7 +35,7 @@ from cli.terminal import Screen
 from launcher import events
 from launcher.config import RunConfig
 from launcher.curves import summary
-from launcher.events import Event, JobChanged, Listener, Step
+from launcher.events import TRAINING_STEPS, Event, JobChanged, Listener, Step
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index
@@ -151,6 +153,7 @@ class Watch:
         self._console, self._output = console, output
         self._rows: list[Mapping[str, Any]] = []
         self._started: dict[str, float] = {}
+        self._steps: tuple[Step, ...] = TRAINING_STEPS
         self._line: TaskID | None = None
         self._percent_shown = 0
         columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
@@ -179,6 +182,8 @@ class Watch:
         """Show an event. A terminal that is gone must not end the pipeline."""
         with suppress(OSError):
             match event:
+                case events.FlowRunStarted():
+                    self._steps = event.steps
                 case events.StepStarted():
                     self._rows, self._percent_shown = [], 0
                     self._started[event.step] = time.monotonic()
@@ -206,7 +211,7 @@ class Watch:
                     self._clear()
                     seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
                     how = "found done" if event.reused else duration_text(seconds)
-                    step = f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/]"
+                    step = f"[green]✓[/] {self._place(event.step)} [bold]{event.step:<12}[/]"
                     self._print(f"{step} {escape(event.what)} [dim]({how})[/]")
                 case events.Note():
                     self._print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
@@ -219,6 +224,10 @@ class Watch:
             self._percent_shown = percent
             self._print(f"  {line}")
 
+    def _place(self, step: Step) -> str:
+        count = len(self._steps)  # what a script prints may read as metrics of a training
+        return f"{min(count, [*self._steps, step].index(step) + 1)}/{count}"
+
     def _print(self, markup: str) -> None:
         self._console.print(markup, soft_wrap=True)
 
@@ -229,7 +238,7 @@ class Watch:
 
     def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
         """Show a live line, whose time begins now if there was none."""
-        shown: dict[str, Any] = {"description": f"{step.place} {step}" if step else "", "what": escape(what)}
+        shown: dict[str, Any] = {"description": f"{self._place(step)} {step}" if step else "", "what": escape(what)}
         if self._line is None:
             self._line = self._progress.add_task(total=total, **shown)
         self._progress.update(self._line, completed=done, total=total, visible=True, **shown)
@@ -315,12 +324,15 @@ class _Departure:
         time.sleep(_ECHO)
         while not self._signals.empty():
             self._signals.get()
-        self._say(f"  press Ctrl-C once more now to cancel {'it' if len(jobs) == 1 else 'them all'}")
+        offer = f"  press Ctrl-C once more now to cancel {'it' if len(jobs) == 1 else 'them all'}"
+        self._say(offer, end="" if self._console.is_terminal else "\n")
+        number = None
         with suppress(Empty):
             while (number := self._signals.get(timeout=self._left())) is None:
                 continue  # the pipeline has ended
-            return number != signal.SIGHUP
-        return False
+        with suppress(OSError):  # the offer is erased: it holds no longer
+            self._console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 2)))
+        return number not in {None, signal.SIGHUP}
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
         """Cancel the jobs; say for each that nothing is left of it, or why that is not known. True if nothing is."""
@@ -364,10 +376,10 @@ class _Departure:
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def _say(self, *lines: str) -> None:
+    def _say(self, *lines: str, end: str = "\n") -> None:
         with suppress(OSError):  # the terminal is gone
             for line in lines:
-                self._console.print(line, soft_wrap=True)
+                self._console.print(line, soft_wrap=True, end=end)
 
 
 def machine_stops() -> bool:

@@ -221,11 +221,13 @@ def _run(settings: AnyKind, output: bool = False) -> None:
             paths = {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}
             places = {name: where.address(path) for name, path in paths.items()}
             _answer({"run": final.run, **places})
+            here = f"{Path.cwd()}/"  # what is below it is shown relative to it
+            _say("\n  a sample: a document's opening that it has not seen, and how it goes on")
             console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
             for name, place in places.items():
-                _say(f"  {name:<8} {escape(place)}")
+                _say(f"  {name:<8} {escape(place.removeprefix(here))}")
             _say("\n  use it")
-            for line in usage(where.address(), huggingface=False).splitlines():
+            for line in usage(where.address().removeprefix(here), final, huggingface=False).splitlines():
                 _say(f"    {escape(line)}")
 
 

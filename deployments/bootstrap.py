@@ -85,7 +85,8 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     give_up = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
         if serving.live("server") is None:  # something else may use its port
-            raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
+            what = f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}"
+            raise ConfigProblem(what, fix=f"if the port {port} is taken, take another: make serve PORT={port + 100}")
         if time.monotonic() > give_up:
             raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))

@@ -34,7 +34,7 @@ from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.events import FlowRunStarted, Note, report
+from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.config import Settings
@@ -80,11 +80,11 @@ def takes(
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
         async def begun(**given: Any) -> T:
-            begin()
+            begin(SCRIPT_STEPS if not issubclass(kind, RunConfig) else (Step.DATASET,) if only else TRAINING_STEPS)
             return await flow(config_from(kind, given))
 
         parameters, lines, kinds = [], [], inspect.Parameter
-        fields = {name: kind.model_fields[name] for name in only or kind.model_fields} | {"overrides": _OVERRIDES}
+        fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
         for name, field in fields.items():
             # The type with all that the field says of it, such as a pattern or a union's discriminator.
             annotation: Any = Annotated[field.annotation, field]
@@ -108,8 +108,8 @@ def deployed() -> bool:
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 
 
-def begin() -> None:
-    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many."""
+def begin(steps: tuple[Step, ...]) -> None:
+    """Begin a flow of these steps: check that it is the only orchestrator of its flow run, and not one of too many."""
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
     if deployed() and not taken(this_flow_run.id):
@@ -121,7 +121,7 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
-    report(FlowRunStarted(id=str(this_flow_run.id)))
+    report(FlowRunStarted(id=str(this_flow_run.id), steps=steps))
 
 
 async def name_flow_run(name: str) -> None:
@@ -192,7 +192,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
 def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
     for name, section in sections.items():
-        given, there = section.model_fields_set, set(type(section).model_fields)
+        given, there = section.model_fields_set, section.model_dump().keys()
         if deployed() and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))

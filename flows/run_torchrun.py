@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.artifacts import acreate_markdown_artifact
 
 from flows.parameters import cancel_jobs, name_flow_run, takes
@@ -48,11 +48,11 @@ async def run_script(config: ScriptConfig) -> str:
         if script.code is not None:
             await ship_code(as_it_is(script.code), config.root)
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
-    emit(StepStarted(step=Step.TRAINING, what=f"{config.script} on {nodes}"))
+    emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
     claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=image))
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts)
-    emit(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
-    emit(Note(what=f"logs: {record.directory}"))
+    emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
+    get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
     return record.directory
 
 

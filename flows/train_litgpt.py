@@ -8,7 +8,7 @@ from contextlib import closing
 from contextvars import ContextVar
 from functools import partial
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, takes
 from launcher.checks.plan import findings_of
@@ -62,7 +62,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
         await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
-    emit(Note(what=f"report: {address}"))
+    get_run_logger().info("report: %s", address)  # a command prints where it is at its end
     return final
 
 

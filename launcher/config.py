@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, Type
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
@@ -93,8 +94,8 @@ class StartSettings(Settings):
     others: Literal["refuse", "keep", "cancel"] = "refuse"
     """The answer to a live job of the same name, but of another dataset, model or script: refuse to start, keep it
     and start a second one (--new), or cancel it first (--cancel-old)."""
-    sweep: str | None = None
-    """The sweep that this is a trial of; sweeps set it."""
+    sweep: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
+    """The sweep that this is a trial of. Sweeps set it: no form offers it."""
 
 
 class RunConfig(Settings):
@@ -482,6 +483,14 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 for _tag in (_INT, _FLOAT):
     _Loader.add_constructor(_tag, _Loader.number)
 
+# What people slip on, by PyYAML's words for it.
+_SLIPS = {
+    "'\\t'": "has a tab, and YAML wants spaces",
+    "mapping values are not allowed": "is no setting where it stands: it or the line above it is indented wrongly or "
+    "lacks a colon with a space behind it, or a value with a colon needs quotes",
+    "expected <block end>": "is not below the settings of its section; put them below one another",
+}
+
 # What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
 _ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
 
@@ -505,11 +514,14 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError("its lists or mappings are nested too deep") from None
     except ValueError as error:  # a date or a number that is none
         raise yaml.YAMLError(str(error)) from error
-    except yaml.scanner.ScannerError as error:
+    except yaml.MarkedYAMLError as error:
         # YAML itself allows a mark of the byte order in front.
         if odd := _ODD_BLANK.search(text, text.startswith("\ufeff")):
             hint = _odd_blank(odd[0], text.count("\n", 0, odd.start()))
             raise yaml.YAMLError(f"{error}; {hint}") from error
+        slips, mark = (slip for words, slip in _SLIPS.items() if words in str(error.problem)), error.problem_mark
+        if mark is not None and (slip := next(slips, "")):
+            raise yaml.YAMLError(f"line {mark.line + 1} {slip}:\n{mark.get_snippet()}") from error
         raise
     finally:
         loader.dispose()

@@ -13,7 +13,7 @@ from launcher.platforms.settings import PlatformSettings
 
 
 class Step(StrEnum):
-    """The product's five steps, in order: what people call each, and what its task in Prefect is called."""
+    """The steps of a pipeline: what people call each, and what its task in Prefect is called."""
 
     task: str
 
@@ -22,16 +22,16 @@ class Step(StrEnum):
     CREDENTIALS = "credentials", "get-credentials"
     TRAINING = "training", "train"
     CHECKPOINTS = "checkpoints", "collect-checkpoints"
+    SCRIPT = "script", "run-script"
 
     def __new__(cls, name: str, task: str) -> Self:
         step = str.__new__(cls, name)
         step._value_, step.task = name, task
         return step
 
-    @property
-    def place(self) -> str:
-        """The step's place among all of them: 2/5."""
-        return f"{[*Step].index(self) + 1}/{len(Step)}"
+
+TRAINING_STEPS = (Step.DATASET, Step.IMAGE, Step.CREDENTIALS, Step.TRAINING, Step.CHECKPOINTS)
+SCRIPT_STEPS = (Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class FlowRunStarted:
     """A flow run of Prefect's began in this process: the pipeline itself, or a trial of a sweep."""
 
     id: str
+    steps: tuple[Step, ...] = TRAINING_STEPS
 
 
 JobPhase: TypeAlias = Literal["submitting", "started", "ended"]

@@ -20,17 +20,21 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from litgpt_demo import catalogue
 
 
-def number_fields(schema: dict[str, Any]) -> None:
-    """Prefect's form sorts by `position`, and Postgres keeps no key order: so say the order."""
-    for position, field in enumerate(schema.get("properties", {}).values()):
+def arrange_form(schema: dict[str, Any]) -> None:
+    """Say what Prefect's form goes by: the order, for Postgres keeps none of keys, and a title of each field.
+
+    Pydantic gives none to a field that is a section: several of one class would all have the title of the class.
+    """
+    for position, (name, field) in enumerate(schema.get("properties", {}).items()):
         field["position"] = position
+        field.setdefault("title", name.replace("_", " ").title())
 
 
 class Settings(BaseModel):
     """Base of everything a user can write."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=number_fields
+        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=arrange_form
     )
 
 
@@ -119,7 +123,8 @@ class FileCorpus(_Corpus, title="Files"):
 
     @property
     def label(self) -> str:
-        first = self.paths[0].rstrip("/*").rsplit("/", 1)[-1]
+        # The last part that is no pattern: a folder and a pattern of its files are one dataset.
+        first = re.sub(r"/?[^/]*[*?\[].*", "", self.paths[0]).rstrip("/").rsplit("/", 1)[-1]
         return slug(first.split(".")[0]) or "files"
 
 
@@ -157,7 +162,8 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
         return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
 
 
-Corpus = Annotated[StdlibCorpus | FileCorpus | HubCorpus | OpenWebTextCorpus, Field(discriminator="kind")]
+# Prefect's form opens the first branch that has most of the names given: one whose names another has too comes first.
+Corpus = Annotated[StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus, Field(discriminator="kind")]
 
 
 class TrainedTokenizer(Settings, title="Train on the corpus"):
@@ -198,7 +204,7 @@ class HubTokenizer(Settings, title="Hugging Face tokenizer"):
     """Branch, tag or commit."""
 
 
-Tokenizer = Annotated[TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer, Field(discriminator="kind")]
+Tokenizer = Annotated[TrainedTokenizer | LitgptTokenizer | TokenizerFile | HubTokenizer, Field(discriminator="kind")]
 
 
 class Filters(Settings, title="Filters"):
@@ -393,7 +399,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     compile: Literal["none", "blocks", "model"] = "none"
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
-    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
+    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs `compile`, and the extra
+    `float8`, which is torchao."""
     seed: int = Field(1337, ge=0, lt=2**64)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: Count = Field(500, gt=0)

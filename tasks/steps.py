@@ -82,9 +82,12 @@ def step_task(name: str, *, run_name: str = "", again: bool = True) -> Callable[
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A known error is a message for a person; Prefect would log forty lines of our code with it, for task and flow."""
+    """A known error is a message for a person, told once. Prefect would log forty lines of our code with it, for task
+    and flow, and write each of its ends of lines as \\n, there and again with the state."""
     if record.exc_info and isinstance(record.exc_info[1], TrainLitgptError):
-        record.exc_info = None
+        record.exc_info, record.msg = None, record.msg.replace("%r", "%s")
+    elif str(record.msg).startswith("Finished in state Failed"):
+        record.msg = "Finished in state Failed"
     return True
 
 

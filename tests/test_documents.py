@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_each_make_command_has_its_target() -> None:
     targets |= {f"test-{topic.name}" for topic in Path("tests/real").iterdir() if topic.is_dir()}
     asked = {word for words in commands("make") for word in words[1:] if "=" not in word}
     assert asked <= targets
+
+
+def test_make_alone_lists_what_there_is_and_each_with_its_words() -> None:
+    makefile = Path("Makefile").read_text(encoding="utf-8")
+    listed = subprocess.run(["make"], capture_output=True, text=True, check=True).stdout
+    for target in re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE):
+        assert re.search(rf"^make {target} +\S", listed, re.MULTILINE), target
+
+
+def test_a_port_is_told_to_make() -> None:
+    for target in ("serve", "ui"):
+        would = subprocess.run(["make", "-n", target, "PORT=4300"], capture_output=True, text=True, check=True).stdout
+        assert "deployments.bootstrap serve --port 4300" in would
 
 
 def test_each_command_of_ours_is_understood_and_its_config_stands() -> None:

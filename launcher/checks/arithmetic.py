@@ -133,6 +133,7 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> li
     parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
     how += "" if place is None else f"; {place.name} has {bytes_text(place.memory)}"
+    how += "; a report's peak memory counts Python and torch too, 0.5 GB" if place and place.kind == "cpu" else ""
     rows.append(("memory per process", bytes_text(needed.likely), how))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 

@@ -18,7 +18,7 @@ from launcher.checks.fitness import chosen_image
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
 from launcher.errors import OUT_OF_SIGHT, LauncherError, PlatformUnreachable, RunIsLive, finding_of, require
-from launcher.events import Step
+from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import UNBUILT, Submission
@@ -84,9 +84,9 @@ def plan_of(config: AnyConfig) -> Plan:
         findings.append(Finding("info", "restarts", str(budget), fix))
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
-    figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(Step)
+    figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(TRAINING_STEPS)
     if isinstance(config, SweepConfig):
-        steps = [step for step in Step if step not in (Step.TRAINING, Step.CHECKPOINTS)]  # each trial has these alone
+        steps = steps[:3]  # each trial has the others
         trial_rows = _trial_rows(config, dict(zip(works, sights, strict=True)))
     else:
         (sight,) = sights

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import MACHINES, Machine
-from litgpt_demo.config import Count, Settings, number_fields
+from litgpt_demo.config import Count, Settings, arrange_form
 from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]
         if name not in order:
             order.insert(order.index(before) + 1, name)
     schema["properties"] = {name: properties[name] for name in order}
-    number_fields(schema)
+    arrange_form(schema)
 
 
 class PlatformSettings(Settings):

@@ -34,7 +34,7 @@ class Part(StrEnum):
     """Processes that start, meet, load the model, and end: of the first life's beginning and the last one's end."""
     GATE = "gate"
     STAGE = "stage-in"
-    COMPILE = "compile"
+    FIRST_STEP = "first step"
     """The first step of each life, as far as it took longer than a usual one."""
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -214,14 +214,14 @@ def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed:
     elif stopped is not None:
         kept = max(last, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
     # How much longer its first step took than a usual one.
-    part, within = Part.TRAINING, {Part.COMPILE: 0.0, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
+    part, within = Part.TRAINING, {Part.FIRST_STEP: 0.0, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
     steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
     if steps and "first_step_seconds" in steps[0]:
         compiled, usual = steps[0]["first_step_seconds"], [row["step_seconds"] for row in steps[1:]]
         if (more := steps[0]["step"] - life.start["step"] - 1) > 0:  # the first row is of several steps
             usual.append(max(0.0, steps[0]["step_seconds"] * (more + 1) - compiled) / more)
         if usual:
-            within[Part.COMPILE] = max(0.0, compiled - median(usual))
+            within[Part.FIRST_STEP] = max(0.0, compiled - median(usual))
         else:  # a single step: how long a usual one takes is not known
             part = Part.UNKNOWN
     for row in rows:  # the training stood still

@@ -178,7 +178,7 @@ def markdown(report: RunReport) -> str:
     ]
     if (final := report.final) is not None:
         parts += ["### What it writes", _fenced(f"{final.prompt}{final.sample}")]
-        code = usage(report.address, huggingface=final.huggingface is not None)
+        code = usage(report.address, final, huggingface=final.huggingface is not None)
         parts += ["### Use it", _fenced(code, "python")]
     if report.ledger is not None and (spent := report.ledger.rows()):
         parts += ["### Where the time went", _markdown_table(tuple(spent[0]), [tuple(row.values()) for row in spent])]
@@ -270,7 +270,7 @@ def html(report: RunReport) -> str:
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
         dataset=dataset_facts(dataset) if dataset else None,
         lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-        usage=usage(report.address, huggingface=final.huggingface is not None) if final else "",
+        usage=usage(report.address, final, huggingface=final.huggingface is not None) if final else "",
         places=places(report),
         software=software,
         # As YAML: what a run can be started with again.

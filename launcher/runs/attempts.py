@@ -346,9 +346,8 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
     if (record := _started_by(config, flow_run)) is None:
         return None
     spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
-    dataset = PlannedDataset(
-        data=config.data, sources=(), tokenizer=None, name=config.data.corpus.label, key=spec.dataset_key
-    )
+    name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_key}")
+    dataset = PlannedDataset(data=config.data, sources=(), tokenizer=None, name=name, key=spec.dataset_key)
     return Run(config=config, dataset=dataset, key=record.key)
 
 

@@ -110,24 +110,25 @@ def summary_lines(final: FinalManifest) -> Iterator[str]:
     yield from (f"warning: {finding}" for finding in final.findings)
 
 
-def usage(run: str, *, huggingface: bool) -> str:
-    """Return Python that lets the models of the run at this address write, from whatever folder it is run in.
+def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
+    """Return Python that lets the models of the run at this address write; "" is the folder that the card lies in.
 
     No library opens a model in a bucket: there it begins with how to bring it here.
     """
     remote = bucket_path(run) is not None
     # Into a folder that is there, so that the copy has the same name whatever was copied before.
     lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
-    folder = "" if remote else f"{run}/"
-    lines += ["from litgpt import LLM", f'print(LLM.load({f"{folder}{LITGPT}"!r}).generate("Once upon a time"))']
+    folder = f"{FINAL}/" if remote else f"{run}/{FINAL}/" if run else ""
+    litgpt, transformers = (f"{folder}{path.removeprefix(f'{FINAL}/')}" for path in (LITGPT, HUGGINGFACE))
+    lines += ["from litgpt import LLM", f"print(LLM.load({litgpt!r}).generate({final.prompt!r}))"]
     if huggingface:
-        where = repr(f"{folder}{HUGGINGFACE}")
         lines += [
             "",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f"tokenizer = AutoTokenizer.from_pretrained({where})",
-            f"model = AutoModelForCausalLM.from_pretrained({where})",
-            'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
-            "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
+            f"tokenizer = AutoTokenizer.from_pretrained({transformers!r})",
+            f"model = AutoModelForCausalLM.from_pretrained({transformers!r})",
+            f'inputs = tokenizer({final.prompt!r}, return_tensors="pt")',
+            "written = model.generate(**inputs, max_new_tokens=50, pad_token_id=tokenizer.eos_token_id)",
+            "print(tokenizer.decode(written[0]))",
         ]
     return "\n".join(lines)

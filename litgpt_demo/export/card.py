@@ -106,7 +106,7 @@ def _card(
     checkpoint, software = lineage["checkpoint"], lineage["software"]
     corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
     known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
-    used = [f"{one.get('world_size', 1):,} x {one.get('device_name', '?')}" for one in lineage["hardware"]]
+    used = [f"{one.get('world_size', 1):,} processes on {one.get('device_name', '?')}" for one in lineage["hardware"]]
     changed = " with uncommitted changes" if software.get("dirty") else ""
     versions = {**checkpoint["versions"], **software.get("packages", {})}
     parts = [
@@ -128,7 +128,7 @@ def _card(
         "After the opening of a document it has not seen:",
         _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
-        _fenced(usage(lineage["address"], huggingface=proof is not None), "python"),
+        _fenced(usage("", final, huggingface=proof is not None), "python"),
         "## Data",
         _table(
             ("Corpus", ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)),
@@ -158,7 +158,7 @@ def _card(
         ),
         "## Origin",
         _table(
-            ("Run", lineage["address"]),
+            ("Run", spec.run),
             ("Checkpoint", checkpoint["folder"]),
             ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
             ("Commit", f"{software['commit']}{changed}" if software.get("commit") else "not known"),

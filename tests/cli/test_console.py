@@ -14,7 +14,19 @@ from waiting import until
 
 from cli.foreground import Watch
 from cli.terminal import Screen
-from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
+from launcher.events import (
+    SCRIPT_STEPS,
+    Event,
+    FlowRunStarted,
+    MetricsRow,
+    Note,
+    Output,
+    Step,
+    StepDone,
+    StepProgress,
+    StepStarted,
+    report,
+)
 
 
 def training(steps: int, *, first: int = 1) -> list[Event]:
@@ -42,6 +54,12 @@ def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repe
     assert first == "✓ 1/5 dataset      8,012 documents (found done)"
     assert len(lines) == 10
     assert lines[-1].startswith("  step 60/60  loss 2.5000  1,000 tok/s")
+
+
+def test_a_script_has_three_steps_of_its_own() -> None:
+    done = [StepDone(step=step, what="done", reused=True) for step in SCRIPT_STEPS]
+    lines = shown(FlowRunStarted(id="0", steps=SCRIPT_STEPS), *done)
+    assert [line.split()[1:3] for line in lines] == [["1/3", "image"], ["2/3", "credentials"], ["3/3", "script"]]
 
 
 def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -> None:

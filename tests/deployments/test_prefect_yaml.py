@@ -81,6 +81,15 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
     validate(stored, schema, raise_on_error=True)
     # `overrides` is for the moment of submission; with everything else given, the form shows what will run.
     assert set(schema["properties"]) - set(stored) == {"overrides"}
+    sections = schema["definitions"]
+    for model, values in ((schema, stored), (sections.get("DataConfig", {}), stored.get("data", {}))):
+        for field, value in values.items():
+            refs = [branch["$ref"].rpartition("/")[2] for branch in model["properties"][field].get("oneOf", [])]
+            # Prefect's form opens the first branch that has most of the names given, whatever the kind.
+            branches = [sections[ref] for ref in refs]
+            if branches:
+                opened = max(branches, key=lambda one: len(one["properties"].keys() & value.keys()))
+                assert opened["properties"]["kind"]["const"] == value["kind"], opened["title"]
 
 
 def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_what_is_in_the_checkout() -> None:

@@ -23,7 +23,7 @@ from flows.parameters import (
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
-from launcher.config import RunConfig
+from launcher.config import RunConfig, StartSettings
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
 from litgpt_demo.config import TrainConfig
@@ -37,12 +37,16 @@ def test_a_flows_form_has_the_names_types_defaults_and_help_of_its_config(one: F
     config = kind.model_json_schema(ref_template="#/definitions/{model}")
     fields = DATASET_FIELDS if one is prepare_dataset else tuple(kind.model_fields)
     form = one.parameters.properties
-    assert [*form] == [*fields, "overrides"]
-    for position, name in enumerate(fields):
+    assert [*form] == ["overrides", *fields]
+    for position, name in enumerate(fields, start=1):
         assert form[name] == {**config["properties"][name], "title": name, "position": position}
     assert one.parameters.required == config.get("required", [])
     for name, section in one.parameters.definitions.items():
         assert section == config["$defs"][name]
+        titles = [field.get("title") for field in section.get("properties", {}).values()]
+        assert None not in titles
+        assert len(titles) == len({*titles}), "sections of one class are told apart"
+    assert "sweep" not in one.parameters.definitions.get("StartSettings", {}).get("properties", {}), "sweeps set it"
 
 
 @pytest.mark.prefect
@@ -92,7 +96,8 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
     with Listener(events.append):
         tell_of_defaults({"train": part})  # in a file of one's own what is left out is meant to be a default
         monkeypatch.setattr("flows.parameters.deployed", lambda: True)
-        tell_of_defaults({"train": whole, "other": TrainConfig()})
+        stored = StartSettings.model_validate(StartSettings().model_dump())
+        tell_of_defaults({"train": whole, "other": TrainConfig(), "start": stored})
         assert not events
         tell_of_defaults({"train": part})
     [warning] = [event.what for event in events if isinstance(event, Note)]

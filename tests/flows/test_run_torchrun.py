@@ -13,7 +13,7 @@ from strict_platform import StrictPlatform
 from flows.run_torchrun import run_torchrun
 from launcher.config import CodeSettings, ScriptConfig
 from launcher.errors import ConfigProblem
-from launcher.events import Event, Listener, Note
+from launcher.events import SCRIPT_STEPS, Event, FlowRunStarted, Listener, Note, Step, StepDone
 from launcher.job import JobId, JobState, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import claim_of
@@ -52,6 +52,9 @@ def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
     shipped = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
     assert [note.endswith("(there already)") for note in shipped] == [False, True, False]
     assert len([*(root / "code").iterdir()]) == 2
+    assert {one.step for one in told if isinstance(one, StepDone)} == {Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT}
+    assert {one.steps for one in told if isinstance(one, FlowRunStarted)} == {SCRIPT_STEPS}
+    assert not [one for one in told if isinstance(one, Note) and one.what.startswith("logs: ")], "the command says it"
 
 
 def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: st
         load_yaml("# where\u00a0?\na: @b")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("train:\n\tmax_steps: 5", "line 2 has a tab, and YAML wants spaces"),
+        ("train:\n  max_steps: 5\n   seed: 3", "line 3 is no setting .* line above it is indented"),
+        ("train:\n  max_steps: 5\n seed: 3", "line 3 is not below the settings of its section"),
+    ],
+)
+def test_a_slip_of_indentation_is_told_in_the_words_of_settings(text: str, told: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=told) as raised:
+        load_yaml(text)
+    assert "unicode string" not in str(raised.value)
+
+
 def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may_be() -> None:
     with pytest.raises(yaml.YAMLError, match="d is given in line 3 and again in line 4"):
         load_yaml("a: {b: 1}\nc:\n  d: 1\n  'd': 1\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import pkgutil
 from importlib import import_module
@@ -35,6 +36,16 @@ def test_a_step_does_not_try_again_what_comes_back_or_has_had_its_attempts() -> 
     for kind in (ConfigProblem, JobCancelled, PlatformRefused, DataError, DiskFull, ValueError, FileNotFoundError):
         assert not retried(kind("as before")), kind
     assert not any(retried(JobFailed("the job's last attempt", fault=fault)) for fault in Fault)
+
+
+def test_prefects_log_tells_a_known_error_once_with_its_own_ends_of_lines() -> None:
+    logger, error = logging.getLogger("prefect.flow_runs"), ConfigProblem("train:\n  no such setting")
+    raised = ("Encountered exception during execution: %r", (error,), (ConfigProblem, error, None))
+    ended = (f"Finished in state Failed({str(error)!r})", (), None)
+    told = [logger.makeRecord(logger.name, logging.ERROR, "", 0, *one) for one in (raised, ended)]
+    assert all(map(logger.filter, told))
+    messages = ["Encountered exception during execution: train:\n  no such setting", "Finished in state Failed"]
+    assert [(one.getMessage(), one.exc_info) for one in told] == [(message, None) for message in messages]
 
 
 def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_that_cancels_for_others() -> None:

@@ -92,6 +92,8 @@ def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pyt
     assert found(config(huge, platform={"kind": "local"})) == []
     monkeypatch.setattr(module, "gpu_names", list)
     assert found(config(huge, platform={"kind": "local"})) != [], "the memory of a machine without GPUs is known"
+    told = said(config({"name": "pythia-14m"}, platform={"kind": "local"}))["memory per process"][1]
+    assert told.endswith("a report's peak memory counts Python and torch too, 0.5 GB")
 
 
 def test_more_machines_take_less_time_for_the_same_money() -> None:

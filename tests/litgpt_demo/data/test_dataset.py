@@ -43,6 +43,14 @@ def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -
         assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
 
 
+def test_a_folder_and_a_pattern_of_its_files_are_one_dataset(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("hello")
+    given = [str(tmp_path / "texts" / pattern) for pattern in ("", "*.txt", "**/*.txt", "[ab].txt", "?.txt")]
+    planned = [plan_dataset(DataConfig.model_validate({"corpus": {"kind": "files", "paths": [one]}})) for one in given]
+    assert {one.path for one in planned} == {f"datasets/texts-{planned[0].key}"}
+
+
 UNIX, WINDOWS, TYPED = "\n\n", "\r\n\r\n", r"\n\n"
 UNSEEN = [(UNIX, WINDOWS), (WINDOWS, UNIX), (TYPED, UNIX), (TYPED, WINDOWS), ("---", ""), (UNIX, UNIX)]
 

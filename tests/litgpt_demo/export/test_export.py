@@ -116,6 +116,9 @@ def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Colle
     for told in ("| Steps left out | 5 |", f"{manifest.validation_loss:.4f} nats", str(SOFTWARE["image"])):
         assert told in card
     assert "Cost |" not in card, "nobody sells this machine's hours"
+    assert str(run) not in card, "it is made to be published"
+    assert f"LLM.load('litgpt').generate({manifest.prompt!r})" in card
+    assert " processes on " in card
 
 
 def test_a_collected_model_is_kept_and_is_refused_once_its_bytes_change(

@@ -14,7 +14,7 @@ from flows.parameters import taken
 def test_another_user_cannot_have_a_flow_run_lock_a_file_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_temporary(monkeypatch) as shared:
         (victim := shared / "victim").touch(mode=0o600)
-        assert as_nobody('ln -s "$1" "$2"', victim, shared / "train-litgpt-5f7a.lock")
-        assert taken("5f7a")
+        assert as_nobody('ln -s "$1" "$2"', victim, shared / "train-litgpt-lock")
+        assert taken("5f7a0000-0000-0000-0000-000000000000")
         with victim.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

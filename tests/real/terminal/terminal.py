@@ -29,8 +29,9 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """Everything shown so far, without colours and movements of the cursor."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._raw.decode(errors="replace")).replace("\r\n", "\n")
+        """Everything shown so far, without lines that were erased, colours and movements of the cursor."""
+        shown = re.sub(r"[^\n]*\r\x1b\[2K", "", self._raw.decode(errors="replace"))
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).replace("\r\n", "\n")
 
     def read_until(self, pattern: str) -> None:
         """Wait until the pattern is shown."""

@@ -17,6 +17,7 @@ from waiting import until
 
 from launcher.config import ScriptConfig
 from launcher.runs.attempts import claim_of
+from launcher.runs.lease import Lease
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 
@@ -50,6 +51,7 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
         shown.read_until("submitted")
         shown.press_ctrl_c()
         assert shown.end() == 128 + signal.SIGINT
+    assert "press Ctrl-C" not in shown.text, "it holds no longer"
     [take_up] = re.findall(r"^  take up +(.*)$", shown.text, re.MULTILINE)
     with opened("sh", "-c", f"exec {take_up}") as shown:
         shown.read_until("adopted")
@@ -60,6 +62,8 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
     assert f"cancelled {attempts.run}; nothing of it is left" in shown.text
     assert "Traceback" not in shown.text
     assert attempts.live() is None
+    with Lease(attempts.index, attempts.run) as lease:
+        assert lease.take(), "the cancelling command has let go of it"
 
 
 @pytest.mark.usefixtures("ticking")

@@ -1,0 +1,142 @@
+"""Every shipped deployment is started as people do it: from its form in Prefect's UI, in a real browser.
+
+The pictures of the forms lie in the folder of each test's temporary files, as `form.png`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Cancelling
+from waiting import until
+
+from deployments.bootstrap import PREFECT_FILE
+from launcher.config import RunConfig, read_yaml
+from launcher.images.settings import PrebuiltImage
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+from test_every_deployment import place_of
+
+TAGS = {one["name"]: {"gke", "runai", "batch"} & set(one["tags"]) for one in read_yaml(PREFECT_FILE)["deployments"]}
+HERE = [name for name, tags in TAGS.items() if not tags]
+
+
+def write(page: Page, label: str, value: dict[str, Any]) -> None:
+    """Write JSON into the editor below a label, once the form has put there what it is by default."""
+    editor = page.locator(f"xpath=//label[starts-with(., '{label}')]/following::*[@role='textbox'][1]")
+    until(lambda: editor.inner_text().strip() == "{}")
+
+    def written() -> bool:
+        editor.click()
+        page.keyboard.press("ControlOrMeta+a")
+        page.keyboard.insert_text(json.dumps(value))
+        return editor.inner_text().strip() == json.dumps(value)
+
+    until(written)
+
+
+def submitted(page: Page, client: SyncPrefectClient, served: Any, name: str, picture: Path, **fields: Any) -> FlowRun:
+    """Open a deployment's form, fill it in, take its picture and press Submit; return the flow run that there is then.
+
+    Args:
+        fields: `overrides` and `job_variables`, where there are any.
+    """
+    [deployment] = [one for one in client.read_deployments() if one.name == name]
+    before = {run.id for run in client.read_flow_runs()}
+    page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
+    page.get_by_role("button", name="Submit").wait_for()
+    given = dict(deployment.parameters)
+    if overrides := fields.get("overrides"):
+        write(page, "overrides", overrides)
+        given["overrides"] = overrides
+    page.screenshot(path=picture, full_page=True)
+    if variables := fields.get("job_variables"):
+        page.get_by_role("button", name="Additional Options").click()
+        write(page, "Job Variables", variables)
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("scheduled to start now").wait_for()
+    [made] = [run for run in client.read_flow_runs() if run.id not in before and run.deployment_id == deployment.id]
+    # All that the form did not change is as the deployment has it.
+    assert {name: value for name, value in made.parameters.items() if value} == {
+        name: value for name, value in given.items() if value
+    }
+    return made
+
+
+def cancelled(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    client.set_flow_run_state(flow_run.id, Cancelling())
+    until(lambda: client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
+
+
+@pytest.mark.parametrize("name", [name for name, tags in TAGS.items() if tags])
+def test_a_form_leads_to_its_platform(
+    name: str, served: Any, client: SyncPrefectClient, browser_page: Page,
+    pushed_image: PrebuiltImage, corpus: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """As by Prefect's own command (test_every_deployment): a job is there, or its preflight has asked the platform."""
+    flow = {one["name"]: one["entrypoint"] for one in read_yaml(PREFECT_FILE)["deployments"]}[name]
+    changes: dict[str, Any] = {"root": str(tmp_path), "image": pushed_image.model_dump(mode="json")}
+    if flow.endswith("train_litgpt"):
+        changes |= {
+            "data.corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
+            "data.tokenizer": {"kind": "train", "vocab_size": 300}, "data.validation_fraction": 0.2,
+        }  # fmt: skip
+    with place_of(f"train-litgpt/{name}", tmp_path) as (place, found):
+        changes |= {f"platform.{setting}": value for setting, value in found.items()}
+        given = {"overrides": changes, "job_variables": {"env": dict(place.environment)}}
+        flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", **given)
+        until(lambda: place.live_jobs() or client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
+        state = client.read_flow_run(flow_run.id).state
+        assert place.live_jobs() or "[gke." in str(state.message), state
+        cancelled(client, flow_run)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_form_starts_what_runs_on_this_machine(
+    name: str, served: Any, client: SyncPrefectClient, browser_page: Page, tiny_under: Any, tmp_path: Path
+) -> None:
+    tiny: RunConfig = tiny_under(tmp_path, {"name": "form"})
+    changes: dict[str, Any] = {"root": str(tmp_path)}
+    if name in {"local", "dataset-local"}:  # these come to their good end
+        changes |= {"data": tiny.data.model_dump(mode="json")}
+    if name == "local":
+        names = ("name", "model", "train", "platform")
+        changes |= {part: value for part, value in tiny.model_dump(mode="json").items() if part in names}
+    given = {} if name == "reap-local" else {"overrides": changes}
+    flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", **given)
+
+    def state() -> StateType | None:
+        return client.read_flow_run(flow_run.id).state_type
+
+    begun = {StateType.RUNNING, StateType.COMPLETED}
+    until(lambda: state() in begun or client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
+    assert state() in begun
+    if name in {"local", "dataset-local", "reap-local"}:
+        until(lambda: state() is not StateType.RUNNING, seconds=600)
+        assert state() is StateType.COMPLETED
+    else:
+        cancelled(client, flow_run)
+
+
+def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
+    served: Any, client: SyncPrefectClient, browser_page: Page, tmp_path: Path
+) -> None:
+    page, [deployment] = browser_page, [one for one in client.read_deployments() if one.name == "local"]
+    page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
+    page.locator("label", has_text="Others").wait_for()  # of the last section
+    labels = page.locator("label").all_inner_texts()
+    titles = [label.removesuffix(" (Optional)") for label in labels]
+    assert titles[titles.index("Run Name") + 1] == "overrides"
+    assert {"Node Fault", "Network Fault", "Wandb"} <= {*titles}
+    assert not {"New attempts", "Field", "Sweep"} & {*titles}
+    page.get_by_label("Learning Rate (Optional)", exact=True).fill("-1")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("-1 is less than or equal to the minimum of 0").wait_for()
+    page.screenshot(path=tmp_path / "refused.png")
