@@ -16,7 +16,7 @@ from claims import running_job
 from prefect import flow, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flow_engine import run_flow_async
-from prefect.states import Cancelled, Pending, Running
+from prefect.states import Cancelled, Pending, Running, Scheduled
 from strict_platform import StrictPlatform
 
 from flows.parameters import MAX_RESUMES, begin, cancel_jobs, taken
@@ -103,7 +103,7 @@ def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_n
 
     def started(count: int) -> UUID:
         with get_client(sync_client=True) as client:
-            flow_run = client.create_flow_run(again).id
+            flow_run = client.create_flow_run(again, state=Scheduled()).id
             for _ in range(count - 1):
                 client.set_flow_run_state(flow_run, Pending(), force=True)
                 for name in ("Running", "Training"):
