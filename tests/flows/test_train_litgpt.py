@@ -24,7 +24,7 @@ from waiting import until
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem, JobCancelled
-from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone, StepProgress
+from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
@@ -110,22 +110,22 @@ def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_even
 def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
     tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    surveyed, stop, events = threading.Event(), Fanout.stop, list[Event]()
-    stopped = threading.Event()
+    preparing, stopped, events = threading.Event(), threading.Event(), list[Event]()
+    stop = Fanout.stop
     monkeypatch.setattr(Fanout, "stop", lambda fanout: (stop(fanout), stopped.set()))
 
-    def receive(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StepProgress):
-            surveyed.set()
-            stopped.wait()
+    def prepare_for_hours(*_: Any, **__: Any) -> None:
+        preparing.set()
+        stopped.wait()
+        raise JobCancelled("the preparation was stopped")
 
     def build(*_: Any, **__: Any) -> None:
-        surveyed.wait()
+        preparing.wait()
         raise ConfigProblem("the registry refuses it")
 
+    monkeypatch.setattr("tasks.dataset.preparation.prepare", prepare_for_hours)
     monkeypatch.setattr("tasks.preflight.prepare_image", build)
-    with Listener(receive), pytest.raises(ConfigProblem, match="the registry refuses it"):
+    with Listener(events.append), pytest.raises(ConfigProblem, match="the registry refuses it"):
         asyncio.run(train_litgpt(**dict(tiny())))
     told = [event.what for event in events if isinstance(event, Note) and event.severity == "error"]
     assert told == ["the image could not be built; the step beside it is stopped, and what it has done is kept"]
