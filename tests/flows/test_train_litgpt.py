@@ -123,6 +123,7 @@ def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
         preparing.wait()
         raise ConfigProblem("the registry refuses it")
 
+    monkeypatch.setattr("flows.train_litgpt.findings_of", lambda *_: [])  # the preflight rehearses a preparation
     monkeypatch.setattr("tasks.dataset.preparation.prepare", prepare_for_hours)
     monkeypatch.setattr("tasks.preflight.prepare_image", build)
     with Listener(events.append), pytest.raises(ConfigProblem, match="the registry refuses it"):
