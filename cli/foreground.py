@@ -95,8 +95,8 @@ class Tracker:
 
     def __init__(self) -> None:
         self.flow_runs: list[str] = []
-        self.step: Step | None = None
-        """The step at work, None between two."""
+        self.steps: set[Step] = set()
+        """The steps at work: none between two, and the first two at once."""
         self._jobs: dict[str, JobChanged] = {}
 
     def receive(self, event: Event) -> None:
@@ -104,9 +104,9 @@ class Tracker:
             case events.FlowRunStarted():
                 self.flow_runs.append(event.id)
             case events.StepStarted():
-                self.step = event.step
+                self.steps.add(event.step)
             case events.StepDone():
-                self.step = None
+                self.steps.discard(event.step)
             case events.JobChanged():
                 self._jobs[event.job_id] = event
 
@@ -145,7 +145,7 @@ class Measured(ProgressColumn):
 class Watch:
     """Listens to a pipeline's events while it is entered, and prints them for a person.
 
-    On a terminal the running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
+    On a terminal each running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
     """
 
     def __init__(self, console: Console, *, output: bool = False) -> None:
@@ -154,7 +154,7 @@ class Watch:
         self._rows: list[Mapping[str, Any]] = []
         self._started: dict[str, float] = {}
         self._steps: tuple[Step, ...] = TRAINING_STEPS
-        self._line: TaskID | None = None
+        self._lines: dict[Step | None, TaskID] = {}
         self._percent_shown = 0
         columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -173,7 +173,7 @@ class Watch:
 
     def waiting(self, what: str) -> None:
         """Say what is waited for before the first step."""
-        self._clear()
+        self._clear(None)
         self._live(None, what)
         if not self._console.is_terminal:
             self._print(f"  [dim]{escape(what)}[/]")
@@ -187,7 +187,7 @@ class Watch:
                 case events.StepStarted():
                     self._rows, self._percent_shown = [], 0
                     self._started[event.step] = time.monotonic()
-                    self._clear()
+                    self._clear(None, event.step)
                     self._live(event.step, event.what)
                 case events.StepProgress(fraction=None):
                     self._live(event.step, event.what)
@@ -208,7 +208,7 @@ class Watch:
                 case events.MetricsKnown(rows=[first, *others]):
                     self._rows = [first, *others[-_REMEMBERED:]]
                 case events.StepDone():
-                    self._clear()
+                    self._clear(event.step)
                     seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
                     how = "found done" if event.reused else duration_text(seconds)
                     step = f"[green]✓[/] {self._place(event.step)} [bold]{event.step:<12}[/]"
@@ -231,17 +231,17 @@ class Watch:
     def _print(self, markup: str) -> None:
         self._console.print(markup, soft_wrap=True)
 
-    def _clear(self) -> None:
-        if self._line is not None:
-            self._progress.remove_task(self._line)
-            self._line = None
+    def _clear(self, *steps: Step | None) -> None:
+        for step in steps:
+            if step in self._lines:
+                self._progress.remove_task(self._lines.pop(step))
 
     def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
         """Show a live line, whose time begins now if there was none."""
         shown: dict[str, Any] = {"description": f"{self._place(step)} {step}" if step else "", "what": escape(what)}
-        if self._line is None:
-            self._line = self._progress.add_task(total=total, **shown)
-        self._progress.update(self._line, completed=done, total=total, visible=True, **shown)
+        if step not in self._lines:
+            self._lines[step] = self._progress.add_task(total=total, **shown)
+        self._progress.update(self._lines[step], completed=done, total=total, visible=True, **shown)
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class _Departure:
             first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
             word = "terminated" if terminated else "interrupted"
             self._say(f"\n[yellow]{word}:[/] {escape(first)}", *map(escape, more))
-            if terminated and self._tracker.step is Step.IMAGE:
+            if terminated and Step.IMAGE in self._tracker.steps:
                 wait([self._result], timeout=_SUBMISSION)  # it cancels a build elsewhere
             gone = terminated
         if terminated:

@@ -40,6 +40,8 @@ from litgpt_demo.storage.private import close_folder, write_private
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
+NOTICES = "train-litgpt-notices"  # the webhook block in Prefect that knows where they go
+NOTIFY = "TRAIN_LITGPT_NOTIFY_URL"
 PREFECT_FILE = CHECKOUT / "deployments" / "prefect.yaml"
 AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
 CONFIGS = CHECKOUT / "deployments" / "configs"
@@ -63,6 +65,9 @@ def main() -> None:
 @app.command()
 def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] = 4200) -> None:
     """Start server and worker where they do not run, and deploy what prefect.yaml and automations.yaml say."""
+    notify = os.environ.pop(NOTIFY, "")  # no process that is started here needs it, and who has it may write there
+    if notify and not notify.startswith(("https://", "http://")):
+        raise ConfigProblem(f"{NOTIFY} is no address of a webhook; it begins with https:// or http://")
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
@@ -102,7 +107,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     if not works:
         _start("worker", "start", "--pool", POOL, "--name", socket.gethostname())
     _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
-    asyncio.run(_bring_up_to_date())
+    asyncio.run(_bring_up_to_date(notify))
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
     shown = secret if sys.stdout.isatty() else f"{AUTH} in {file}"
     typer.echo(
@@ -140,15 +145,9 @@ def environment(home: Path) -> dict[str, str]:
     """Return Prefect's settings for everything that is started here, the address and the secret that were kept too."""
     return settings_in(environment_file(home)) | {
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "DO_NOT_TRACK": "1",
         # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
         "PREFECT_CLIENT_MAX_RETRIES": "9",
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # a person waits for the run to begin
-        # After a server's death a flow run's process may hear of no cancellation any more. It crashes then, and the
-        # automation resume-crashed starts one that hears, which takes the job up.
-        "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "true",
     }
 
 
@@ -198,13 +197,20 @@ def _end(name: str) -> bool:
     return lived
 
 
-async def _bring_up_to_date() -> None:
-    """Create or change the automations, and settle what became of flow runs while nobody listened."""
+async def _bring_up_to_date(notify: str) -> None:
+    """Create or change the automations, and settle what became of flow runs while nobody listened.
+
+    Notices go to `notify` from now on; if it is empty, to the address of before, if there was one.
+    """
+    from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 
     from flows.reconciling import crash_orphans, reap_jobs
 
     async with get_client() as client:
+        if notify:
+            block = Webhook.model_validate({"url": notify, "headers": {"Content-Type": "application/json"}})
+            await block.asave(NOTICES, overwrite=True)
         for automation in yaml.safe_load(AUTOMATIONS_FILE.read_text()):
             _report("automation", await put_automation(client, automation), automation["name"])
         for name in await crash_orphans(client):
@@ -214,14 +220,24 @@ async def _bring_up_to_date() -> None:
 
 
 async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -> str:
-    """Create an automation, or make the one of its name what it is here; return which. One that is off stays off."""
+    """Create an automation, or make the one of its name what it is here; return which. One that is off stays off.
+
+    One that calls a webhook is not created before there is an address.
+    """
     from prefect.events.schemas.automations import AutomationCore
+    from prefect.exceptions import ObjectNotFound
 
     actions = [dict(action) for action in automation["actions"]]
     for action in actions:
         if "deployment" in action:  # which automations.yaml names, and Prefect knows by its id
             found = await client.read_deployment_by_name(action.pop("deployment"))
             action["deployment_id"] = str(found.id)
+        if action["type"] == "call-webhook":
+            try:
+                block = await client.read_block_document_by_name(NOTICES, block_type_slug="webhook")
+            except ObjectNotFound:
+                return "off"
+            action["block_document_id"] = str(block.id)
     wanted = AutomationCore.model_validate({**automation, "actions": actions})
     there = await client.read_automations_by_name(automation["name"])
     if not there:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args
+from uuid import UUID
 
 import coolname.data
 from prefect import get_run_logger
@@ -115,7 +116,11 @@ def begin(steps: tuple[Step, ...]) -> None:
     if deployed() and not taken(this_flow_run.id):
         get_run_logger().info("another process orchestrates this flow run already; this one stands down")
         raise Abort  # on which Prefect ends this process and leaves the run's state alone
+    # Prefect's own count of starts also grows whenever a state gets a name (tasks.report.show_state).
     count = this_flow_run.run_count or 0
+    if count > MAX_RESUMES:
+        with get_client(sync_client=True) as client:  # the state is pending before each start
+            count = sum(state.is_pending() for state in client.read_flow_run_states(UUID(this_flow_run.id)))
     if count > MAX_RESUMES:
         raise ConfigProblem(
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "

@@ -19,7 +19,7 @@ from launcher.runs.run import plan_script
 from litgpt_demo.node.gate import RESULT, Result, read_result
 from litgpt_demo.storage import open_storage
 from tasks.preflight import build_image, get_credentials, is_under_way, ship_code
-from tasks.steps import as_it_is, emit, step_task
+from tasks.steps import as_it_is, emit, reach, step_task
 from tasks.training import flow_runs, run_job
 
 _FIGURES = f"node-0/{RESULT}"
@@ -53,6 +53,7 @@ async def run_script(config: ScriptConfig) -> str:
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
+    reach("run.finished", record.run, claim.attempts.index.root.address(), logs=record.directory)
     return record.directory
 
 

@@ -14,6 +14,7 @@ from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, takes
 from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
+from launcher.images.identity import SoftwareIdentity
 from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
@@ -23,7 +24,7 @@ from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.preflight import build_image, get_credentials, is_under_way
 from tasks.report import publish_report
-from tasks.steps import as_it_is, emit
+from tasks.steps import as_it_is, emit, reach
 from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
@@ -47,10 +48,11 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     await name_flow_run(run.name)
     find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
-    prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
-        identity = await build_image(config)
+        prepared, identity = await _prepared_and_built(config, run)
+    else:
+        prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     if not lives:
         await get_credentials(config)
     with closing(Collector(run)) as collector:
@@ -63,6 +65,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
     get_run_logger().info("report: %s", address)  # a command prints where it is at its end
+    reach("run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address)
     return final
 
 
@@ -71,6 +74,23 @@ async def train_planned(run: Run) -> FinalManifest:
     PLANNED.set(run)
     final: FinalManifest = await train_litgpt(**dict(run.config))
     return final
+
+
+async def _prepared_and_built(config: RunConfig, run: Run) -> tuple[DatasetManifest, SoftwareIdentity]:
+    """Do the first two steps at once. An error of one is told at once and ends the other; so does a cancellation."""
+    preparing = dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
+    one, other = asyncio.create_task(preparing), asyncio.create_task(build_image(config))
+    try:
+        return await asyncio.gather(one, other)
+    except Exception:
+        if not (one.done() and other.done()):
+            what = "the image could not be built" if other.done() else "the dataset could not be prepared"
+            emit(Note(what=f"{what}; the step beside it is stopped, and what it has done is kept", severity="error"))
+        raise
+    finally:
+        one.cancel()
+        other.cancel()
+        await asyncio.gather(one, other, return_exceptions=True)
 
 
 @flow(name="prepare-dataset", persist_result=False)

@@ -24,6 +24,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.private import environment_of_readers
+from tasks.report import show_state
 from tasks.steps import emit, step_task
 from tasks.training import run_job
 
@@ -108,6 +109,8 @@ async def collect_checkpoints(run: Run, collector: Collector, *, image: str | No
     emit(StepStarted(step=Step.CHECKPOINTS, what="making the models, and opening them in LitGPT and transformers"))
     final = await asyncio.to_thread(exported, run.storage)
     reused = final is not None
+    if not reused:
+        await show_state("Collecting")
     if final is None and is_collected_by_a_job(run):
         final = await _collected_by_a_job(run, image)
     elif final is None:

@@ -21,7 +21,10 @@ from prefect.artifacts import (
     aupdate_progress_artifact,
 )
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
+from prefect.runtime import flow_run
+from prefect.states import Running
 
 from launcher.curves import summary
 from launcher.formatting import loss_text
@@ -63,6 +66,18 @@ async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> 
         get_run_logger().warning("%s (%s)", otherwise, words_of(error) or "no answer")
         return False
     return True
+
+
+async def show_state(name: str) -> bool:
+    """Name the state of this flow run, whose type stays RUNNING; one that does not run any more keeps its state."""
+
+    async def rename() -> None:
+        async with get_client() as client:
+            state = (await client.read_flow_run(UUID(flow_run.id))).state if flow_run.id else None
+            if state is not None and state.is_running() and state.name != name:
+                await client.set_flow_run_state(UUID(flow_run.id), Running(State[Any], name=name))
+
+    return await could_show(rename(), otherwise=f"the flow run could not be shown as {name}")
 
 
 class Live(ABC):
@@ -121,6 +136,7 @@ class LiveArtifacts(Live):
         self._page_key = f"training-{job_name}"
         self._page: UUID | None = None
         self._rows: list[Mapping[str, Any]] = []
+        self.queued, self._state = False, ""
 
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
@@ -141,6 +157,11 @@ class LiveArtifacts(Live):
         return seen.percent, words if seen.step else ""
 
     async def show(self) -> None:
+        state = "Queued" if self.queued else "Training" if self._rows else "Running"
+        if state != self._state and await show_state(state):
+            self._state = state
+        if not self._rows:  # a script has none
+            return
         await super().show()
         page = report.live_markdown(list(self._rows))
         if self._page is None:

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import FlowRunContext
+from prefect.events import emit_event
 from prefect.exceptions import MissingContextError
 from prefect.utilities.annotations import opaque
 
@@ -70,6 +72,7 @@ def as_it_is(value: T) -> T:
 
 # Seconds before each further try: what a bucket or an API server usually needs to come back.
 DELAYS = [2.0, 15.0, 60.0]
+_JITTER = 0.3  # the part of a delay that chance adds or takes away: the trials of a sweep do not come back together
 
 
 def step_task(name: str, *, run_name: str = "", again: bool = True) -> Callable[[Callable[P, T]], Task[P, T]]:
@@ -77,7 +80,7 @@ def step_task(name: str, *, run_name: str = "", again: bool = True) -> Callable[
     delays = DELAYS if again else []
     return task(
         name=name, task_run_name=run_name or name, cache_policy=NO_CACHE, persist_result=False,
-        retries=len(delays), retry_delay_seconds=delays, retry_condition_fn=worth_retrying,
+        retries=len(delays), retry_delay_seconds=delays, retry_jitter_factor=_JITTER, retry_condition_fn=worth_retrying,
     )  # fmt: skip
 
 
@@ -111,6 +114,14 @@ def emit(event: Event) -> None:
             logger.info("%s: %s%s", event.step, event.what, " (found done)" if event.reused else "")
         case Note():
             logger.log(logging.getLevelNamesMapping()[event.severity.upper()], event.what)
+
+
+def reach(milestone: str, run: str, root: str, **facts: Any) -> None:
+    """Tell Prefect that a run reached a milestone, as an event `train-litgpt.<milestone>` (docs/notices.md)."""
+    if FlowRunContext.get() is not None:  # else there is no server, and Prefect would start one
+        resource = {"prefect.resource.id": f"train-litgpt.run.{run}", "prefect.resource.name": run}
+        place = {"prefect.resource.id": f"train-litgpt.root.{root}", "prefect.resource.role": "root"}
+        emit_event(f"train-litgpt.{milestone}", resource=resource, related=[place], payload=facts)
 
 
 def report_unreadable(bad: Unreadable) -> None:

@@ -30,13 +30,13 @@ from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import Fault, words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.report import LINE, LiveArtifacts, show_verdict
-from tasks.steps import as_it_is, emit, report_unreadable, step_task
+from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
+from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
 T = TypeVar("T")
 
@@ -106,12 +106,16 @@ async def run_job(
             decision = budget.after(verdicts)
             if mine and verdict is not None:
                 step = max(step, verdicts[-1].after)
+                facts = {"verdict": verdict.code, "why": str(verdict), "again": decision.wait is not None}
+                reach("attempt.ended", attempts.run, attempts.index.root.address(), attempt=ended, **facts)
                 if decision.wait is None:
                     if decision.why:
                         emit(Note(what=decision.why, severity="error"))
                     await asyncio.to_thread(lease.release, stopped=ended)
                     raise JobFailed(str(verdict), fault=verdict.fault)
                 emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
+                if verdict.fault is Fault.PREEMPTED:
+                    await show_state("Preempted")
             if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
                 what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
@@ -231,6 +235,7 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
                 await asyncio.to_thread(claim.attempts.index.end, record, refused)
             raise
+        reach("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
     verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
@@ -285,6 +290,9 @@ async def await_job(
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
     _tell(claim, record, "ended")
+    if refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}:
+        why = status.state if refused is None else "refused"
+        reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict=why, again=False)
     if refused is not None:
         raise refused
     if status.state is JobState.SUCCEEDED:
@@ -311,6 +319,7 @@ class Lines:
     def __init__(self, job: Job, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
         self._job, self._live, self._on_row, self._logger = job, live, on_row, get_run_logger()
         self._status: JobStatus | None = None
+        self._loss: float | None = None
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
         self._warned: set[str] = set()
@@ -320,6 +329,8 @@ class Lines:
     def look(self, status: JobStatus) -> None:
         """Tell what the job waits for on its platform, and of restarts, whenever that changes."""
         known, self._status = self._status, status
+        self._live.queued = status.state is JobState.PENDING
+        self._live.news += known is None or known.state is not status.state
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
                 waits = " waits" if status.state is JobState.PENDING else ""
@@ -353,6 +364,9 @@ class Lines:
                 emit(MetricsRow(row=row))
                 self._live.add(row)
                 self._on_row(row)
+                self._loss = row.get("loss", self._loss)
+                if row["kind"] == "checkpoint":
+                    reach("checkpoint.committed", self._job.name, self._job.root, step=row["step"], loss=self._loss)
                 continue
             short = _cut(line)
             self.tail.append(short)

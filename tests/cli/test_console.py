@@ -69,23 +69,39 @@ def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -
     assert shown(*events, output=True) == [f"  {odd}", "  [node 0] hello", "  bye"]
 
 
+def drawn(file: io.StringIO, words: str) -> Callable[[], bool]:
+    """Whether a terminal was shown these words."""
+    return lambda: re.search(words, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())) is not None
+
+
 def test_a_terminal_shows_a_live_line_instead_of_tenths() -> None:
     file = io.StringIO()
     terminal = Console(file=file, force_terminal=True, width=100, highlight=False, color_system=None)
 
-    def drawn(words: str) -> Callable[[], bool]:
-        return lambda: re.search(words, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())) is not None
-
     with Watch(terminal) as watch:
         watch.waiting("starting [the] server")
-        until(drawn(r"starting \[the\] server"))
+        until(drawn(file, r"starting \[the\] server"))
         report(StepProgress(step=Step.DATASET, what="encode: 7 documents", fraction=0.42))
-        until(drawn("1/5 dataset .*42/100 .*encode: 7 documents"))
+        until(drawn(file, "1/5 dataset .*42/100 .*encode: 7 documents"))
         report(StepStarted(step=Step.TRAINING, what="gpt-1: 20 steps"))
         for event in training(20):
             report(event)
-        until(drawn(r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s"))
+        until(drawn(file, r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s"))
     assert "  step 2/20" not in file.getvalue()
+
+
+def test_two_steps_at_once_are_two_live_lines_and_one_goes_with_its_end() -> None:
+    file = io.StringIO()
+    with Watch(Console(file=file, force_terminal=True, width=100, highlight=False, color_system=None)):
+        report(StepStarted(step=Step.DATASET, what="files"))
+        report(StepStarted(step=Step.IMAGE, what="docker"))
+        until(drawn(file, r"1/5 dataset +files\s+\S 2/5 image +docker"))
+        report(StepDone(step=Step.IMAGE, what="the image"))
+        report(StepProgress(step=Step.DATASET, what="encode", fraction=0.42))
+        until(drawn(file, "1/5 dataset .*42/100 .*encode"))
+    _, done, after = file.getvalue().partition("42/100")
+    assert done
+    assert "2/5 image" not in after
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e"

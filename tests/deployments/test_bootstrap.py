@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.bootstrap import AUTOMATIONS_FILE, put_automation
+from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, put_automation
 from flows.serving import CHECKOUT, own_server_command
 
 
@@ -49,3 +49,33 @@ def test_an_automation_of_before_is_brought_up_to_date_and_stays_off_where_its_u
     told, found = asyncio.run(put())
     assert told == ["created", "updated", "there"]
     assert (found.trigger.within.total_seconds(), found.enabled) == (1200, False)
+
+
+@pytest.mark.prefect
+def test_notices_are_off_until_there_is_an_address() -> None:
+    from prefect.blocks.webhook import Webhook
+    from prefect.client.orchestration import get_client
+
+    [notices] = [one for one in yaml.safe_load(AUTOMATIONS_FILE.read_text()) if one["name"] == "tell-of-bad-ends"]
+
+    async def put() -> list[str]:
+        async with get_client() as client:
+            told = [await put_automation(client, notices)]
+            await Webhook.model_validate({"url": "http://127.0.0.1:9"}).asave(NOTICES)
+            return told + [await put_automation(client, notices) for _ in range(2)]
+
+    assert asyncio.run(put()) == ["off", "created", "there"]
+
+
+def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings import Settings
+
+    monkeypatch.delenv("PREFECT_SERVER_ANALYTICS_ENABLED")
+    monkeypatch.chdir(CHECKOUT)
+    taken = Settings()
+    assert taken.runner.crash_on_cancellation_failure
+    assert taken.worker.query_seconds == 2
+    assert not taken.server.analytics_enabled
+    # A worker hands them to its flow runs.
+    handed = taken.to_environment_variables(exclude_unset=True)
+    assert handed["PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE"] == "True"

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel
 
 from deployments.bootstrap import AUTOMATIONS_FILE, CHECKOUT, CONFIGS, PREFECT_FILE, settings
+from flows.parameters import KINDS
 from launcher.config import read_yaml
 
 
@@ -63,7 +64,7 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
     from prefect.utilities.schema_tools.validation import validate
     from prefect.utilities.templating import apply_values
 
-    from flows.parameters import KINDS, parameters_with
+    from flows.parameters import parameters_with
 
     deployment = parsed()[name]
     [step] = deployment.build
@@ -111,19 +112,23 @@ def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_wha
 
 
 def accepted(automation: dict[str, Any]) -> Any:
-    """What Prefect makes of its trigger, once a deployment that it names has an id."""
+    """What Prefect makes of it, once a deployment or a block that it names has an id."""
     from prefect.events.schemas.automations import AutomationCore
 
     for action in automation["actions"]:
         if action.get("deployment") in parsed():
             action["deployment_id"] = action.pop("deployment") and str(uuid4())
-    return AutomationCore.model_validate(automation).trigger
+        if action["type"] == "call-webhook":
+            action["block_document_id"] = str(uuid4())
+    return AutomationCore.model_validate(automation)
 
 
 def test_automations_are_ones_that_prefect_accepts() -> None:
     found = {one["name"]: accepted(one) for one in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
-    zombies, crashed, cancelled = (found[name] for name in ("crash-zombies", "resume-crashed", "reap-cancelled"))
+    names = ("crash-zombies", "resume-crashed", "reap-cancelled", "tell-of-bad-ends")
+    zombies, crashed, cancelled, bad = (found[name].trigger for name in names)
     # Orchestrators give a sign of life every 3 minutes; a server that was away must not look like their death.
     assert zombies.within.total_seconds() >= 1200
     assert crashed.expect == {"prefect.flow-run.Crashed"}
     assert cancelled.expect == {"prefect.flow-run.Cancelled"}
+    assert set(bad.match_related["prefect.resource.name"]) == {*KINDS}

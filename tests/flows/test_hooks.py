@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 from collections.abc import Callable
@@ -12,14 +13,17 @@ from uuid import UUID, uuid4
 
 import pytest
 from claims import running_job
+from prefect import flow, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelled
+from prefect.flow_engine import run_flow_async
+from prefect.states import Cancelled, Pending, Running, Scheduled
 from strict_platform import StrictPlatform
 
-from flows.parameters import cancel_jobs, taken
+from flows.parameters import MAX_RESUMES, begin, cancel_jobs, taken
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig
+from launcher.errors import ConfigProblem
 from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim
@@ -90,3 +94,24 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
 def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
     assert taken(flow_run := str(uuid4()))
     assert not taken(flow_run)
+
+
+def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_no_starts() -> None:
+    @flow
+    async def again() -> None:
+        begin()
+
+    def started(count: int) -> UUID:
+        with get_client(sync_client=True) as client:
+            flow_run = client.create_flow_run(again, state=Scheduled()).id
+            for _ in range(count - 1):
+                client.set_flow_run_state(flow_run, Pending(), force=True)
+                for name in ("Running", "Training"):
+                    client.set_flow_run_state(flow_run, Running(name=name), force=True)
+            client.set_flow_run_state(flow_run, Pending(), force=True)
+            asyncio.run(run_flow_async(again, flow_run=client.read_flow_run(flow_run)))
+        return flow_run
+
+    started(MAX_RESUMES)
+    with pytest.raises(ConfigProblem, match=f"started {MAX_RESUMES + 1} times, its orchestrator keeps crashing"):
+        started(MAX_RESUMES + 1)

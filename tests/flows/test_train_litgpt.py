@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from claims import begin
 from prefect import get_client
 from prefect.client.schemas.sorting import ArtifactSort
 from strict_platform import StrictPlatform
+from waiting import until
 
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
-from launcher.errors import JobCancelled
-from launcher.events import Event, StepDone
+from launcher.errors import ConfigProblem, JobCancelled
+from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
 from launcher.runs.attempts import claim_at, claim_of
@@ -29,6 +32,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import read_manifest
+from tasks.dataset import Fanout
 
 pytestmark = pytest.mark.prefect
 
@@ -45,7 +49,8 @@ def files_of(root: str) -> dict[str, float]:
 
 
 def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and_their_lineage(trained: Any) -> None:
-    assert [*reused(trained.events)] == ["dataset", "image", "credentials", "training", "checkpoints"]
+    first, second, *later = reused(trained.events)
+    assert ({first, second}, later) == ({"dataset", "image"}, ["credentials", "training", "checkpoints"])
     assert not any(reused(trained.events).values())
     storage = plan_run(trained.config).storage
     assert {
@@ -75,6 +80,57 @@ def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(tr
     assert "xychart-beta" in found[f"dataset-lengths-{dataset}"]
     assert "8\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}8" in found[f"training-{run.name}"]
     assert all(words in found[f"report-{run.name}"] for words in ("xychart-beta", "Validation loss"))
+
+
+def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_events(trained: Any) -> None:
+    [flow_run] = [event.id for event in trained.events if isinstance(event, FlowRunStarted)]
+    run = plan_run(trained.config)
+    mine = {"resource": {"id": [f"train-litgpt.run.{run.name}"]}, "order": "ASC"}
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(UUID(flow_run))
+
+        def told() -> list[dict[str, Any]]:
+            return client.request("POST", "/events/filter", json={"filter": mine, "limit": 50}).json()["events"]
+
+        until(lambda: [one["event"] for one in told()][-1:] == ["train-litgpt.run.finished"])
+        events = [(one["event"].removeprefix("train-litgpt."), one["payload"], one["related"]) for one in told()]
+    assert [state.name for state in states if state.is_running()] == ["Running", "Training", "Collecting"]
+    assert states[-1].is_completed()
+    assert [event for event, *_ in events] == [
+        "run.started", "checkpoint.committed", "checkpoint.committed", "attempt.ended", "run.finished"
+    ]  # fmt: skip
+    started, first, last, ended, finished = (payload for _, payload, _ in events)
+    assert (started, ended["verdict"], ended["again"]) == ({"attempt": 1, "platform": "local"}, "succeeded", False)
+    assert ((first["step"], last["step"]), finished["step"]) == ((4, 8), 8)
+    assert 0 < last["loss"] < first["loss"]
+    related = {one["prefect.resource.id"] for *_, resources in events[:1] for one in resources}
+    assert {f"prefect.flow-run.{flow_run}", f"train-litgpt.root.{run.root.address()}"} <= related
+
+
+def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
+    tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparing, stopped, events = threading.Event(), threading.Event(), list[Event]()
+    stop = Fanout.stop
+    monkeypatch.setattr(Fanout, "stop", lambda fanout: (stop(fanout), stopped.set()))
+
+    def prepare_for_hours(*_: Any, **__: Any) -> None:
+        preparing.set()
+        stopped.wait()
+        raise JobCancelled("the preparation was stopped")
+
+    def build(*_: Any, **__: Any) -> None:
+        preparing.wait()
+        raise ConfigProblem("the registry refuses it")
+
+    monkeypatch.setattr("flows.train_litgpt.findings_of", lambda *_: [])  # the preflight rehearses a preparation
+    monkeypatch.setattr("tasks.dataset.preparation.prepare", prepare_for_hours)
+    monkeypatch.setattr("tasks.preflight.prepare_image", build)
+    with Listener(events.append), pytest.raises(ConfigProblem, match="the registry refuses it"):
+        asyncio.run(train_litgpt(**dict(tiny())))
+    told = [event.what for event in events if isinstance(event, Note) and event.severity == "error"]
+    assert told == ["the image could not be built; the step beside it is stopped, and what it has done is kept"]
+    assert reused(events) == {}
 
 
 def test_a_second_run_finds_every_step_done_and_writes_nothing(

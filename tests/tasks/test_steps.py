@@ -54,4 +54,5 @@ def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_t
     steps = [one for one in made if isinstance(one, Task)]
     assert {"train", "submit-job", "await-job"} == {one.name for one in steps if not one.retries}
     assert {one.retry_condition_fn for one in steps} == {worth_retrying}
+    assert all(one.retry_jitter_factor for one in steps if one.retries), "a sweep's trials would come back together"
     assert {one.name for one in made if isinstance(one, Flow) and one.retries} == {"reap"}

@@ -49,6 +49,13 @@ def with_variable(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
+def engine_of(flow_run: UUID) -> psutil.Process:
+    """The process that orchestrates it."""
+    engines = with_variable("PREFECT__FLOW_RUN_ID", str(flow_run))
+    [engine] = [one for one in engines if JOB_TAG not in one.environ() and "prefect.engine" in one.cmdline()]
+    return engine
+
+
 def of_job(config: RunConfig) -> list[psutil.Process]:
     return with_variable(JOB_TAG, str(plan_run(config).storage.address()))
 
@@ -68,9 +75,7 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     config = tiny_under(served.root, {"name": f"orphan-{how}", **LONG})
     flow_run = submitted(served, config)
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
-    engines = with_variable("PREFECT__FLOW_RUN_ID", str(flow_run))
-    [engine] = [one for one in engines if JOB_TAG not in one.environ() and "prefect.engine" in one.cmdline()]
-    engine.send_signal(how)
+    engine_of(flow_run).send_signal(how)
     [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
     rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
     try:
