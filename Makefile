@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Where make docs leaves its pages.
+SITE   ?= site
 # What make test leaves out, by topic: a folder each of tests/real.
 REAL   := $(notdir $(patsubst %/,%,$(wildcard tests/real/*/)))
 # Python compiles what is imported when it is; compiling all that is installed takes a minute.
@@ -10,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --
 # That bytecode is kept: each process of a run would compile it anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -19,6 +21,8 @@ test: $(VENV)/.installed-dev ## the tests of every change, three minutes
 	$(BIN)/pytest
 
 test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic: $(REAL:%=test-%)
+
+test-docs: $(VENV)/.installed-docs
 
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/seen.py $*
@@ -80,8 +84,11 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench verdict $(if $(QUICK),--quick)
 
+docs: $(VENV)/.installed-docs ## the pages as a site, in site/; links are checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir $(SITE)
+
 clean: ## everything that can be made again; runs and datasets under output/ are kept
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -102,6 +109,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
