@@ -85,7 +85,7 @@ bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right
 	$(BIN)/python -m bench verdict $(if $(QUICK),--quick)
 
 docs: $(VENV)/.installed-docs ## the pages as a site, in site/; links are checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir $(SITE)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,5 +59,6 @@ def submit(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Su
     settings = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in (overrides or {}).items()]
     run = plan_run(validated(RunConfig, config_document(Path(config), settings), where=str(config)))
     command, errors = [*PYTHON, "-m", "cli", "run", str(config), *settings], TemporaryFile("w+")  # noqa: SIM115
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    lines = os.environ | {"FORCE_COLOR": ""}  # a notebook sets it, which shows none of what a terminal does with them
+    process = subprocess.Popen(command, env=lines, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
     return Submitted(run, process, errors)

@@ -22,4 +22,4 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Turn each link out of docs/ into one to the repository."""
-    return markdown.replace("](../", f"]({CODE}")
+    return markdown.replace("](../README.md", "](index.md").replace("](../", f"]({CODE}")

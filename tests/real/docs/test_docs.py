@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -29,7 +30,10 @@ def test_the_site_is_built_without_a_warning_and_asks_nobody_else_for_anything(t
     assert "blob/main/deployments/prefect.yaml" in home
 
 
-def test_the_notebook_runs_as_it_is_and_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs_as_it_is_and_was_run(
+    tmp_path: Path, prefect_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(prefect_home()))
     (tmp_path / "examples").mkdir()
     (tmp_path / "deployments").symlink_to(CHECKOUT / "deployments")
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with which a kernel does not show what its processes print

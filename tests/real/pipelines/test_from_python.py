@@ -21,8 +21,12 @@ from litgpt_demo.errors import DataError
 
 
 def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_words(
-    tiny: Callable[..., RunConfig], tmp_path: Path
+    tiny: Callable[..., RunConfig],
+    tmp_path: Path,
+    prefect_home: Callable[[], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(prefect_home()))
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny().model_dump(mode="json", exclude={"start"})))
     changes = {"train.max_steps": 6, "train.betas": [0.9, 0.99]}
