@@ -34,7 +34,7 @@ def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_wo
     lines = f"from cli.api import submit; submit({str(config)!r}, {changes!r})"
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", lines], stdout=subprocess.PIPE) as gone:
         assert gone.wait() == 0
-    until(lambda: [*tmp_path.glob("runs/*/attempts/1")])
+    until(lambda: [*tmp_path.glob("runs/*/attempts/1")], seconds=600)
     run = submit(config, changes)
     with pytest.raises(DataError, match="it is not collected yet"):
         run.model()
@@ -43,7 +43,7 @@ def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_wo
     model, litgpt = run.model(), LLM.load(tmp_path / "runs" / run.run.name / "final" / "litgpt", accelerator="cpu")
     ids = torch.arange(20)[None]
     torch.testing.assert_close(model(ids).logits, litgpt.model(ids), rtol=1e-3, atol=1e-4)
-    until(lambda: [*tmp_path.glob("runs/*/report.html")])
+    until(lambda: [*tmp_path.glob("runs/*/report.html")], seconds=600)
     assert [record.attempt for record in Index.of(str(tmp_path)).records(run.run.name)] == [1]
 
     with pytest.raises(ConfigProblem, match=r"train\.steps: there is no such setting"):
