@@ -40,7 +40,7 @@ def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_wo
         run.model()
     run.wait()
     assert [row["step"] for row in run.metrics() if row["kind"] == "evaluation"][-1] == 6
-    model, litgpt = run.model(), LLM.load(tmp_path / "runs" / run.run.name / "final" / "litgpt", accelerator="cpu")
+    model, litgpt = run.model(), LLM.load(tmp_path / "runs" / run.run.name / "final" / "litgpt")
     ids = torch.arange(20)[None]
     torch.testing.assert_close(model(ids).logits, litgpt.model(ids), rtol=1e-3, atol=1e-4)
     until(lambda: [*tmp_path.glob("runs/*/report.html")], seconds=600)
