@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Where make docs leaves its pages.
+SITE   ?= site
 # What make test leaves out, by topic: a folder each of tests/real.
 REAL   := $(notdir $(patsubst %/,%,$(wildcard tests/real/*/)))
 # Python compiles what is imported when it is; compiling all that is installed takes a minute.
@@ -14,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +28,8 @@ test: $(VENV)/.installed-dev ## the tests of every change, three minutes
 	$(BIN)/pytest
 
 test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic, as make test-server: the folders of tests/real
+
+test-docs: $(VENV)/.installed-docs
 
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/seen.py $*
@@ -88,8 +92,11 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench verdict $(if $(QUICK),--quick)
 
+docs: $(VENV)/.installed-docs ## the pages as a site, in site/; links are checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir $(SITE)
+
 clean: ## everything that can be made again; runs and datasets under output/ are kept
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -110,6 +117,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -46,6 +46,10 @@ class Screen(Console):
             else:
                 yield Segment(harmless(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> None:
+        """Go on in silence where nobody reads any more: rich would end the program, and the pipeline with it."""
+        self.quiet = True
+
 
 def show_line(line: str) -> None:
     """Print a line that somebody else wrote."""

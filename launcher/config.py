@@ -421,7 +421,8 @@ def _names(location: Sequence[str | int], document: Any) -> list[str]:
 
 
 def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
-    words, given = problem["msg"], problem["input"]
+    given = problem["input"]
+    words = problem["msg"].replace("Tuple", "List").replace("valid tuple", f"list, as [{given}]")
     match problem["type"]:
         case "value_error":
             return words.removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Commands of README.md and docs/ are understood, links lead somewhere, and promises name tests that exist."""
+"""Commands of README.md, SKILL.md and docs/ are understood, links lead somewhere, and tests that are named exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-PAGES = [Path("README.md"), Path("SECURITY.md"), *sorted(Path("docs").glob("*.md"))]
+PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
@@ -71,10 +72,23 @@ def test_each_link_to_a_file_leads_somewhere() -> None:
 
 
 @pytest.mark.parametrize("promises", ["docs/security.md", "docs/survival.md"])
-def test_each_promise_names_tests_that_exist(promises: str) -> None:
+def test_each_promise_names_a_test(promises: str) -> None:
     page = Path(promises).read_text(encoding="utf-8")
     rows = page.partition("| promise | shown by |\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert rows
-    assert [row for row in rows if "`" not in row.split("|")[2]] == [], "nothing shows them"
-    named = [(Path(file), name) for row in rows for file, name in TEST.findall(row)]
+    assert [row for row in rows if not TEST.search(row)] == [], "nothing shows them"
+
+
+def test_each_test_that_a_page_names_exists() -> None:
+    named = [(Path(file), name) for page in PAGES for file, name in TEST.findall(page.read_text(encoding="utf-8"))]
     assert [one for one in named if not one[0].is_file() or f"\ndef {one[1]}(" not in one[0].read_text()] == []
+
+
+def test_the_skill_is_what_an_assistant_loads() -> None:
+    """Its front matter is as https://agentskills.io/specification has it; the body is read whole each time."""
+    _, front, body = Path("SKILL.md").read_text(encoding="utf-8").split("---\n", 2)
+    skill = yaml.safe_load(front)
+    assert skill.keys() == {"name", "description"}
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", skill["name"])
+    assert len(skill["description"]) <= 1024
+    assert len(body.splitlines()) <= 80

@@ -142,6 +142,19 @@ def opened_by_litgpt(
     )
 
 
+def opened(folder: Path, **settings: Any) -> Any:
+    """Return the model that `AutoModelForCausalLM` opens; a DataError if a weight is missing, too many or misshapen."""
+    import transformers
+
+    loader: Any = transformers.AutoModelForCausalLM
+    model, info = loader.from_pretrained(
+        folder, **settings, local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
+        raise DataError(f"transformers opened it with {wrong}")
+    return model
+
+
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
@@ -153,16 +166,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
     # Eager attention, because not every architecture's window and softcapping are in the other ones.
-    model, info = library.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
-        raise DataError(f"transformers opened it with {wrong}")
+    model = opened(folder, dtype=torch.float32, attn_implementation="eager")
     difference = largest_difference(own, model.eval()(inputs).logits)
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")

@@ -1,0 +1,64 @@
+"""The pipeline for a script or a notebook: submit a training, wait for it, read its metrics, take its model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from launcher.config import RunConfig, config_document, validated
+from launcher.errors import JobFailed
+from launcher.runs.run import Run, plan_run
+from litgpt_demo import PYTHON
+from litgpt_demo.documents import bring
+from litgpt_demo.errors import DataError
+from litgpt_demo.export import exported
+from litgpt_demo.runs import FINAL, read_metrics
+from litgpt_demo.storage.private import make_temporary
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A training that goes on by itself: submit the same again, and the job is followed, and what is done is found."""
+
+    run: Run
+    _process: subprocess.Popen[bytes]
+    _errors: IO[str]
+
+    def wait(self) -> None:
+        """Return when the model is collected; a JobFailed has what the command said."""
+        if code := self._process.wait():
+            self._errors.seek(0)
+            raise JobFailed(f"{self.run.name} ended with exit code {code}: {self._errors.read().strip()}")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows so far, as pandas.DataFrame takes them; litgpt_demo.metrics.Row has columns and units."""
+        return read_metrics(self.run.storage)
+
+    def model(self) -> Any:
+        """Return the collected model as transformers opens it; a DataError where there is none, or it is damaged."""
+        from litgpt_demo.export.proof import opened
+
+        final = exported(self.run.storage)
+        if final is None or final.huggingface is None:
+            why = "; ".join(final.findings) if final else "it is not collected yet, which wait() waits for"
+            raise DataError(f"{self.run.name} has no model for transformers: {why}")
+        records = [record for record in final.files if record.path.startswith("huggingface/")]
+        folder = bring(self.run.storage.within(FINAL), records, lambda: make_temporary(self.run.name))
+        return opened(folder / "huggingface")
+
+
+def submit(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Submitted:
+    """Start `train-litgpt run` with a training's config and some settings, as {"train.max_steps": 50}, in a process
+    that outlives this one. A ConfigProblem or a UserError where that cannot be."""
+    settings = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in (overrides or {}).items()]
+    run = plan_run(validated(RunConfig, config_document(Path(config), settings), where=str(config)))
+    command, errors = [*PYTHON, "-m", "cli", "run", str(config), *settings], TemporaryFile("w+")  # noqa: SIM115
+    lines = os.environ | {"FORCE_COLOR": ""}  # a notebook sets it, which shows none of what a terminal does with them
+    process = subprocess.Popen(command, env=lines, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    return Submitted(run, process, errors)

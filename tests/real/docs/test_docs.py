@@ -1,0 +1,46 @@
+"""The pages as a site, and the notebook: both are made anew, as `make docs` and a reader's Jupyter do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+CHECKOUT = Path(__file__).parents[3]
+NOTEBOOK = CHECKOUT / "examples" / "notebook.ipynb"
+# What a browser fetches by itself; a link is followed by a person.
+FETCHED = re.compile(r"<(?:link|script|img|iframe)\b[^>]*\b(?:href|src)=[\"']?(https?:[^\"'> ]+)")
+
+
+def test_the_site_is_built_without_a_warning_and_asks_nobody_else_for_anything(tmp_path: Path) -> None:
+    venv = Path(sys.prefix)
+    command = ["make", f"--old-file={venv}/.installed-docs", "docs", f"VENV={venv}", f"SITE={tmp_path}"]
+    subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True, text=True)
+    pages = list(tmp_path.rglob("*.html"))
+    assert {page.stem for page in (CHECKOUT / "docs").glob("*.md")} <= {page.stem for page in pages}
+    assert [found for page in pages for found in FETCHED.findall(page.read_text(encoding="utf-8"))] == []
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'href="local.html"' in home
+    assert "blob/main/deployments/prefect.yaml" in home
+
+
+def test_the_notebook_runs_as_it_is_and_was_run(
+    tmp_path: Path, prefect_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(prefect_home()))
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "deployments").symlink_to(CHECKOUT / "deployments")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with which a kernel does not show what its processes print
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    shown = [len(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+    here = {"metadata": {"path": str(tmp_path / "examples")}}
+    made = NotebookClient(notebook, kernel_name="python3", timeout=None, resources=here).execute()
+    assert [bool(cell.outputs) for cell in made.cells if cell.cell_type == "code"] == [count > 0 for count in shown]
+    assert list(tmp_path.glob("output/runs/*/final/huggingface"))
