@@ -179,6 +179,8 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 class RunRow:
     run: str
     sweep: str | None
+    trial: str
+    """The settings that a sweep's trial varies, as `learning_rate=0.001`; else empty."""
     state: str
     """A JobState of its last attempt, or DONE."""
     step: int | None
@@ -235,6 +237,7 @@ def run_rows(
         return RunRow(
             run=record.run,
             sweep=record.sweep,
+            trial=record.trial or "",
             state=state,
             step=step,
             steps=steps,
@@ -265,6 +268,7 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
             "platform": row.platform,
             "attempts": str(row.attempts),
             "flow run": (row.flow_run or NOTHING)[:8],
+            **({"trial": row.trial} if any(one.trial for one in rows) else {}),
         }
         for row in rows
     ]
