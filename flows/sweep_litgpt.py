@@ -87,8 +87,12 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def _gpus(count: int) -> AsyncIterator[None]:
-    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for."""
+async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
+    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for.
+
+    Args:
+        lease: seconds after which the server takes back the slots of a process that was killed.
+    """
     async with get_client() as client:
         try:
             limit = await client.read_global_concurrency_limit_by_name(GPUS)
@@ -104,7 +108,7 @@ async def _gpus(count: int) -> AsyncIterator[None]:
         taken = f"{limit.active_slots} of {limit.limit} are taken"
         emit(Note(what=f"waits for {count} slots of Prefect's limit {GPUS}: {taken}"))
     # A lease that is lost while Prefect's server restarts ends no training.
-    async with concurrency(GPUS, count, raise_on_lease_renewal_failure=False):
+    async with concurrency(GPUS, count, lease_duration=lease, raise_on_lease_renewal_failure=False):
         yield
 
 
@@ -185,7 +189,7 @@ class _Sweep:
             name = f"{trial.config.name} {short}".replace("{", "(").replace("}", ")")
             loss, ended = None, ""
             try:
-                async with _gpus(trial.config.world_size):
+                async with gpus(trial.config.world_size):
                     await asyncio.to_thread(self._watch.check)
                     final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
                 loss = final.validation_loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from waiting import until
 
 from cli.foreground import Watch
 from cli.terminal import Screen
-from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
+from launcher.events import TRIAL, Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 
 
 def training(steps: int, *, first: int = 1) -> list[Event]:
@@ -67,6 +68,37 @@ def test_a_terminal_shows_a_live_line_instead_of_tenths() -> None:
             report(event)
         until(drawn(r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s"))
     assert "  step 2/20" not in file.getvalue()
+
+
+def test_lines_of_trials_begin_with_what_they_vary_and_what_they_share_is_told_once() -> None:
+    shared: list[Event] = [StepDone(step=Step.DATASET, what="8 documents"), StepDone(step=Step.IMAGE, what="this one")]
+
+    def trial(name: str, *events: Event) -> None:
+        TRIAL.set(name)
+        for event in events:
+            report(event)
+
+    file = io.StringIO()
+    with Watch(Console(file=file, width=60, highlight=False, emoji=False)):
+        report(shared[0])
+        one, other = copy_context(), copy_context()
+        both = list(zip(training(20), training(40), strict=False))
+        one.run(trial, "seed=1", *shared)
+        other.run(trial, "seed=2", *shared)
+        for first, second in both[:12]:  # each has a bar of its own
+            one.run(trial, "seed=1", first)
+            other.run(trial, "seed=2", second)
+        other.run(trial, "seed=2", Note(what="pruned at step 11", severity="warning", ends=True))
+    assert [line.rstrip().partition("  loss")[0] for line in file.getvalue().splitlines()] == [
+        "✓ 1/5 dataset      8 documents (0.0 s)",
+        "✓ 2/5 image        this one (0.0 s)",
+        *(f"seed=1   step {step}/20" for step in (2, 4)),
+        "seed=2   step 4/40",
+        *(f"seed=1   step {step}/20" for step in (6, 8)),
+        "seed=2   step 8/40",
+        "seed=1   step 10/20",
+        "seed=2   pruned at step 11",
+    ]
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e"
