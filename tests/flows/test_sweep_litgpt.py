@@ -76,6 +76,7 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
     with get_client(sync_client=True) as client:
         shown: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
     assert "learning_rate: 0.01" in shown[f"best-{written.parent.name}"]
+    assert "user error" in shown[f"sweep-{written.parent.name}"]
 
 
 def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept, trained: list[RunConfig]) -> None:

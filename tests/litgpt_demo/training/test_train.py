@@ -258,7 +258,8 @@ def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_h
     run = new_run("run")
     begun = NodeTimes(attempt=3, started=time() - 10)
     monkeypatch.setenv(TIMES, json.dumps(asdict(begun)))
-    (run / "metrics.jsonl").write_text(json.dumps({"kind": "start", "attempt": 3, "node_started": time() - 60}) + "\n")
+    first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
+    (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
     assert seconds_left(open_storage(str(run)), 100) == pytest.approx(40, abs=5)
     with pytest.raises(UserError, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
         main(["--run", str(run), "--seconds", "50"])

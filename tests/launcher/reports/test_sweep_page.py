@@ -56,11 +56,10 @@ def test_the_page_has_a_row_for_each_trial_and_pictures_in_its_own_colours(page:
         assert not re.search("#(000000|ffffff|555555|e5e5e5)", picture)
     for picture in pictures[2:]:
         assert {">learning_rate<", ">betas<"} <= {f">{word}<" for word in re.findall(">([a-z_]+)</text>", picture)}
-    ids = re.findall(r'\bid="([^"]+)"', made)
+    ids = [word for picture in pictures[1:] for word in re.findall(r'\bid="([^"]+)"', picture)]
     assert len(ids) == len(set(ids))
     assert made.count("report.html") == 12
-    assert "the loss is &lt;nan&gt;" in made
-    assert "&lt;nan&gt; the loss is &lt;nan&gt; the loss is &lt;nan&gt; the" not in made, "a row is no report"
+    assert 0 < made.count("the loss is &lt;nan&gt;") < 5, "it says why in a line; the verdict has all of it"
 
 
 def test_of_several_objectives_the_trials_that_no_other_beats_have_a_table_of_their_own(
