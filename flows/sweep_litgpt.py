@@ -178,6 +178,7 @@ class _Sweep:
     async def work(self) -> None:
         """Carry out trials, one after the other, until there is none left."""
         while True:
+            TRIAL.set("")
             async with self._asking:  # in a thread, and one after the other: the search counts its trials
                 if (asked := await asyncio.to_thread(self._next)) is None:
                     return

@@ -149,22 +149,25 @@ def test_no_trial_begins_once_the_budget_is_spent(
 
 
 def test_what_trials_that_still_run_have_spent_counts_too(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has spent $30 when the second one ends, for which a third would begin."""
-    ended: list[int] = []
+    """The first goes on until somebody asks what it has spent after the second one's end: enough for no third."""
+    begun, ended, asked = list[int](), list[int](), list[int]()
 
     async def train(**groups: Any) -> Any:
-        if (seed := RunConfig(**groups).train.seed) == 1:
-            await asyncio.to_thread(until, lambda: ended)
+        begun.append(seed := RunConfig(**groups).train.seed)
+        if seed == 1:
+            await asyncio.to_thread(until, lambda: asked)
         ended.append(seed)
         return SimpleNamespace(validation_loss=float(seed))
 
     def outcome_of(trial: Any, *more: Any, **others: Any) -> Any:
-        return replace(told(trial, *more, **others), usd=30 if trial.config.train.seed == 1 else 1)
+        spent = trial.config.train.seed == 1 and bool(ended)
+        asked.extend([1] * spent)
+        return replace(told(trial, *more, **others), usd=30 if spent else 1)
 
     told = module.outcome_of
     monkeypatch.setattr(module, "outcome_of", outcome_of)
     swept({"train.seed": [1, 2, 3]}, train, max_usd=20)
-    assert ended == [2, 1]
+    assert sorted(begun) == [1, 2]
 
 
 @contextmanager
