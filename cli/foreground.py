@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 from uuid import UUID
@@ -35,7 +37,7 @@ from cli.terminal import Screen
 from launcher import events
 from launcher.config import RunConfig
 from launcher.curves import summary
-from launcher.events import TRAINING_STEPS, Event, JobChanged, Listener, Step
+from launcher.events import TRAINING_STEPS, TRIAL, Event, JobChanged, Listener, Step
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index
@@ -142,20 +144,28 @@ class Measured(ProgressColumn):
         return shown
 
 
+@dataclass
+class _Shown:
+    """What is shown of a pipeline, or of a trial among others that run at the same time."""
+
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    started: dict[str, float] = field(default_factory=dict)
+    lines: dict[Step | None, TaskID] = field(default_factory=dict)
+    percent: int = 0
+
+
 class Watch:
     """Listens to a pipeline's events while it is entered, and prints them for a person.
 
+    Lines of a sweep's trial begin with what it varies; what all trials share is told once.
     On a terminal each running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
     """
 
     def __init__(self, console: Console, *, output: bool = False) -> None:
         """`output`: also print the lines that jobs print."""
         self._console, self._output = console, output
-        self._rows: list[Mapping[str, Any]] = []
-        self._started: dict[str, float] = {}
         self._steps: tuple[Step, ...] = TRAINING_STEPS
-        self._lines: dict[Step | None, TaskID] = {}
-        self._percent_shown = 0
+        self._every, self._told = defaultdict[str, _Shown](_Shown), set[str]()
         columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
@@ -171,6 +181,10 @@ class Watch:
         with suppress(OSError):
             self._progress.stop()
 
+    @property
+    def _shown(self) -> _Shown:
+        return self._every[TRIAL.get()]
+
     def waiting(self, what: str) -> None:
         """Say what is waited for before the first step."""
         self._clear(None)
@@ -185,8 +199,8 @@ class Watch:
                 case events.FlowRunStarted():
                     self._steps = event.steps
                 case events.StepStarted():
-                    self._rows, self._percent_shown = [], 0
-                    self._started[event.step] = time.monotonic()
+                    self._shown.rows, self._shown.percent = [], 0
+                    self._shown.started[event.step] = time.monotonic()
                     self._clear(None, event.step)
                     self._live(event.step, event.what)
                 case events.StepProgress(fraction=None):
@@ -197,31 +211,38 @@ class Watch:
                     if percent < 100:  # then the step's own line follows
                         self._tenth(percent, f"{percent} %  {escape(event.what)}")
                 case events.MetricsRow():
-                    self._rows.append(event.row)
-                    if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all
-                        self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
+                    self._shown.rows.append(event.row)
+                    if len(self._shown.rows) > 2 * _REMEMBERED:  # the start and the newest say it all
+                        self._shown.rows = [self._shown.rows[0], *self._shown.rows[-_REMEMBERED:]]
                     if event.row.get("kind") in {"step", "start"}:
-                        seen = summary(self._rows)
+                        seen = summary(self._shown.rows)
                         what = "  ".join(seen.facts)
                         self._live(Step.TRAINING, what, done=seen.step, total=seen.steps)
                         self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
                 case events.MetricsKnown(rows=[first, *others]):
-                    self._rows = [first, *others[-_REMEMBERED:]]
+                    self._shown.rows = [first, *others[-_REMEMBERED:]]
                 case events.StepDone():
                     self._clear(event.step)
-                    seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
+                    seconds = time.monotonic() - self._shown.started.get(event.step, time.monotonic())
                     how = "found done" if event.reused else duration_text(seconds)
                     step = f"[green]✓[/] {self._place(event.step)} [bold]{event.step:<12}[/]"
-                    self._print(f"{step} {escape(event.what)} [dim]({how})[/]")
+                    line = f"{step} {escape(event.what)} [dim]({how})[/]"
+                    if event.step in (Step.TRAINING, Step.CHECKPOINTS):
+                        self._print(line)
+                    elif not TRIAL.get() or event.what not in self._told:  # it is the same of every trial
+                        self._console.print(line, soft_wrap=True)
+                    self._told.add(event.what)
                 case events.Note():
+                    if event.ends:
+                        self._clear(*self._shown.lines)
                     self._print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
                 case events.Output() if self._output:
                     self._print(f"  [dim]{escape(event.line)}[/]")
 
     def _tenth(self, percent: int, line: str) -> None:
         """Print the line where no terminal shows a live one, if another tenth is done since the last time."""
-        if not self._console.is_terminal and percent // 10 > self._percent_shown // 10:
-            self._percent_shown = percent
+        if not self._console.is_terminal and percent // 10 > self._shown.percent // 10:
+            self._shown.percent = percent
             self._print(f"  {line}")
 
     def _place(self, step: Step) -> str:
@@ -229,19 +250,22 @@ class Watch:
         return f"{min(count, [*self._steps, step].index(step) + 1)}/{count}"
 
     def _print(self, markup: str) -> None:
-        self._console.print(markup, soft_wrap=True)
+        whose = f"[cyan]{escape(trial)}[/] " if (trial := TRIAL.get()) else ""
+        self._console.print(f"{whose}{markup}", soft_wrap=True)
 
     def _clear(self, *steps: Step | None) -> None:
         for step in steps:
-            if step in self._lines:
-                self._progress.remove_task(self._lines.pop(step))
+            if step in self._shown.lines:
+                self._progress.remove_task(self._shown.lines.pop(step))
 
     def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
         """Show a live line, whose time begins now if there was none."""
-        shown: dict[str, Any] = {"description": f"{self._place(step)} {step}" if step else "", "what": escape(what)}
-        if step not in self._lines:
-            self._lines[step] = self._progress.add_task(total=total, **shown)
-        self._progress.update(self._lines[step], completed=done, total=total, visible=True, **shown)
+        words = " ".join(filter(None, [escape(TRIAL.get()), f"{self._place(step)} {step}" if step else ""]))
+        shown: dict[str, Any] = {"description": words, "what": escape(what)}
+        lines = self._shown.lines
+        if step not in lines:
+            lines[step] = self._progress.add_task(total=total, **shown)
+        self._progress.update(lines[step], completed=done, total=total, visible=True, **shown)
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -75,7 +75,9 @@ def new_secret() -> str:
 
 def server_environment(port: int, secret: str) -> dict[str, str]:
     """Return the settings of a server: who knows the secret is let in, and pages of its own UI alone may ask."""
-    return {SERVER_AUTH: secret, ORIGINS: ",".join(f"http://{name}:{port}" for name in LOOPBACK)}
+    # In memory, a lease of slots (flows.sweep_litgpt.gpus) would be lost with the server, and its slots held forever.
+    leases = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem"}
+    return leases | {SERVER_AUTH: secret, ORIGINS: ",".join(f"http://{name}:{port}" for name in LOOPBACK)}
 
 
 def own_server_command(port: int) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.errors import LauncherError
-from launcher.events import Note
+from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
 from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, settle_others
@@ -61,7 +61,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
         await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
-    going = _Sweep(config, sweep, index, watch, plan, is_limited=await _is_limited())
+    going = _Sweep(config, sweep, index, watch, plan)
     await asyncio.to_thread(going.take_up)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials
     emit(Note(what=f"{count} trials, {config.sweep.max_parallel} at a time; {len(going.outcomes)} are done"))
@@ -86,12 +86,30 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     return table
 
 
-async def _is_limited() -> bool:
+@asynccontextmanager
+async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
+    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for.
+
+    Args:
+        lease: seconds after which the server takes back the slots of a process that was killed.
+    """
     async with get_client() as client:
         try:
-            return (await client.read_global_concurrency_limit_by_name(GPUS)).active
+            limit = await client.read_global_concurrency_limit_by_name(GPUS)
         except ObjectNotFound:
-            return False
+            limit = None
+    if limit is None or not limit.active:
+        yield
+        return
+    if count > limit.limit:  # Prefect would wait for them forever
+        what = f"the trial takes {count} slots (nodes x processes), and Prefect's limit {GPUS} has {limit.limit}"
+        raise LauncherError(what, fix=f"raise it: prefect gcl update {GPUS} --limit {count}")
+    if limit.active_slots + count > limit.limit:
+        taken = f"{limit.active_slots} of {limit.limit} are taken"
+        emit(Note(what=f"waits for {count} slots of Prefect's limit {GPUS}: {taken}"))
+    # A lease that is lost while Prefect's server restarts ends no training.
+    async with concurrency(GPUS, count, lease_duration=lease, raise_on_lease_renewal_failure=False):
+        yield
 
 
 class _Sweep:
@@ -99,13 +117,14 @@ class _Sweep:
 
     def __init__(
         self, config: SweepConfig, name: str, index: Index, watch: CancelWatch,
-        plan: Callable[[DataConfig], PlannedDataset], *, is_limited: bool,
+        plan: Callable[[DataConfig], PlannedDataset],
     ) -> None:  # fmt: skip
-        self.config, self.index, self._plan, self._is_limited = config, index, plan, is_limited
+        self.config, self.index, self._plan = config, index, plan
         self.storage = open_storage(config.root).within(f"sweeps/{name}")
         self.search, self.outcomes = Search(config.sweep), dict[int, Outcome]()
         self._watch, self._waiting, self._asking = watch, deque[tuple[int, Trial, Run]](), asyncio.Lock()
         self._runs, self._ending = set[str](), dict[str, asyncio.Task[None]]()
+        self._running = dict[int, tuple[Trial, Run]]()
 
     def take_up(self) -> None:
         """Take up the trials that were begun before."""
@@ -129,13 +148,17 @@ class _Sweep:
         values = outcome.values(self.config.sweep.objectives)
         self.search.tell(number, values, pruned=outcome.ended.startswith(PRUNED))
         self.outcomes[number] = outcome
+        self._running.pop(number, None)
 
     def _next(self) -> tuple[int, Trial, Run] | None:
         """Return a trial that was begun before, else a new one; None where there is none, or nothing left to spend."""
         if self._waiting:
             return self._waiting.popleft()
-        settings, done = self.config.sweep, self.outcomes.values()
-        hours, usd = sum(one.hours for one in done), sum(one.usd or 0.0 for one in done)
+        settings, known = self.config.sweep, list(self.outcomes.values())
+        if settings.max_gpu_hours or settings.max_usd:  # those that run have spent something too
+            for trial, run in self._running.values():
+                known.append(outcome_of(trial, run, attempt_times(self.index, run.name)))
+        hours, usd = sum(one.hours for one in known), sum(one.usd or 0.0 for one in known)
         if hours >= (settings.max_gpu_hours or math.inf) or usd >= (settings.max_usd or math.inf):
             emit(Note(what=f"no trial begins any more: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
             return None
@@ -154,32 +177,31 @@ class _Sweep:
 
     async def work(self) -> None:
         """Carry out trials, one after the other, until there is none left."""
-        platform = self.config.platform
         while True:
+            TRIAL.set("")
             async with self._asking:  # in a thread, and one after the other: the search counts its trials
-                asked = await asyncio.to_thread(self._next)
-            if asked is None:
-                return
-            number, trial, run = asked
-            await asyncio.to_thread(self._watch.check)
+                if (asked := await asyncio.to_thread(self._next)) is None:
+                    return
+                number, trial, run = asked
+                self._running[number] = trial, run
+            TRIAL.set(short := trial.config.start.trial or "")
             PLANNED.set(run)
             ON_ROW.set(partial(self._look, number, run))
-            name = f"{trial.config.name} {trial.short}".replace("{", "(").replace("}", ")")
+            name = f"{trial.config.name} {short}".replace("{", "(").replace("}", ")")
             loss, ended = None, ""
-            # A lease that is lost while Prefect's server restarts ends no training.
-            taken = concurrency(GPUS, platform.nodes * platform.processes, raise_on_lease_renewal_failure=False)
             try:
-                async with taken if self._is_limited else nullcontext():
+                async with gpus(trial.config.world_size):
+                    await asyncio.to_thread(self._watch.check)
                     final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
                 loss = final.validation_loss
-                emit(Note(what=f"trial {trial.short}: validation loss {loss:.4f}"))
+                emit(Note(what=f"validation loss {loss:.4f}", ends=True))
             except Exception as error:
                 await asyncio.to_thread(self._watch.check)
                 ended = str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
                 if (pruning := self._ending.get(run.name)) is not None:
                     await pruning
                     ended = (await asyncio.to_thread(self.storage.read, f"pruned/{run.name}")).decode()
-                emit(Note(what=f"trial {trial.short}: {ended.splitlines()[0]}", severity="warning"))
+                emit(Note(what=ended.splitlines()[0], severity="warning", ends=True))
             times = await asyncio.to_thread(attempt_times, self.index, run.name)
             self._settle(number, await asyncio.to_thread(outcome_of, trial, run, times, loss=loss, ended=ended))
 

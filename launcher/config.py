@@ -96,6 +96,23 @@ class StartSettings(Settings):
     and start a second one (--new), or cancel it first (--cancel-old)."""
     sweep: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
     """The sweep that this is a trial of. Sweeps set it: no form offers it."""
+    trial: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
+    """The settings that the trial varies, as `learning_rate=0.001`. Sweeps set it."""
+
+
+class TrainingStart(StartSettings):
+    """The same for a training, and the money that it may cost: it can be asked to save and leave."""
+
+    max_usd: float | None = Field(None, gt=0)
+    """Dollars that all attempts of the run may cost: it saves and leaves before they are passed, and goes on from there
+    once this is raised."""
+
+
+def _require_price(platform: PlatformConfig, name: str, wanted: object) -> None:
+    """Refuse a setting that asks for the cost of machines whose price nobody knows."""
+    if wanted and platform.price is None:
+        known = f"{platform.hardware or platform.kind} has no list price that is known here"
+        raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
 
 
 class RunConfig(Settings):
@@ -117,8 +134,8 @@ class RunConfig(Settings):
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
-    start: StartSettings = StartSettings()
-    """The answer to a job of the same name that runs already."""
+    start: TrainingStart = TrainingStart()
+    """The answer to a job of the same name that runs already, and the money that the run may cost."""
 
     @property
     def world_size(self) -> int:
@@ -127,6 +144,11 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
+        return self
+
+    @model_validator(mode="after")
+    def _is_priced(self) -> Self:
+        _require_price(self.platform, "start.max_usd", self.start.max_usd)
         return self
 
 
@@ -257,7 +279,7 @@ class SweepSettings(Settings):
     max_gpu_hours: float | None = Field(None, gt=0)
     """No trial begins once all have taken so many hours of a GPU; of a process where there are no GPUs."""
     max_usd: float | None = Field(None, gt=0)
-    """No trial begins once all have cost so much at list price."""
+    """No trial begins once all have cost so many dollars; `start.max_usd` is what each of them may cost."""
 
     @model_validator(mode="after")
     def _has_trials(self) -> Self:
@@ -286,6 +308,14 @@ class SweepConfig(RunConfig):
 
     sweep: SweepSettings = SweepSettings()
     """The settings to vary."""
+
+    @model_validator(mode="after")
+    def _is_priced_too(self) -> Self:
+        sweep = self.sweep
+        _require_price(
+            self.platform, "sweep.max_usd or the objective cost", sweep.max_usd or "cost" in sweep.objectives
+        )
+        return self
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import RLock
@@ -87,6 +88,8 @@ class Note:
 
     what: str
     severity: str = "info"
+    ends: bool = False
+    """It is the last that is told of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,9 @@ class JobChanged:
 Event: TypeAlias = (
     StepStarted | StepProgress | StepDone | MetricsRow | MetricsKnown | Output | Note | FlowRunStarted | JobChanged
 )
+
+TRIAL: ContextVar[str] = ContextVar("trial", default="")
+"""The trial of a sweep that the events are of, by what it varies; listeners are called where an event is reported."""
 
 _LISTENERS: list[Callable[[Event], None]] = []
 _LOCK = RLock()

@@ -16,6 +16,11 @@ _BYTES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"), (1e15, "PB"))
 _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
+def setting_text(value: object) -> str:
+    """Four digits of a drawn number, which has 17: they tell the trials of a sweep apart."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def count_text(count: float) -> str:
     """12,345 below a million, three digits above: 1.23 M, 9.03 B."""
     return _scaled(count, _COUNTS) or f"{round(count):,}"

@@ -34,14 +34,20 @@ MOST_NODE_REPORT = 8 << 20
 
 
 class RecordedPrice(Settings):
-    """A machine's list price, on demand."""
+    """The price of a machine: of Google's list, on demand, or as its user has it."""
 
     machine: str
     usd: float
     """Dollars for an hour of one machine."""
     region: str
+    """Empty where it is the user's own."""
     date: str
     """The ISO date on which it was read."""
+
+    @property
+    def source(self) -> str:
+        own = "as platform.usd_per_hour has it"
+        return f"list price on demand in {self.region} of {self.date}" if self.region else own
 
 
 class RunDocument(Settings):

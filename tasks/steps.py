@@ -19,6 +19,7 @@ from prefect.events import emit_event
 from prefect.exceptions import MissingContextError
 from prefect.utilities.annotations import opaque
 
+from launcher import events
 from launcher.errors import JobFailed
 from launcher.events import Event, MetricsKnown, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.documents import Unreadable
@@ -113,7 +114,8 @@ def emit(event: Event) -> None:
         case StepDone():
             logger.info("%s: %s%s", event.step, event.what, " (found done)" if event.reused else "")
         case Note():
-            logger.log(logging.getLevelNamesMapping()[event.severity.upper()], event.what)
+            whose = f"{trial}: " if (trial := events.TRIAL.get()) else ""
+            logger.log(logging.getLevelNamesMapping()[event.severity.upper()], "%s%s", whose, event.what)
 
 
 def reach(milestone: str, run: str, root: str, **facts: Any) -> None:

@@ -16,13 +16,22 @@ from typing import TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import (
+    JobCancelled,
+    JobFailed,
+    JobRefused,
+    LauncherError,
+    LoginProblem,
+    PlatformRefused,
+    PlatformUnreachable,
+)  # fmt: skip
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
+from launcher.reports.goodput import ledger
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
-from launcher.runs.index import AttemptRecord, AttemptVerdict
+from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, training_spec, write_config
@@ -35,7 +44,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
+from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
 T = TypeVar("T")
@@ -65,10 +74,26 @@ async def train(
         claim = replace(
             claim_at(run, steps=spec.steps),
             make_job=lambda attempt: run.job(attempt=attempt, image=identity.image, labels=labels),
+            seconds=partial(_affordable, run),
         )
         step = there[0].step if there else 0
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
+
+
+def _affordable(run: Run) -> float | None:
+    """Return the seconds after which the next attempt has to leave to stay within start.max_usd; None without one."""
+    most, platform = run.config.start.max_usd, run.config.platform
+    if most is None or (price := platform.price) is None:
+        return None
+    held = sum(ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage)).held.values())
+    spent, hour = held / 3600 * price.usd, platform.nodes * price.usd
+    seconds = (most - spent) / hour * 3600 - platform.grace
+    if seconds <= 0:
+        rest = f"at ${hour:,.2f} an hour the rest pays no start and {platform.grace} s to save (platform.grace)"
+        what = f"the budget is spent: {run.name} has cost ${spent:,.2f} of start.max_usd={most:g}, and {rest}"
+        raise LauncherError(what, fix="raise start.max_usd and run again: the run goes on from its last checkpoint")
+    return seconds
 
 
 async def run_job(
@@ -220,8 +245,9 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     platform = claim.attempts.open(record.platform)
 
     def submit() -> None:  # it tells so from the same thread, which goes on when this task is cancelled
+        limit = () if (seconds := claim.seconds()) is None else ("--seconds", f"{seconds:.0f}")
         _tell(claim, record, "submitting")
-        claim.platform.submit(claim.platform.render(job))
+        claim.platform.submit(claim.platform.render(replace(job, program=(*job.program, *limit))))
         _tell(claim, record, "started")
 
     lives = (await ask(claim, partial(platform.status, record.job_id))).state.live

@@ -22,7 +22,7 @@ PATIENCE = 60.0
 # Threads that libraries keep for the whole process, by what their names begin with.
 KEPT = (
     "GlobalEventLoopThread", "RunSyncEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops
-    "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
+    "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline", "ConcurrencySlot",  # Prefect
     "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads
     "Dummy-",  # a thread of C code that once called Python, as gRPC's do
     "tqdm_monitor", "IO loop", "Profile", "TornadoThread", "Dask-", "execnet",

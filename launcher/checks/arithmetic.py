@@ -237,9 +237,9 @@ class Expected:
         text = f"about {duration_text(self.seconds)} at {UTILISATION:.0%} of peak"
         if self.dollars is None or self.price is None:
             return f"{text}, at a price that is not known here"
-        listed = f"on demand, {self.price.region}, {self.price.date}"
+        listed = f"list price (on demand, {self.price.region}, {self.price.date})"
         cost = f"${self.dollars:,.2f}" if self.dollars < 100 else f"${self.dollars:,.0f}"
-        return f"{text}, {cost} at list price ({listed})"
+        return f"{text}, {cost} at {listed if self.price.region else self.price.source}"
 
 
 def expected(machine: Machine, *, nodes: int, seconds: float) -> Expected:

@@ -193,7 +193,7 @@ class Sight:
         machine = platform.machine_type
         if machine is None or not machine.gpus or not seconds:
             return None
-        return arithmetic.expected(machine, nodes=platform.nodes, seconds=seconds)
+        return arithmetic.expected(replace(machine, price=platform.price), nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
         """Return what a step would do, and where."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import MACHINES, Machine
+from launcher.machines import MACHINES, ListPrice, Machine
 from litgpt_demo.config import Count, Settings, arrange_form
 from litgpt_demo.errors import Finding
 
@@ -62,6 +62,9 @@ class PlatformSettings(Settings):
     kind: str
     nodes: Count
     processes: Count
+    grace: Count
+    usd_per_hour: float | None = Field(None, gt=0)
+    """The price of a node for an hour, in dollars; empty takes the list price of `machine`, where one is known."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,6 +104,13 @@ class PlatformSettings(Settings):
     def machine_type(self) -> Machine | None:
         """Return the nodes' entry in the table of machines, None where they have none."""
         return MACHINES.get(self.hardware or "")
+
+    @property
+    def price(self) -> ListPrice | None:
+        """Return the price of a node, its user's or the list's; None where neither is known."""
+        if self.usd_per_hour is not None:
+            return ListPrice(usd=self.usd_per_hour, region="", date="", source="platform.usd_per_hour")
+        return self.machine_type.price if self.machine_type else None
 
     @property
     def fabric(self) -> Network | None:

@@ -13,6 +13,7 @@ from launcher.curves import downsample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # matplotlib draws in these; the page's stylesheet says what they are.
 _COLORS = {
@@ -24,8 +25,8 @@ _ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those
 _NAMED = 14  # bars whose names have room next to each other in the smallest chart; of more, every second is named
 _POINTS = 600  # more than there are pixels to tell them apart
 
-# matplotlib's settings belong to the whole process, and sweeps write reports in threads.
-_settings = Lock()
+SETTINGS = Lock()
+"""matplotlib's settings belong to the whole process, and sweeps write reports in threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,31 +63,37 @@ def svg(chart: Chart, *, width: int, height: int) -> str:
 
     `width` and `height` are in pixels at the size where its labels are as tall as small print.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with SETTINGS, matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+        _draw(figure.add_subplot(), chart)
+        return element(figure, name=chart.name, title=chart.title)
+
+
+def element(figure: Figure, *, name: str, title: str, **options: Any) -> str:
+    """A figure as an element of a page: no prologue, no fixed size, the page's fonts and colours, ids of its own."""
     from io import StringIO
 
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
 
-    with _settings, matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        # Text stays text (the page's font, searchable); the salt makes ids depend on the content alone.
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train-litgpt"})
-        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-        FigureCanvasSVG(figure)
-        _draw(figure.add_subplot(), chart)
-        buffer = StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    # An element of a page: no prologue, no fixed size, the page's fonts and colours, ids of its own.
+    FigureCanvasSVG(figure)
+    # Text stays text (the page's font, searchable); the salt makes ids depend on the content alone.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train-litgpt"})
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, **options)
     _, _, text = buffer.getvalue().partition('viewBox="')
     box, _, text = text.partition('"')
-    text = f'<svg viewBox="{box}" role="img" aria-label="{escape(chart.title)}">' + text.partition(">")[2]
+    text = f'<svg viewBox="{box}" role="img" aria-label="{escape(title)}">' + text.partition(">")[2]
     text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
-    text = re.sub(r" font-family: [^;]*;", "", text)
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)
     text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
-    text = re.sub(r"(\bid=\"|href=\"#|url\(#)", rf"\g<1>{chart.name}-", text).replace("xlink:href", "href")
-    for name, sentinel in _COLORS.items():
-        text = text.replace(sentinel, f"var(--{name})")
+    text = re.sub(r"(\bid=\"|href=\"#|url\(#)", rf"\g<1>{name}-", text).replace("xlink:href", "href")
+    for color, sentinel in _COLORS.items():
+        text = text.replace(sentinel, f"var(--{color})")
     return text.strip()
 
 

@@ -101,7 +101,7 @@ class Ledger:
             return known
         return (
             f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
-            f"list price on demand in {price.region} of {price.date}."
+            f"{price.source}."
         )
 
     def rows(self) -> list[dict[str, str]]:

@@ -6,15 +6,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from launcher.config import Objective
 from launcher.curves import summary
-from launcher.formatting import duration_text, loss_text, share_text
-from launcher.reports.charts import Chart, Line
+from launcher.formatting import duration_text, loss_text, setting_text, share_text
+from launcher.reports.charts import SETTINGS, Chart, Line, element
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import template
 from launcher.runs.run import Run
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from launcher.runs.search import Search
 
 _COLORS = ("blue", "orange", "green", "violet")
+_THEIRS = {"#e5e5e5": "none", "#ffffff": "var(--line)", "#555555": "var(--muted)", "#000000": "var(--muted)"}
+"""The colours of Optuna's pictures: grounds, frames, words, axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +95,14 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each trial, the best first."""
     return [
         {
-            # Drawn numbers have 17 digits, of which four tell the trials apart; best.yaml has all of them.
-            **{
-                name: f"{value:.4g}" if isinstance(value, float) else str(value)
-                for name, value in one.trial.changes.items()
-            },
+            **{name: setting_text(value) for name, value in one.trial.changes.items()},  # best.yaml has all digits
             "validation loss": "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
             "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             "MFU": "" if one.mfu is None else share_text(one.mfu),
             "cost": "" if one.usd is None else f"${one.usd:,.2f}",
             "duration": duration_text(one.seconds) if one.seconds else "",
             "run": one.run,
-            "ended": one.ended.splitlines()[0] if one.ended else "",
+            "ended": shorten(one.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's verdict has all of it
         }
         for one in sorted(outcomes, key=lambda one: one.rank)
     ]
@@ -124,19 +122,19 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
     """Return one page that needs nothing but itself: the table, all curves, and Optuna's pictures of the search."""
     best = sorted(outcomes, key=lambda one: one.rank)
     lines = [
-        Line(points=one.losses, color=_COLORS[number % len(_COLORS)], marked=True, faint=number >= len(_COLORS),
-             label=one.run if number < len(_COLORS) else "")
+        Line(points=one.losses, color=(*_COLORS, "muted")[min(number, 4)], marked=True, faint=number > 3,
+             label=f"{one.run.rpartition('-')[2]}  {loss_text(one.validation_loss)}" if number < 4 else "")
         for number, one in enumerate(best) if one.losses
     ]  # fmt: skip
-    curves = Chart(name="trials", title="Validation loss of all trials", y_text=loss_text, lines=lines)
-    front = sorted(search.front) if len(search.objectives) > 1 else []
+    curves = Chart(name="trials", title="Validation loss of all trials", y_text="{:g}".format, lines=lines)
+    unbeaten = [search.changes[number] for number in search.front] if len(search.objectives) > 1 else []
     return template("sweep.html").render(
         title=name,
-        rows=table(outcomes),
+        rows=table(best),
         links={one.run: one.link for one in outcomes},
         curves=curves if lines else None,
         pictures=pictures(search),
-        front=[search.changes[number] for number in front],
+        front=table(one for one in best if one.trial.changes in unbeaten),
     )
 
 
@@ -145,31 +143,45 @@ def pictures(search: Search) -> list[tuple[str, str]]:
     if (study := search.study) is None:
         return []
     import matplotlib.pyplot as plt
-    from optuna.exceptions import ExperimentalWarning
+    from matplotlib.colors import LinearSegmentedColormap
     from optuna.importance import PedAnovaImportanceEvaluator
     from optuna.visualization import matplotlib as drawn
 
     plt.switch_backend("agg")  # there may be no screen, and this may not be the main thread
-    warnings.simplefilter("ignore", ExperimentalWarning)  # that such pictures may change is nothing to us
-    several, made = len(search.objectives) > 1, []
-    target = (lambda trial: trial.values[0]) if several else None
-    wanted: dict[str, Callable[[], object]] = {
+    names = [name.replace("_", " ") for name in search.objectives]
+    first = (lambda trial: trial.values[0]) if len(names) > 1 else None
+    low = first and (lambda trial: trial.values[0] * (-1 if names[0] == "tokens per second" else 1))
+    wanted: dict[str, Callable[[], Any]] = {
         "Importance of the settings": lambda: drawn.plot_param_importances(
-            study, evaluator=PedAnovaImportanceEvaluator(), target=target, target_name=search.objectives[0]
-        ),
-        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(
-            study, target=target, target_name=search.objectives[0]
-        ),
+            study, evaluator=PedAnovaImportanceEvaluator(), target=low, target_name=names[0]
+        ).set(xlabel=f"share in what changes the {names[0]}", ylabel=""),
+        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(study, target=first, target_name=names[0]),
     }
-    if several:
-        wanted["Pareto front"] = lambda: drawn.plot_pareto_front(study, target_names=[*search.objectives])
-    for caption, draw in wanted.items():
-        try:
-            draw()
-        except (RuntimeError, ValueError):  # too few trials, or all alike
-            continue
-        text = StringIO()
-        plt.savefig(text, format="svg", bbox_inches="tight")
-        plt.close("all")
-        made.append((caption, "<svg" + text.getvalue().partition("<svg")[2]))
+    if len(names) > 1:
+        wanted["Not beaten in every objective"] = lambda: drawn.plot_pareto_front(
+            study, target_names=names
+        ).yaxis.set_major_formatter("{x:,.10g}")
+    made, scale = [], LinearSegmentedColormap.from_list("trials", ["#2563eb", "#d97706"])
+    for number, (caption, draw) in enumerate(wanted.items()):
+        # That its pictures may change, and what its importances mean, Optuna would tell on the terminal.
+        with SETTINGS, plt.rc_context(), warnings.catch_warnings(action="ignore"):
+            try:
+                draw()
+            except (RuntimeError, ValueError):  # too few trials, or all alike
+                continue
+            figure = plt.gcf()
+            figure.set_size_inches(10, 4.2)
+            for axes in figure.axes:
+                axes.grid(visible=False)
+                for place in ("left", "center"):  # the caption says it
+                    axes.set_title("", loc=place)
+                for lines in axes.collections:
+                    lines.set_cmap(scale)  # both ends are seen on white and on black
+            text = element(figure, name=f"search-{number}", title=caption, bbox_inches="tight")
+            plt.close("all")
+        for theirs, ours in _THEIRS.items():
+            text = text.replace(theirs, ours)
+        for setting in search.changes[0]:
+            text = text.replace(f">{setting}<", f">{setting.rpartition('.')[2]}<")
+        made.append((caption, text))
     return made

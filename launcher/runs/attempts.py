@@ -208,6 +208,9 @@ class Claim:
     make_job: Callable[[int], Job]
     progress: Callable[[], int] = lambda: 0
     """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
+    seconds: Callable[[], float | None] = lambda: None
+    """Returns how long a new attempt may hold its machines before it has to save and leave; None for ever. A
+    LauncherError where it had better not begin."""
     flow_runs: Sequence[str] = ()
     """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
 
@@ -285,6 +288,7 @@ class Claim:
             key=job.name.rpartition("-")[2],
             attempt=number,
             sweep=self.config.start.sweep,
+            trial=self.config.start.trial,
             config=self.config.model_dump(mode="json"),
             platform=self.config.platform.model_dump(mode="json"),
             job_id=self.platform.render(job).job_id,

@@ -77,6 +77,7 @@ class AttemptRecord(Settings):
     key: str
     attempt: int
     sweep: str | None = None
+    trial: str | None = None
     config: dict[str, JsonValue]
     platform: dict[str, JsonValue]
     """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""

@@ -174,6 +174,8 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 class RunRow:
     run: str
     sweep: str | None
+    trial: str
+    """The settings that a sweep's trial varies, as `learning_rate=0.001`; else empty."""
     state: str
     """A JobState of its last attempt, or DONE."""
     step: int | None
@@ -226,6 +228,7 @@ def run_rows(
         return RunRow(
             run=record.run,
             sweep=record.sweep,
+            trial=record.trial or "",
             state=state,
             step=step,
             steps=steps,
@@ -256,6 +259,7 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
             "platform": row.platform,
             "attempts": str(row.attempts),
             "flow run": (row.flow_run or NOTHING)[:8],
+            **({"trial": row.trial} if any(one.trial for one in rows) else {}),
         }
         for row in rows
     ]

@@ -138,9 +138,10 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 def write_config(run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None) -> None:
     """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price; and
     the bill of materials of that code, where we know what its image holds."""
-    machine, price = run.config.platform.machine_type, None
-    if machine is not None and (listed := machine.price) is not None:
-        price = RecordedPrice(machine=machine.name, usd=listed.usd, region=listed.region, date=listed.date)
+    platform, price = run.config.platform, None
+    if (known := platform.price) is not None:
+        name = platform.hardware or f"a node ({platform.kind})"
+        price = RecordedPrice(machine=name, usd=known.usd, region=known.region, date=known.date)
     written, software = run.config.model_dump(mode="json"), asdict(identity) if identity else {}
     write_document(run.storage, RunDocument(run=written, training=spec, software=software, price=price))
     if identity is not None and (bill := bill_of_materials(identity, run.config.image)) is not None:

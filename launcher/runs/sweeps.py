@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from launcher.config import RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
+from launcher.formatting import setting_text
 from launcher.runs.index import Index
 from launcher.runs.run import Run, as_started, run_of
 from launcher.runs.search import Search
@@ -35,11 +36,6 @@ class Trial:
         """Its changes as they would be written on a command line."""
         return " ".join(f"{name}={value}" for name, value in self.changes.items())
 
-    @property
-    def short(self) -> str:
-        """Its changes by the last words of their names."""
-        return ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.changes.items())
-
 
 def sweep_name(sweep: SweepConfig) -> str:
     """Return the sweep's own name, `<name>-<key>`: where its results lie, and what its trials are found by.
@@ -53,7 +49,8 @@ def sweep_name(sweep: SweepConfig) -> str:
 
 def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue]) -> Trial:
     """Return the trial with these settings; a ConfigProblem where they cannot be used together."""
-    start = {"others": sweep.start.others, "sweep": sweep_name(sweep)}
+    short = ", ".join(f"{name.rpartition('.')[2]}={setting_text(value)}" for name, value in changes.items())
+    start = {**sweep.start.model_dump(), "sweep": sweep_name(sweep), "trial": short}
     base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {"start": start}
     where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
     return Trial(changes=changes, config=validated(RunConfig, overridden(base, dict(changes)), where=where))

@@ -34,7 +34,7 @@ class Cost(Settings):
         price, bad = self.price, self.unreadable
         cost = f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}"
         left_out = f"; reports of nodes that could not be read, and are left out: {bad}" if bad else ""
-        return f"{cost}, list price on demand in {price.region} of {price.date}{left_out}"
+        return f"{cost}, {price.source}{left_out}"
 
 
 class HuggingFaceProof(Settings):

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from threading import TIMEOUT_MAX, Timer
+from time import monotonic, time
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -26,8 +27,8 @@ from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
-from litgpt_demo.node.environment import GRACE
-from litgpt_demo.runs import read_spec
+from litgpt_demo.node.environment import GRACE, NodeTimes
+from litgpt_demo.runs import read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
@@ -40,13 +41,27 @@ from litgpt_demo.training.step import FIRST_PASS, Exchange, StepResult, evaluate
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
 
+_SPENT = 0  # no signal's number
+
 # A batch or two may be bad; a training that makes no update in so many steps has another trouble.
 _MOST_IN_A_ROW = 10
 
 
-def fit(training: Training) -> None:
-    """Train from the newest checkpoint to the end; Preempted, if it was asked to leave and has saved before that."""
+def fit(training: Training, *, seconds: float | None = None) -> None:
+    """Train from the newest checkpoint to the end.
+
+    Args:
+        seconds: after which no money is left, and all ranks save and leave; given to one rank at least.
+
+    Raises:
+        Preempted: asked to leave, it has saved before its end.
+        UserError: a loss is not finite, or the money is spent.
+    """
     asked: list[int] = []
+    timer = Timer(seconds or 0.0, asked.append, [_SPENT])
+    timer.daemon = True
+    if seconds is not None:
+        timer.start()
     # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
@@ -66,9 +81,12 @@ def fit(training: Training) -> None:
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
             # Who ends first has torchrun end the others, so all have to be through.
-            training.ranks.first(lambda: None)
+            if training.ranks.together(lambda: _SPENT in asked, any):
+                what = f"the budget is spent, and step {loop.done} is saved"
+                raise UserError(what, fix="raise start.max_usd and run again: the run goes on from it")
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
     finally:
+        timer.cancel()
         training.feed.close()
         signal.signal(signal.SIGTERM, before)
 
@@ -193,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`-m litgpt_demo train --run ADDRESS`, in every rank."""
     parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
+    parser.add_argument("--seconds", type=float, help="from the attempt's beginning until it has to save and leave")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
     spec = read_spec(run)
@@ -207,7 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             staged = os.environ.get("LITGPT_DATASET")
             heart.beat(0, "loading data and model", allow=_LONG)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
-            fit(replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart))
+            training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
+            limited = args.seconds is not None and fabric.is_global_zero
+            fit(training, seconds=seconds_left(run, args.seconds) if limited else None)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
@@ -215,6 +236,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def seconds_left(run: Storage, seconds: float) -> float:
+    """Return what is left of an attempt's seconds; where its platform has started it again, since its first life."""
+    if (times := NodeTimes.told()) is None:
+        return seconds
+    lives = [row["node_started"] for row in read_metrics(run) if row.get("attempt") == times.attempt]
+    return min(seconds + min(lives, default=times.started) - time(), TIMEOUT_MAX)
 
 
 def scratch_of(run: Storage, rank: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cli.foreground import Watch
 from cli.terminal import Screen
 from launcher.events import (
     SCRIPT_STEPS,
+    TRIAL,
     Event,
     FlowRunStarted,
     MetricsRow,
@@ -102,6 +104,37 @@ def test_two_steps_at_once_are_two_live_lines_and_one_goes_with_its_end() -> Non
     _, done, after = file.getvalue().partition("42/100")
     assert done
     assert "2/5 image" not in after
+
+
+def test_lines_of_trials_begin_with_what_they_vary_and_what_they_share_is_told_once() -> None:
+    shared: list[Event] = [StepDone(step=Step.DATASET, what="8 documents"), StepDone(step=Step.IMAGE, what="this one")]
+
+    def trial(name: str, *events: Event) -> None:
+        TRIAL.set(name)
+        for event in events:
+            report(event)
+
+    file = io.StringIO()
+    with Watch(Console(file=file, width=60, highlight=False, emoji=False)):
+        report(shared[0])
+        one, other = copy_context(), copy_context()
+        both = list(zip(training(20), training(40), strict=False))
+        one.run(trial, "seed=1", *shared)
+        other.run(trial, "seed=2", *shared)
+        for first, second in both[:12]:  # each has a bar of its own
+            one.run(trial, "seed=1", first)
+            other.run(trial, "seed=2", second)
+        other.run(trial, "seed=2", Note(what="pruned at step 11", severity="warning", ends=True))
+    assert [line.rstrip().partition("  loss")[0] for line in file.getvalue().splitlines()] == [
+        "✓ 1/5 dataset      8 documents (0.0 s)",
+        "✓ 2/5 image        this one (0.0 s)",
+        *(f"seed=1   step {step}/20" for step in (2, 4)),
+        "seed=2   step 4/40",
+        *(f"seed=1   step {step}/20" for step in (6, 8)),
+        "seed=2   step 8/40",
+        "seed=1   step 10/20",
+        "seed=2   pruned at step 11",
+    ]
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e"

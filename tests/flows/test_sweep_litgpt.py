@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prefect import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from waiting import until
 
 from flows import sweep_litgpt as module
@@ -50,7 +55,7 @@ def swept(
 
     def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train, **sweep: Any) -> list[dict[str, Any]]:
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
-        whole = tiny({"data.corpus.paths": [str(own)]}).model_dump()
+        whole = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
         config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2} | sweep})
         return asyncio.run(sweep_litgpt(**dict(config)))
 
@@ -71,6 +76,7 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
     with get_client(sync_client=True) as client:
         shown: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
     assert "learning_rate: 0.01" in shown[f"best-{written.parent.name}"]
+    assert "user error" in shown[f"sweep-{written.parent.name}"]
 
 
 def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept, trained: list[RunConfig]) -> None:
@@ -126,3 +132,84 @@ def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fi
     losses = [float(row["validation loss"]) for row in table]
     assert losses == sorted(losses)
     assert 0 < len(losses) <= 6
+
+
+@pytest.mark.parametrize(
+    ("budget", "trials"), [({"max_gpu_hours": 2.5}, 3), ({"max_usd": 19.9}, 2), ({"max_usd": 20}, 2), ({}, 4)]
+)
+def test_no_trial_begins_once_the_budget_is_spent(
+    swept: Swept, trained: list[RunConfig], monkeypatch: pytest.MonkeyPatch, budget: dict[str, float], trials: int
+) -> None:
+    """Each trial takes an hour of one process, which costs $10."""
+    told = module.outcome_of
+    monkeypatch.setattr(module, "outcome_of", lambda *one, **more: replace(told(*one, **more), hours=1, usd=10))
+    table = swept({"train.seed": [1, 2, 3, 4]}, max_parallel=1, **budget)
+    assert (len(table), len(trained)) == (trials, trials)
+    assert {row["cost"] for row in table} == {"$10.00"}
+
+
+def test_what_trials_that_still_run_have_spent_counts_too(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first goes on until somebody asks what it has spent after the second one's end: enough for no third."""
+    begun, ended, asked = list[int](), list[int](), list[int]()
+
+    async def train(**groups: Any) -> Any:
+        begun.append(seed := RunConfig(**groups).train.seed)
+        if seed == 1:
+            await asyncio.to_thread(until, lambda: asked)
+        ended.append(seed)
+        return SimpleNamespace(validation_loss=float(seed))
+
+    def outcome_of(trial: Any, *more: Any, **others: Any) -> Any:
+        spent = trial.config.train.seed == 1 and bool(ended)
+        asked.extend([1] * spent)
+        return replace(told(trial, *more, **others), usd=30 if spent else 1)
+
+    told = module.outcome_of
+    monkeypatch.setattr(module, "outcome_of", outcome_of)
+    swept({"train.seed": [1, 2, 3]}, train, max_usd=20)
+    assert sorted(begun) == [1, 2]
+
+
+@contextmanager
+def shared_limit(slots: int) -> Iterator[None]:
+    """Prefect's global concurrency limit of the name that sweeps look for."""
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=module.GPUS, limit=slots))
+        try:
+            yield
+        finally:
+            client.delete_global_concurrency_limit_by_name(module.GPUS)
+
+
+class Crowd:
+    """Trials that wait for each other, until so many have been there at once or all have begun."""
+
+    def __init__(self, *, wanted: int, trials: int) -> None:
+        self.wanted, self.trials, self.begun, self.there, self.most = wanted, trials, 0, 0, 0
+
+    async def train(self, **_: Any) -> Any:
+        self.begun, self.there = self.begun + 1, self.there + 1
+        self.most = max(self.most, self.there)
+        await asyncio.to_thread(until, lambda: self.there >= self.wanted or self.begun == self.trials)
+        self.there -= 1
+        return SimpleNamespace(validation_loss=1.0)
+
+
+def test_two_sweeps_together_never_use_more_gpus_than_the_limit_and_all_where_there_is_none(swept: Swept) -> None:
+    crowd = Crowd(wanted=2, trials=6)
+    with shared_limit(2), ThreadPoolExecutor() as pool:
+        grids = [{"train.seed": [1, 2, 3]}, {"train.seed": [4, 5, 6]}]
+        sweeps = [pool.submit(copy_context().run, swept, grid, crowd.train, max_parallel=3) for grid in grids]
+        assert [len(one.result()) for one in sweeps] == [3, 3]
+    assert crowd.most == 2
+    crowd = Crowd(wanted=3, trials=3)
+    swept({"train.seed": [1, 2, 3]}, crowd.train, max_parallel=3)
+    assert crowd.most == 3
+
+
+def test_a_trial_that_takes_more_gpus_than_the_limit_has_does_not_wait_for_ever(swept: Swept) -> None:
+    with (
+        shared_limit(1),
+        pytest.raises(LauncherError, match=r"takes 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),
+    ):
+        swept({"platform.processes": [2], "train.micro_batch": [2]})

@@ -173,6 +173,10 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"platform": {"kind": "local", "nodes": {"min": 2, "max": 4}}}, "platform: nodes={min, max} and min_nodes"),
         ({"image": {"kind": "cluster", "repository": "r/x"}}, "which is gone; take docker or cloudbuild"),
         ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
+        (
+            {"start": {"max_usd": 5}},
+            "start.max_usd needs a price, and local has no list price that is known here; give",
+        ),
     ],
 )
 def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], words: str) -> None:

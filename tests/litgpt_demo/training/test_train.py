@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +32,11 @@ from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
 from litgpt_demo.metrics import curve, rows_of
+from litgpt_demo.node.environment import TIMES, NodeTimes
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
-from litgpt_demo.training.loop import fit, grace_warning
+from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.setup import Feed
@@ -245,6 +249,26 @@ def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given
     train(run)
     assert newest(run).step > first.step
     assert newest(run).seconds >= first.seconds + 0.1
+
+
+def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_had_not(
+    new_run: NewRun, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt began a minute ago, in an earlier life."""
+    run = new_run("run")
+    begun = NodeTimes(attempt=3, started=time() - 10)
+    monkeypatch.setenv(TIMES, json.dumps(asdict(begun)))
+    first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
+    (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
+    assert seconds_left(open_storage(str(run)), 100) == pytest.approx(40, abs=5)
+    with pytest.raises(UserError, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
+        main(["--run", str(run), "--seconds", "50"])
+    saved = newest(run).step
+    assert 0 < saved < 12
+    assert rows(run, "end") == []
+    train(run)
+    assert newest(run).step == 12
+    assert shards(run) == shards(finished)
 
 
 def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_grace_that_fits() -> None:

@@ -32,6 +32,7 @@ from launcher.runs.run import plan_run
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoints import committed
 from tasks.report import attempt_times
 
 pytestmark = pytest.mark.prefect
@@ -39,7 +40,9 @@ pytestmark = pytest.mark.prefect
 Tiny = Callable[..., RunConfig]
 
 
-def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_runs_as_it_is(trained: Any) -> None:
+def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_runs_as_it_is(
+    trained: Any, cli: Any
+) -> None:
     rates = {"train.learning_rate": [0.03, 0.01, 1e30]}  # no check can know that the last is too high
     sweep = SweepConfig.model_validate({**trained.config.model_dump(), "sweep": {"grid": rates, "max_parallel": 2}})
     table = asyncio.run(sweep_litgpt(**dict(sweep)))
@@ -47,6 +50,10 @@ def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_run
     assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
     [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
     assert str(RunConfig.model_validate(read_yaml(best)).train.learning_rate) == table[0]["train.learning_rate"]
+    assert "nothing: done, 8 steps" in cli("plan", str(best)).out
+    said = cli("status", best.parent.name, "--root", trained.config.root).out
+    assert "learning_rate=0.03" in said
+    assert "learning_rate=1e+30" in said
 
 
 def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twice(tiny: Tiny, tmp_path: Path) -> None:
@@ -79,6 +86,29 @@ def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twi
     assert min(max(row["step"] for row in those) for those in rows) < 80, "none was ended before its last step"
     assert (sweep / "sweep.html").read_text().count("<svg") >= 3
     assert RunConfig.model_validate(read_yaml(sweep / "best.yaml")).train.learning_rate > 1e-5
+
+
+def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raised(
+    tiny: Tiny, run_again: Callable[..., Any]
+) -> None:
+    """A second costs a dollar. On a busy machine the start of the job is half of them."""
+    endless = {"train.max_steps": 1_000_000, "train.evaluate_every": 1_000_000, "train.checkpoint_every": 1_000_000}
+    money = {"platform.usd_per_hour": 3600, "platform.grace": 40}
+    config = tiny({**endless, **money, "start.max_usd": 140})
+    run = plan_run(config)
+    with pytest.raises(JobFailed, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
+        run_again(config)
+    saved = committed(run.storage)[0]
+    spent = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage))
+    assert saved.step > 0
+    assert 95 < sum(spent.held.values()) < 140
+    with pytest.raises(LauncherError, match=r"the budget is spent: .* has cost \$\d+\.\d\d of start\.max_usd=140"):
+        run_again(config)
+    done = run_again(tiny({**endless, **money, "start.max_usd": 4000, "train.max_time": f"{saved.seconds + 1}s"}))
+    assert done.final.run == run.name
+    assert done.final.step > saved.step
+    assert [record.attempt for record in Index(run.root).records(run.name)] == [1, 2]
+    assert "as platform.usd_per_hour has it" in run.storage.read("report.html").decode()
 
 
 def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(

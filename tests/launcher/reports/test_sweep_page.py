@@ -1,0 +1,71 @@
+"""The page of a sweep: its table, its pictures, and that they belong to the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from launcher.config import RunConfig, SweepConfig, validated
+from launcher.reports.sweeps import Outcome, html
+from launcher.runs.search import Search
+from launcher.runs.sweeps import trial_of
+
+
+@pytest.fixture
+def page(tiny: Callable[..., RunConfig]) -> Callable[..., str]:
+    """Makes the page of a sweep of twelve trials, the last of which failed."""
+
+    def make(**sweep: Any) -> str:
+        space = {
+            "train.learning_rate": {"kind": "log-uniform", "low": 1e-4, "high": 1e-2},
+            "train.betas": {"kind": "choice", "values": [[0.9, 0.95], [0.9, 0.99]]},
+        }
+        given = {"space": space, "sampler": "random", "trials": 12} | sweep
+        config = validated(SweepConfig, {**tiny().model_dump(mode="json"), "sweep": given}, where="test")
+        search, outcomes = Search(config.sweep), list[Outcome]()
+        while (number := search.ask()) is not None:
+            changes = search.changes[number]
+            loss = None if number == 11 else 3.0 + abs(changes["train.learning_rate"] - 3e-3) * 100
+            ended = "user error on node 0, rank 0: " + "the loss is <nan> " * 20 if loss is None else ""
+            losses = {step: 3.0 + 9.0 / step for step in (4, 8)}
+            outcomes.append(
+                Outcome(
+                    trial=trial_of(config, changes),
+                    run=f"tiny-{number:010x}",
+                    validation_loss=loss,
+                    losses=losses,
+                    tokens_per_second=1e5 + number,
+                    ended=ended,
+                    link=f"/runs/tiny-{number:010x}/report.html",
+                )
+            )
+            search.tell(number, outcomes[-1].values(config.sweep.objectives))
+        return html("tiny-0123456789", outcomes, search)
+
+    return make
+
+
+def test_the_page_has_a_row_for_each_trial_and_pictures_in_its_own_colours(page: Callable[..., str]) -> None:
+    made = page()
+    pictures = re.findall(r"<svg.*?</svg>", made, flags=re.DOTALL)
+    assert len(pictures) == 4, "curves, wide and narrow, importance, parallel coordinates"
+    for picture in pictures:
+        assert not re.search("#(000000|ffffff|555555|e5e5e5)", picture)
+    for picture in pictures[2:]:
+        assert {">learning_rate<", ">betas<"} <= {f">{word}<" for word in re.findall(">([a-z_]+)</text>", picture)}
+    ids = [word for picture in pictures[1:] for word in re.findall(r'\bid="([^"]+)"', picture)]
+    assert len(ids) == len(set(ids))
+    assert made.count("report.html") == 12
+    assert 0 < made.count("the loss is &lt;nan&gt;") < 5, "it says why in a line; the verdict has all of it"
+
+
+def test_of_several_objectives_the_trials_that_no_other_beats_have_a_table_of_their_own(
+    page: Callable[..., str],
+) -> None:
+    made = page(objectives=["validation_loss", "tokens_per_second"])
+    _, _, front = made.partition("Not beaten in every objective")
+    assert 0 < front.count("report.html") < 12
+    assert front.count("<svg") == 1
