@@ -97,7 +97,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
     found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
-    images = not config.platform.on_this_machine
+    images = config.platform.in_containers
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
