@@ -16,14 +16,7 @@ from typing import ClassVar, NamedTuple
 
 import psutil
 
-from launcher.errors import (
-    LauncherError,
-    LoginProblem,
-    NotInstalled,
-    PlatformRefused,
-    PlatformUnreachable,
-    finding_of,
-)  # fmt: skip
+from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable
 from launcher.platforms.log_files import exit_codes, page_of
@@ -129,42 +122,24 @@ class SlurmPlatform:
             if kind in _LOCAL_DISKS:
                 what = f"the run's folder {directory} is on a disk of this machine ({kind}), which nodes may not see"
                 yield Finding("warning", "slurm.root", what, "take a root on a file system that all nodes mount")
+        table = ""
         try:
-            yield from self._about_partition()
-            # Asks the controller all else: account, qos, constraint, limits; nothing is submitted.
+            table = self._run("sinfo", "-h", "-o", "%P %a %l %D %G")
+            for name, _, limit, *_ in map(str.split, table.splitlines()):
+                most, wanted = seconds_of(limit), seconds_of(settings.time or "")
+                chosen = name.rstrip("*") == settings.partition if settings.partition else name.endswith("*")
+                if chosen and most and wanted and wanted > most:  # Slurm takes such a job, and never starts it
+                    what = f"platform.time={settings.time}, and the partition {name.rstrip('*')} allows {limit}"
+                    yield Finding("error", "slurm.time", what, "shorten it: the next attempt goes on where one ends")
+            # The controller itself says whether the partition, account, qos and nodes are to be had; nothing is made.
             self._run("sbatch", "--test-only", given=submission.body["script"])
+        except PlatformRefused as error:
+            there = "; ".join(table.splitlines())
+            fix = f"take what the cluster has (partition, its state and time limit, nodes, their GPUs): {there}"
+            yield Finding("error", "slurm.refused", error.what, fix)
         except LauncherError as error:
-            codes = {NotInstalled: "commands", LoginProblem: "login", PlatformRefused: "refused"}
+            codes = {NotInstalled: "commands", LoginProblem: "login"}
             yield finding_of(error, f"slurm.{codes.get(type(error), 'controller')}")
-
-    def _about_partition(self) -> Iterator[Finding]:
-        """Compare what is asked for with what the partition has; a job beyond its limits would wait for ever."""
-        settings, partitions = self._settings, dict[str, tuple[str, str, int, str]]()
-        for line in self._run("sinfo", "-h", "-o", "%P|%a|%l|%D|%G").splitlines():
-            name, up, limit, nodes, gres = line.split("|")
-            if (settings.partition or name[:-1]) == name.rstrip("*") and (settings.partition or name.endswith("*")):
-                _, _, known, every = partitions.get(name, ("", "", 0, ""))
-                partitions[name] = up, limit, known + int(nodes), f"{every} {gres}"
-        if not partitions:
-            listed = self._run("sinfo", "-h", "-o", "%R %l").split("\n")
-            what = f"there is no partition {settings.partition or 'that is the default'}"
-            fix = f"set platform.partition to one of these (name, time limit): {', '.join(filter(None, listed))}"
-            yield Finding("error", "slurm.partition", what, fix)
-        for name, (up, limit, nodes, gres) in partitions.items():
-            name = name.rstrip("*")
-            if up != "up":
-                yield Finding("error", "slurm.partition", f"the partition {name} is {up}", "take another, or wait")
-            most, wanted = seconds_of(limit), seconds_of(settings.time or "")
-            if most and wanted and wanted > most:
-                what = f"platform.time={settings.time}, and the partition {name} allows {limit}"
-                yield Finding("error", "slurm.time", what, "shorten it: the next attempt goes on where this one ends")
-            if settings.nodes > nodes:
-                what = f"platform.nodes={settings.nodes}, and the partition {name} has {nodes}"
-                yield Finding("error", "slurm.nodes", what, "ask for fewer nodes, or another partition")
-            counts = [int(count) for count in re.findall(r"gpu(?::[^:,\s(]+)?:(\d+)", gres)]
-            if settings.gpus > max(counts, default=0):
-                what = f"platform.gpus={settings.gpus}, and nodes of the partition {name} have {max(counts, default=0)}"
-                yield Finding("error", "slurm.gpus", what, "ask for fewer GPUs of each node, or another partition")
 
     def avoidable(self, job: Job) -> Avoidable:
         return Avoidable(None, "ask the cluster's administrator to drain the node")

@@ -45,8 +45,8 @@ class SlurmJob(NamedTuple):
 def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     """The submission: the batch script, and the id under which the job is found again."""
     network = settings.fabric
-    shm = {"shm_bytes": network.node.shm_bytes if settings.gpus else 0}
-    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, **shm)
+    shm = network.node.shm_bytes if settings.gpus else 0
+    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
     remote = is_remote(job.directory)
     if not remote and not PurePosixPath(job.directory).is_absolute():
         what = f"the run's folder {job.directory} is relative, and nodes have other working directories"
