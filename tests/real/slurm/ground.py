@@ -62,7 +62,7 @@ class Cluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str, check: bool = True) -> str:
-        environment = {**os.environ, **self.environment}
+        environment = {"PATH": os.environ["PATH"], **self.environment}  # daemons inherit it, and outlive a test
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done.stdout
@@ -128,3 +128,33 @@ def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: st
         for process in psutil.process_iter(["name", "cmdline"]):
             if str(process.info["name"]).startswith("slurmstepd") and str(folder) in str(process.environ()):
                 process.kill()
+
+
+@contextlib.contextmanager
+def ssh_login(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+    """A real sshd on loopback, and the folder of an `ssh` that knows it as `login`, by a key of its own."""
+    if (sshd := shutil.which("sshd", path="/usr/sbin")) is None:
+        pytest.skip("needs sshd: apt-get install openssh-server")
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    (folder / "authorized").write_text((folder / "user.pub").read_text())
+    port, variables = free_port(), " ".join(f"{name}={value}" for name, value in environment.items())
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+        f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nPidFile {folder}/pid\nSetEnv {variables}\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host login\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/user\n IdentitiesOnly yes\n"
+        f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
+    )
+    (own := folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
+    own.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config")])
+    try:
+        until(lambda: any(one.laddr.port == port for one in psutil.net_connections("tcp") if one.status == "LISTEN"))
+        yield folder
+    finally:
+        server.terminate()
+        server.wait()
