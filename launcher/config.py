@@ -205,10 +205,10 @@ class ScriptConfig(Settings):
     @property
     def program(self) -> tuple[str, ...]:
         """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
-        Elsewhere than here it is a path in the image; with `code` it is one in the mounted folder."""
+        In an image it is a path there; with `code` it is one in the mounted folder."""
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
-        if self.code is not None or not self.platform.on_this_machine:
+        if self.code is not None or self.platform.in_containers:
             return (self.script, *self.args)
         return (str(Path(self.script).expanduser().resolve()), *self.args)
 

@@ -65,7 +65,7 @@ async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: st
 @step_task(Step.IMAGE.task)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
-    containers = not config.platform.on_this_machine
+    containers = config.platform.in_containers
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too

@@ -119,7 +119,7 @@ def previews(config: AnyConfig) -> dict[str, Submission]:
         job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
         submission = claim.platform.render(job)
         unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
-        if job.image is None and not claim.config.platform.on_this_machine:
+        if job.image is None and claim.config.platform.in_containers:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         shown[title] = replace(submission, unknown=(*unknown, *submission.unknown))
     return shown

@@ -100,7 +100,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
     found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
-    images = not config.platform.on_this_machine
+    images = config.platform.in_containers
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
@@ -172,10 +172,10 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
             what = f"{given} is no file of code.mount={config.code.mount}, or one that is left out"
             fix = "give its path within that folder, and look into the .dockerignore there"
             yield Finding("error", "script.missing", what, fix)
-    elif not here and not program.startswith("/"):
+    elif config.platform.in_containers and not program.startswith("/"):
         what = f"{given} is a path in the image, and nodes start in a folder of their own"
         yield Finding("error", "script.relative", what, "give its absolute path in the image, or `-m package.module`")
-    elif here and not Path(program).is_file():
+    elif not config.platform.in_containers and not Path(program).is_file():
         fix = "paths are relative to the folder you start from"
         yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
     yield from check_place(config, platform, job)

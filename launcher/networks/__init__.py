@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from launcher.machines import MACHINES, Machine
-from launcher.networks import gib, roce, tcpx, tcpxo
+from launcher.networks import gib, ib, roce, tcpx, tcpxo
 from launcher.networks.profile import GIB, Choice, DaemonOptions, Network
 from litgpt_demo.config import Settings
 from litgpt_demo.node.network import NodeNetwork
@@ -16,6 +16,8 @@ DEFAULT: Final = "plain"
 """The network that every cluster has, and that a config which names none gets."""
 InPods: TypeAlias = Literal["plain", "gib", "roce", "tcpx", "tcpxo"]
 """Those of a platform that gives pods whatever they ask for, GKE's Network objects and the host's network included."""
+OnMachines: TypeAlias = Literal["plain", "ib", "roce"]
+"""Those of a platform whose nodes are machines that see their cards themselves."""
 ByMultus: TypeAlias = Literal["plain", "roce"]
 """Those of a platform that gives further interfaces by Multus, and devices as extended resources."""
 
@@ -45,6 +47,7 @@ NETWORKS: Mapping[str, Profile] = MappingProxyType(
     {
         "plain": Profile(plain, Settings, tuple(MACHINES), unlisted=True),
         "gib": Profile(gib.network, gib.Options, ("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g")),
+        "ib": Profile(ib.network, ib.Options, unlisted=True),
         "roce": Profile(roce.network, roce.Options, unlisted=True),
         "tcpx": Profile(tcpx.network, tcpx.Options, ("a3-highgpu-8g",)),
         "tcpxo": Profile(tcpxo.network, DaemonOptions, ("a3-megagpu-8g",)),

@@ -127,6 +127,8 @@ class Choice:
     site_names: bool = False
     """Attachments and resources have the same names in all clusters, so that a network can have defaults."""
     host_network: bool = False
+    bare: bool = False
+    """Nodes are machines without pods: nothing is attached or asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,14 @@ FLOOR = {2: 9.2, 4: 5.7}
 _LISTED = r"^{0}(,{0})*$"
 
 
-class Options(Settings):
-    """The settings of RoCE.
+class Interfaces(Settings):
+    roce_interface: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_.-]+"))
+    """The names of the RoCE interfaces on the nodes, joined by commas; empty is Multus' own (net1, net2, …) in pods,
+    and every card that has an address on machines."""
+
+
+class Options(Interfaces):
+    """The settings of RoCE in pods.
 
     Examples of resources and attachments: `rdma/rdma_shared_device_a`, `nvidia.com/hostdev=8`
     (https://github.com/Mellanox/network-operator/tree/d725b15d/example), and a resource and an attachment per card.
@@ -41,8 +47,6 @@ class Options(Settings):
     roce_resource: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_./-]+(=[1-9][0-9]*)?"))
     """Extended resources of the RoCE cards, joined by commas (rdma/shared, nvidia.com/hostdev=8); on Run:ai empty is
     rdma/rdma."""
-    roce_interface: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_.-]+"))
-    """The names of the RoCE interfaces on the nodes, joined by commas; empty is Multus' own: net1, net2, …"""
 
 
 def network(choice: net.Choice, options: Options) -> net.Network:
@@ -53,6 +57,10 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
     """
+    if choice.bare:
+        given = tuple(filter(None, (options.roce_interface or "").split(",")))
+        node = NodeNetwork(name="roce", nccl_net="IB", interfaces=given, hca="mlx5", shm_bytes=net.GIB)
+        return net.Network(node=node, environment=(*ENVIRONMENT, *net.reported(source=_EPFL)), shm_bytes=net.GIB)
     by_site = choice.site_names
     attached = options.roce_network or (ATTACHMENT if by_site else "")
     attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))

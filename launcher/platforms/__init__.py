@@ -18,6 +18,7 @@ PLATFORMS: Mapping[str, str] = MappingProxyType(
         "gke": "launcher.platforms.kubernetes.settings:GkePlatformConfig",
         "runai": "launcher.platforms.runai.settings:RunaiPlatformConfig",
         "batch": "launcher.platforms.batch.settings:BatchPlatformConfig",
+        "slurm": "launcher.platforms.slurm.settings:SlurmPlatformConfig",
     }
 )
 """The `kind` that a config gives, and the class of its settings, which opens the platform. The first is the default."""

@@ -95,6 +95,11 @@ class PlatformSettings(Settings):
         """Yield a finding for each of these environment variables that ranks would not have."""
 
     @property
+    def in_containers(self) -> bool:
+        """Return whether nodes run the image of the config; otherwise they run an environment that is there."""
+        return not self.on_this_machine
+
+    @property
     def hardware(self) -> str | None:
         """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
         named: str | None = getattr(self, "machine", None)

@@ -118,12 +118,31 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
     raise NodeError("\n".join([f"{what} in the table", *(rows or ["  (empty)"])]), fix=fix)
 
 
+def infiniband_ports(sys: Path, prefix: str) -> list[str]:
+    """Return `device:port` of every native InfiniBand port that is up; a NodeError shows what each port says."""
+
+    def told(port: Path, name: str) -> str:
+        with contextlib.suppress(OSError):
+            return (port / name).read_text().strip()
+        return "unknown"
+
+    ports = sorted((sys / "class/infiniband").glob(f"{prefix}*/ports/*"))
+    found = {f"{one.parent.parent.name}:{one.name}": (told(one, "link_layer"), told(one, "state")) for one in ports}
+    if up := [name for name, (layer, state) in found.items() if layer == "InfiniBand" and state.endswith("ACTIVE")]:
+        return up
+    rows = [f"  {name:<16} {layer}  {state}" for name, (layer, state) in found.items()] or ["  none"]
+    fix = "see `ibstat` on this node; set platform.ib_hca to the cards' names, or network: roce for Ethernet"
+    raise NodeError("\n".join([f"no InfiniBand port of {prefix}* is up; the ports are", *rows]), fix=fix)
+
+
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
     """NCCL's card and GID index, where the user has not set them."""
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
     # The author of a list of cards, or of an exclusion, knows their indices.
     if "NCCL_IB_GID_INDEX" in environ or not re.fullmatch(r"[A-Za-z0-9_]+", prefix):
         return {}
+    if network.infiniband:
+        return {"NCCL_IB_HCA": f"={','.join(infiniband_ports(sys, prefix))}"}
     names, index = find_cards(sys, prefix, network.interfaces)
     # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
     return {"NCCL_IB_HCA": f"={','.join(names)}", "NCCL_IB_GID_INDEX": str(index)}

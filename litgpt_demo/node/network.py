@@ -74,6 +74,8 @@ class NodeNetwork(Settings):
     """Network interfaces that this node must have."""
     hca: str | None = None
     """Prefix of the RDMA devices (`mlx5`) whose RoCE v2 GID index the node has to find; it differs from pod to pod."""
+    infiniband: bool = False
+    """The devices are native InfiniBand's: their ports that are up are used, and no GID index is chosen."""
     socket: str | None = None
     """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()

@@ -15,14 +15,13 @@ from launcher import errors
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.log_files import page_of
+from launcher.platforms.log_files import exit_codes, page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.diagnosis import node_reports
-from litgpt_demo.errors import Finding, TrainLitgptError
-from litgpt_demo.storage import Storage, is_remote, open_storage
+from litgpt_demo.errors import Finding
+from litgpt_demo.storage import is_remote, open_storage
 
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
@@ -214,11 +213,3 @@ class RunaiPlatform:
 
 def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
     return Rest(settings, environ) if settings.uses_rest(environ) else Cli(settings)
-
-
-def exit_codes(attempt: Storage) -> dict[int, int]:
-    """Node number to exit code, of the nodes that have told."""
-    try:
-        return {report.node: report.exit_code for report in node_reports(attempt)}
-    except TrainLitgptError as error:
-        raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error

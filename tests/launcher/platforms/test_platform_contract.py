@@ -207,7 +207,7 @@ def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_f
     first = place.platform.render(asked)
     assert first == place.platform.render(asked)
     assert json.loads(json.dumps(first.body)) == first.body
-    assert re.search(r"MARKER(: |\s+value: )shown", str(first))  # as a mapping has it, or a list of names and values
+    assert re.search(r"MARKER(: |=|\s+value: )shown", str(first))  # as a mapping has it, or a list of names and values
     assert re.search(r"--code\W+gs://bucket/code/a\.tar", str(first))
     assert place.platform.render(replace(asked, attempt=2, directory=f"{asked.directory}-2")).job_id != first.job_id
     assert re.fullmatch(".+", place.platform.check_access())
@@ -307,5 +307,7 @@ def test_every_platform_is_registered_under_the_kind_that_its_settings_have() ->
 
 
 def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigProblem, match=r"platform\.kind: 'toy' given; there are 'local', 'gke', 'runai', 'batch'"):
+    with pytest.raises(
+        ConfigProblem, match=r"platform\.kind: 'toy' given; there are 'local', 'gke', 'runai', 'batch', 'slurm'"
+    ):
         validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")

@@ -1,0 +1,1 @@
+"""Slurm: what jobs become there, and what comes back."""

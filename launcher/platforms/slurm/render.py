@@ -1,0 +1,179 @@
+"""Rendering of a job as the script that `sbatch` reads. Pure: no cluster, no clock, no disk."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import NamedTuple
+from urllib.parse import parse_qs, quote, urlsplit
+
+from launcher.environment import as_rows, node_environment
+from launcher.errors import ConfigProblem
+from launcher.job import UNBUILT, Job, JobId, Submission
+from launcher.platforms.settings import asked
+from launcher.platforms.slurm.settings import SlurmPlatformConfig
+from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.storage import is_remote
+
+_WAIT = 120
+"""Seconds that the other nodes have to end by themselves, and to say what they saw, once the first has ended."""
+
+
+class SlurmJob(NamedTuple):
+    """The content of a job's id. Slurm forgets a job's number; its name is ours, and its folder outlives it."""
+
+    host: str
+    """The login node; empty for this machine."""
+    name: str
+    nodes: int
+    directory: str
+
+    @property
+    def job_id(self) -> JobId:
+        return JobId(f"slurm://{self.host}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
+
+    @classmethod
+    def of(cls, job_id: JobId) -> SlurmJob:
+        url = urlsplit(job_id)
+        query = parse_qs(url.query)
+        if url.scheme != "slurm" or not query.keys() >= {"nodes", "kept"}:
+            raise ConfigProblem(f"{job_id!r} is no job of Slurm; ids look like slurm://host/name?nodes=2&kept=…")
+        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
+
+
+def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
+    """The submission: the batch script, and the id under which the job is found again."""
+    network = settings.fabric
+    shm = network.node.shm_bytes if settings.gpus else 0
+    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
+    remote = is_remote(job.directory)
+    if not remote and not PurePosixPath(job.directory).is_absolute():
+        what = f"the run's folder {job.directory} is relative, and nodes have other working directories"
+        raise ConfigProblem(what, fix="set root to an absolute path that all nodes see, or to gs://bucket/prefix")
+    command = job.node_command(
+        node_rank="env:SLURM_NODEID",
+        master="env:LITGPT_MASTER",
+        directory="@OWN@" if remote else job.directory,
+        log_flags=("--log-uri", job.directory, "--log-every", "10") if remote else (),
+        grace=settings.grace,
+    )
+    log = shlex.quote(f"{_literal(job.directory)}/node-%n.log")
+    output = "" if remote else f" --output={log} --open-mode=append"
+    given = [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
+    given += list(_secrets(job, settings))
+    text = "\n".join(["#!/bin/bash", *_options(job, settings), "", *given, "", _SCRIPT.format(
+        software="\n".join(_software(settings)),
+        wait=_WAIT,
+        output=output,
+        container="".join(f" {shlex.quote(one)}" for one in _container(job, settings)),
+        python=" ".join(shlex.quote(one) for one in _python(job, settings)),
+        words=shlex.join(command),
+        run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
+        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
+    )])  # fmt: skip
+    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
+    return Submission(
+        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
+    )
+
+
+def _literal(path: str) -> str:
+    """A path in a file name pattern, in which `%` begins a replacement."""
+    return path.replace("%", "%%")
+
+
+def _options(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+    avoided = ",".join(dict.fromkeys((*settings.exclude, *job.exclude_nodes)))
+    gpus = settings.gpus if settings.gres is None else 0
+    output = "/dev/null" if is_remote(job.directory) else f"{_literal(job.directory)}/slurm-%j.log"
+    options = {
+        "job-name": job.attempt_name,
+        "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
+        **asked(
+            account=settings.account, partition=settings.partition, qos=settings.qos, reservation=settings.reservation,
+            constraint=settings.constraint, exclude=avoided,
+        ),
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        **asked(**{
+            "gpus-per-node": gpus and f"{settings.gpu_type}:{gpus}" if settings.gpu_type else gpus,
+            "gres": settings.gres, "cpus-per-task": settings.cpus, "mem": settings.memory, "time": settings.time,
+        }),
+        "signal": f"B:TERM@{settings.grace}",
+        "output": output,
+        "export": "NONE",
+    }  # fmt: skip
+    yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items())
+    yield "#SBATCH --no-requeue"
+    if settings.exclusive:
+        yield "#SBATCH --exclusive"
+    yield from (f"#SBATCH {option}" for option in settings.options)
+
+
+def _secrets(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+    """Read each secret from its file on the cluster: its value is in no script and on no command line."""
+    for name in job.secrets:
+        path = settings.secrets.get(name, "")
+        file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+        code = EXIT_CODES[Fault.USER]
+        yield f'{name}=$(cat {file}) || {{ echo "error [slurm.secret] {name}: {path} cannot be read"; exit {code}; }}'
+        yield f"export {name}"
+
+
+def _software(settings: SlurmPlatformConfig) -> Iterator[str]:
+    yield from (f"module load {shlex.quote(module)} || exit {EXIT_CODES[Fault.USER]}" for module in settings.modules)
+    if settings.venv is not None:
+        yield f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"
+
+
+def _container(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+    """The options of srun by which Pyxis runs the image (https://github.com/NVIDIA/pyxis#usage)."""
+    if settings.container == "pyxis":
+        yield f"--container-image={settings.container_image or (job.image or UNBUILT).replace('/', '#', 1)}"
+        mounts = [one if ":" in one else f"{one}:{one}" for one in _mounts(job, settings)]
+        if mounts:
+            yield f"--container-mounts={','.join(mounts)}"
+
+
+def _python(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+    if settings.container == "apptainer":
+        yield from ("apptainer", "exec", *(["--nv"] if settings.gpus else []))
+        yield from (word for mount in _mounts(job, settings) for word in ("--bind", mount))
+        yield settings.container_image or f"docker://{job.image or UNBUILT}"
+    yield "python"
+
+
+def _mounts(job: Job, settings: SlurmPlatformConfig) -> list[str]:
+    """The run's folder's root, where it is one, and what the user names."""
+    root = [] if is_remote(job.directory) else [str(PurePosixPath(job.root or job.directory))]
+    return [*root, *settings.mounts]
+
+
+# The batch script itself runs on the first node alone. SIGTERM, which Slurm sends before the time limit, goes on to the
+# nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until they have saved. Each job
+# has a port of its own, for two jobs may share a machine. A node that loses its peers ends by itself; `--wait` ends one
+# that does not.
+_SCRIPT = """\
+{software}
+{folder}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
+export LITGPT_MASTER="${{address:-$first}}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
+export LITGPT_RESTART="${{SLURM_RESTART_COUNT:-0}}"
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+srun --export=ALL --kill-on-bad-exit=0 --wait={wait}{output}{container} \\
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; {run}' node {python} {words} &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+exit $?
+"""
+_FOLDER = """\
+mkdir -p {folder} || {{ echo "error [slurm.root] this node cannot write to the run's folder"; exit {code}; }}
+"""
+
+# Where the run's folder is in a bucket: logs are copied there, and the node's own go with it. The signal is the ranks'.
+_IN_A_FOLDER_OF_ITS_OWN = (
+    f'trap : TERM; own=$(mktemp -d "${{TMPDIR:-/tmp}}/train-litgpt.XXXXXX") || exit {EXIT_CODES[Fault.NODE]}; '
+    '"${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"'
+)

@@ -1,0 +1,134 @@
+"""The `platform` section of a config for a cluster with Slurm."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from launcher.machines import require_gpus
+from launcher.networks import DEFAULT, NetworkSettings, OnMachines, chosen_network, ib, require_fit, roce
+from launcher.networks.profile import Network
+from launcher.platforms.settings import ClusterSettings, without_default
+from litgpt_demo.config import Count, Kind
+
+# What Slurm's own names are made of; a comma or a blank would end a value, and `%` is replaced in some.
+_WORD = r"^[A-Za-z0-9_@+=:./&|*()\[\]-]+$"
+_PATH = r"^/[A-Za-z0-9_@+=.,/-]*$"
+_TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+))?|(\d+)(?::(\d+))?)")
+
+
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of a time limit as Slurm writes it; None for `UNLIMITED`, `infinite` and what is no time.
+
+    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
+    (https://slurm.schedmd.com/sbatch.html#OPT_time).
+    """
+    if (found := _TIME.fullmatch(time)) is None:
+        return None
+    days, hours, minutes, seconds, only_days, day_hours, day_minutes, only_minutes, rest = (
+        int(group or 0) for group in found.groups()
+    )
+    minutes += day_minutes + only_minutes
+    return 86_400 * (days + only_days) + 3600 * (hours + day_hours) + 60 * minutes + seconds + rest
+
+
+class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterSettings):
+    """Nodes of a cluster that Slurm shares out: one `sbatch` job, in which `srun` starts each node of the training."""
+
+    model_config = ConfigDict(title="Slurm")
+
+    opens: ClassVar[str] = "launcher.platforms.slurm.platform:SlurmPlatform"
+
+    kind: Literal["slurm"] = Kind("slurm")
+
+    # Where.
+    host: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
+    """A login node by its name for `ssh` (`me@login.example.org`, or one of ~/.ssh/config), where Slurm's commands are;
+    empty is this machine."""
+    account: str | None = Field(None, pattern=_WORD)
+    """The account that pays."""
+    partition: str | None = Field(None, pattern=_WORD)
+    """Partition; empty is the cluster's default."""
+    qos: str | None = Field(None, pattern=_WORD)
+    """Quality of service."""
+    reservation: str | None = Field(None, pattern=_WORD)
+    """Only the nodes of this reservation."""
+    constraint: str | None = Field(None, pattern=_WORD)
+    """Features that the nodes must have (`h100&ib`)."""
+    exclude: tuple[str, ...] = ()
+    """Nodes not to use, besides those that earlier attempts blame."""
+
+    # How many nodes, and what each has.
+    nodes: Count = Field(1, gt=0, le=10_000)
+    """The number of nodes; each starts one torchrun."""
+    gpus: Count = Field(0, ge=0, le=16)
+    """GPUs of each node."""
+    gpu_type: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """The type of the GPUs, as the cluster calls it."""
+    gres: str | None = Field(None, pattern=_WORD)
+    """Generic resources of each node, in place of `--gpus-per-node`, where a cluster wants that: gpu:h100:8."""
+    cpus: Count | None = Field(None, gt=0, json_schema_extra=without_default)
+    """CPU cores of each node; empty is what the cluster gives by itself."""
+    memory: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
+    """Memory of each node (`200G`); 0 is all of it, empty is what the cluster gives by itself."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
+    """Time limit in Slurm's own form. Before it ends the training saves, and the next attempt goes on from there."""
+
+    # The network.
+    network: OnMachines = DEFAULT
+    """How nodes reach each other: plain (TCP), ib (InfiniBand), roce (RDMA over Ethernet)."""
+    allow_sockets: bool = False
+    """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
+
+    # The software.
+    venv: str | None = Field(None, pattern=_PATH)
+    """A virtual or conda environment on the cluster, which has train-litgpt; empty takes `python` as PATH has it."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load before (`cuda/12.8`)."""
+    container: Literal["pyxis", "apptainer"] | None = None
+    """Run nodes in the image, by NVIDIA's Pyxis or by Apptainer, in place of an environment."""
+    container_image: str | None = Field(None, pattern=_PATH)
+    """An image file on the cluster (.sqsh, .sif); empty is the image of the config's `image` section."""
+    mounts: tuple[str, ...] = ()
+    """Folders that the container sees besides the root (`/scratch` or `/scratch:/data`)."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, as they are written (`--licenses=lustre`)."""
+    secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to the file on the cluster that holds its value, which only you can read."""
+    grace: Count = Field(120, ge=1, le=3600)
+    """Seconds before the time limit, or after a cancellation, in which ranks save."""
+
+    @property
+    def in_containers(self) -> bool:
+        return self.container is not None and self.container_image is None
+
+    @property
+    def fabric(self) -> Network:
+        return chosen_network(self, host_network=True, bare=True)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        require_gpus(None, gpus=self.gpus, processes=self.processes)
+        if self.time is not None and not seconds_of(self.time):
+            fix = "write it as Slurm does: 90 (minutes), 24:00:00 or 2-00:00:00"
+            raise ValueError(f"platform.time={self.time!r} is no time limit; {fix}")
+        if self.time is not None and (seconds_of(self.time) or 0) <= self.grace:
+            what = f"platform.time={self.time} is not longer than platform.grace={self.grace} seconds"
+            raise ValueError(f"{what}; give the job more time, or ranks less to save")
+        if self.container is None and (self.container_image is not None or self.mounts):
+            raise ValueError("platform.container_image and mounts are a container's; set platform.container too")
+        if self.container is not None and (self.venv is not None or self.modules):
+            raise ValueError("platform.venv and modules are not seen in a container; keep one of the two")
+        for option in self.options:
+            if not re.fullmatch(r"--[a-z][A-Za-z0-9-]*(=\S+)?", option):
+                raise ValueError(f"platform.options has {option!r}; write each as sbatch takes it: --name=value")
+        for name, path in self.secrets.items():
+            if not re.fullmatch(r"(/|~/).+", path):
+                raise ValueError(f"platform.secrets.{name}={path!r} is no path; name the file that holds the value")
+        return self
+
+    _network_fits = model_validator(mode="after")(require_fit)

@@ -1,0 +1,40 @@
+#!/bin/bash
+#SBATCH --job-name=owt-1a2b-1
+#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1'
+#SBATCH --account=lab
+#SBATCH --partition=gpu
+#SBATCH --qos=long
+#SBATCH --constraint='h100&ib'
+#SBATCH --exclude=n7,n3
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=h100:8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@120
+#SBATCH --output=/dev/null
+#SBATCH --export=NONE
+#SBATCH --no-requeue
+#SBATCH --exclusive
+#SBATCH --licenses=lustre
+
+export LITGPT_NETWORK='{"name":"ib","nccl_net":"IB","hca":"mlx5","infiniband":true,"shm_bytes":1073741824,"gpus":8}'
+export PYTHONUNBUFFERED=1
+export NCCL_DEBUG=INFO
+export NCCL_DEBUG_SUBSYS=INIT,NET
+WANDB_API_KEY=$(cat "$HOME"/.wandb) || { echo "error [slurm.secret] WANDB_API_KEY: ~/.wandb cannot be read"; exit 40; }
+export WANDB_API_KEY
+
+module load cuda/12.8 || exit 40
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
+export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; trap : TERM; own=$(mktemp -d "${TMPDIR:-/tmp}/train-litgpt.XXXXXX") || exit 43; "${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1 --directory @OWN@ --log-uri gs://bucket/runs/owt/attempts/1 --log-every 10 --grace 120 -- -m litgpt_demo train &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+exit $?

@@ -1,0 +1,27 @@
+#!/bin/bash
+#SBATCH --job-name=owt-1a2b-1
+#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1'
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --signal=B:TERM@120
+#SBATCH --output=/shared/runs/owt/attempts/1/slurm-%j.log
+#SBATCH --export=NONE
+#SBATCH --no-requeue
+
+export LITGPT_NETWORK='{"name":"plain","shm_bytes":1073741824,"gpus":8,"gate_seconds":0}'
+export PYTHONUNBUFFERED=1
+
+
+mkdir -p /shared/runs/owt/attempts/1 || { echo "error [slurm.root] this node cannot write to the run's folder"; exit 43; }
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
+export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+srun --export=ALL --kill-on-bad-exit=0 --wait=120 --output=/shared/runs/owt/attempts/1/node-%n.log --open-mode=append '--container-image=registry.example#litgpt@sha256:0000000000000000000000000000000000000000000000000000000000000000' --container-mounts=/shared/runs/owt/attempts/1:/shared/runs/owt/attempts/1,/scratch:/scratch \
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; exec "$@"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1 --directory /shared/runs/owt/attempts/1 --grace 120 -- -m litgpt_demo train &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done
+wait "$step"
+exit $?

@@ -1,0 +1,247 @@
+"""Slurm by what its commands printed on real daemons (Slurm 22.05): a program in their place prints it again.
+
+The daemons themselves are in tests/real/slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_files import require_golden
+from pydantic import ValidationError
+
+from launcher.errors import LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
+from launcher.job import Job, JobState
+from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
+from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
+
+AWAY = "squeue: error: Unable to contact slurm controller (connect failure)"
+NO_ACCOUNTS = "Slurm accounting storage is disabled"
+
+
+def settings_of(**changes: Any) -> SlurmPlatformConfig:
+    return SlurmPlatformConfig.model_validate({"kind": "slurm", "nodes": 2, "gate": 0, **changes})
+
+
+def job_of(folder: Path | str, **changes: Any) -> Job:
+    asked: dict[str, Any] = {
+        "name": "owt-1a2b", "attempt": 1, "nodes": 2, "processes": 1, "program": ("-m", "litgpt_demo", "train"),
+        "directory": f"{folder}/attempts/1",
+    }  # fmt: skip
+    return Job(**{**asked, **changes})
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """What each command answers: a text, or a text and an exit code. Returns the commands that were run."""
+
+    def answering(**answers: str | tuple[str, int]) -> list[list[str]]:
+        asked: list[list[str]] = []
+
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            asked.append(command)
+            name = command[0] if command[0] != "ssh" else "ssh"
+            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(name, "")
+            text, code = (told, 0) if isinstance(told, str) else told
+            return subprocess.CompletedProcess(command, code, text if code == 0 else "", text if code else "")
+
+        monkeypatch.setattr("launcher.platforms.slurm.platform.subprocess.run", run)
+        monkeypatch.setattr("launcher.platforms.slurm.platform.shutil.which", lambda name: f"/usr/bin/{name}")
+        return asked
+
+    return answering
+
+
+def row(state: str, reason: str = "None", start: str = "2026-11-28T11:03:48", nodes: str = "n0,n1") -> str:
+    return f"9|{state}|{reason}|{start}|{nodes}|owt-1a2b-1\n13|PENDING|BeginTime|N/A||another\n"
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "root", "changes"),
+    [
+        ("plain", "/shared/runs/owt", {"venv": "/shared/venv"}),
+        (
+            "ib",
+            "gs://bucket/runs/owt",
+            {
+                "account": "lab", "partition": "gpu", "qos": "long", "constraint": "h100&ib", "exclude": ["n7"],
+                "gpus": 8, "gpu_type": "h100", "cpus": 96, "memory": "0", "time": "24:00:00", "exclusive": True,
+                "network": "ib", "modules": ["cuda/12.8"], "options": ["--licenses=lustre"], "gate": 60,
+                "secrets": {"WANDB_API_KEY": "~/.wandb"},
+            },
+        ),
+        ("pyxis", "/shared/runs/owt", {"gres": "gpu:8", "gpus": 8, "container": "pyxis", "mounts": ["/scratch"]}),
+        ("apptainer", "/shared/runs/owt", {"gpus": 1, "container": "apptainer", "container_image": "/shared/a.sif"}),
+    ],
+)  # fmt: skip
+def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[str, Any]) -> None:
+    settings = settings_of(**changes)
+    image = f"registry.example/litgpt@sha256:{'0' * 64}" if name == "pyxis" else None
+    job = job_of(root, processes=settings.processes, secrets=tuple(settings.secrets), image=image,
+                 exclude_nodes=("n3",) if name == "ib" else ())  # fmt: skip
+    text = SlurmPlatform(settings).render(job).body["script"]
+    require_golden(f"slurm/{name}.sh", text)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"time": "a day"}, "no time limit"),
+        ({"time": "1", "grace": 60}, "not longer than platform.grace"),
+        ({"gpus": 2, "processes": 4}, "ranks cannot share one"),
+        ({"mounts": ["/scratch"]}, "set platform.container too"),
+        ({"container": "pyxis", "venv": "/venv"}, "not seen in a container"),
+        ({"options": ["licenses"]}, "--name=value"),
+        ({"secrets": {"TOKEN": "secret-value"}}, "is no path"),
+        ({"roce_interface": "eth1"}, "means nothing to platform.network=plain"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        settings_of(**changes)
+
+
+def test_a_time_limit_is_read_in_every_form_that_slurm_writes() -> None:
+    forms = {
+        "90": 5400, "1:30": 90, "1:00": 60, "2:00:00": 7200, "1-12": 129_600, "1-12:30": 131_400,
+        "2-00:00:30": 172_830, "infinite": None, "UNLIMITED": None, "n/a": None,
+    }  # fmt: skip
+    assert {text: seconds_of(text) for text in forms} == forms
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "codes"),
+    [
+        ("RUNNING", JobState.RUNNING, {}),
+        ("COMPLETING", JobState.RUNNING, {}),
+        ("A_STATE_OF_TOMORROW", JobState.UNKNOWN, {}),
+        ("FAILED", JobState.FAILED, {}),
+        ("CANCELLED", JobState.CANCELLED, {}),
+        ("TIMEOUT", JobState.FAILED, {0: 45, 1: 45}),
+        ("PREEMPTED", JobState.FAILED, {0: 45, 1: 45}),
+        ("NODE_FAIL", JobState.FAILED, {0: 43, 1: 43}),
+        ("BOOT_FAIL", JobState.FAILED, {0: 43, 1: 43}),
+        ("OUT_OF_MEMORY", JobState.FAILED, {0: 42, 1: 42}),
+        ("DEADLINE", JobState.FAILED, {}),
+    ],
+)
+def test_each_state_of_slurm_has_one_meaning(
+    told: str, state: JobState, codes: dict[int, int], slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(squeue=row(told))
+    platform = SlurmPlatform(settings_of(), settle=0)
+    seen = platform.status(platform.render(job_of(tmp_path)).job_id)
+    assert (seen.state, seen.native, seen.exit_codes) == (state, told, codes)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28T11:03:48"),
+        ("AssocGrpGRES", "the account's or user's limit on all of its jobs together is reached"),
+        ("QOSMaxJobsPerUserLimit", "the quality of service's limit is reached"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "nodes that it needs are down, drained or reserved"),
+        ("AReasonOfTomorrow", "Slurm says AReasonOfTomorrow"),
+    ],
+)
+def test_a_job_that_waits_says_why_and_until_when(
+    reason: str, words: str, slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(squeue=row("PENDING", reason, nodes=""))
+    platform = SlurmPlatform(settings_of())
+    seen = platform.status(platform.render(job_of(tmp_path)).job_id)
+    assert seen.state is JobState.PENDING
+    assert words in seen.reasons[0].what
+
+
+def test_one_list_of_the_queue_answers_for_all_jobs_that_are_looked_at_together(
+    slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    asked = slurm(squeue=row("RUNNING"))
+    platform = SlurmPlatform(settings_of())
+    job_id = platform.render(job_of(tmp_path)).job_id
+    for _ in range(20):
+        platform.status(job_id)
+    assert [command[0] for command in asked].count("squeue") == 1
+
+
+def test_a_job_that_slurm_has_forgotten_is_told_by_the_accounts_else_by_what_its_nodes_left(
+    slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    platform, attempt = SlurmPlatform(settings_of(), settle=0), tmp_path / "attempts/1"
+    job_id = platform.render(job_of(tmp_path)).job_id
+    slurm(sacct="9|CANCELLED by 1000|2026-11-28T11:03:48|n[0-1]\n")
+    assert platform.status(job_id).state is JobState.CANCELLED
+    slurm()
+    platform = SlurmPlatform(settings_of(), settle=0)
+    assert platform.status(job_id).state is JobState.ABSENT
+    attempt.mkdir(parents=True)
+    (attempt / SUBMITTED).write_text("{}")
+    assert platform.status(job_id).state is JobState.FAILED, "it was submitted, and nobody knows how it ended"
+    for node in (0, 1):
+        report = {"node": node, "exit_code": 0, "fault": None, "message": "", "ended": 1.0}
+        (attempt / f"node-{node}.json").write_text(json.dumps(report))
+    assert platform.status(job_id).state is JobState.SUCCEEDED
+    (attempt / CANCELLED).write_text("{}")
+    assert platform.status(job_id).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+         PlatformUnreachable),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", PlatformUnreachable),
+        ("sbatch: error: invalid partition specified: nope", PlatformRefused),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+         PlatformRefused),
+    ],
+)  # fmt: skip
+def test_a_no_is_told_from_no_answer(
+    said: str, kind: type[Exception], slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(sbatch=(said, 1))
+    platform = SlurmPlatform(settings_of())
+    with pytest.raises(kind, match="`sbatch` says"):
+        platform.submit(platform.render(job_of(tmp_path)))
+    assert not (tmp_path / "attempts/1" / SUBMITTED).exists()
+
+
+def test_a_login_node_is_reached_by_ssh_which_asks_nothing(slurm: Callable[..., Any], tmp_path: Path) -> None:
+    asked = slurm(ssh=("me@login: Permission denied (publickey).", 255))
+    platform = SlurmPlatform(settings_of(host="me@login"))
+    with pytest.raises(LoginProblem, match="Permission denied"):
+        platform.check_access()
+    assert asked[0][:5] == ["ssh", "-o", "BatchMode=yes", "--", "me@login"]
+    slurm(ssh=("ssh: connect to host login port 22: Connection refused", 255))
+    with pytest.raises(PlatformUnreachable):
+        platform.check_access()
+
+
+def test_a_machine_without_slurm_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.platforms.slurm.platform.shutil.which", lambda _: None)
+    with pytest.raises(NotInstalled, match=r"login node.*platform\.host"):
+        SlurmPlatform(settings_of()).check_access()
+
+
+def test_what_the_cluster_would_refuse_or_never_start_is_told_beforehand(
+    slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    table = "main* up 2:00:00 3 (null)\nshort up 1:00 3 (null)\n"
+    slurm(sinfo=table, sbatch=("allocation failure: Requested node configuration is not available", 1))
+    platform = SlurmPlatform(settings_of(time="3:00:00"))
+    found = {finding.code: finding for finding in platform.check(platform.render(job_of(tmp_path)))}
+    assert "platform.time=3:00:00, and the partition main allows 2:00:00" in found["slurm.time"].what
+    assert "main* up 2:00:00 3 (null); short up 1:00 3 (null)" in found["slurm.refused"].fix

@@ -1,0 +1,160 @@
+"""Slurm's own daemons on this machine, as Debian's packages have them: `apt-get install slurm-wlm munge` (as root).
+
+Every node is a slurmd of its own with the name of a node; all see one file system, and processes of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import until
+
+_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool/%n
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+KillWait=5
+OverTimeLimit=0
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+{nodes}
+PartitionName=main Nodes=ALL Default=YES State=UP MaxTime=2:00:00
+PartitionName=short Nodes=ALL State=UP MaxTime=1
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    folder: Path
+    count: int
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def call(self, *command: str, check: bool = True) -> str:
+        environment = {"PATH": os.environ["PATH"], **self.environment}  # daemons inherit it, and outlive a test
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 or not check, done.stdout + done.stderr
+        return done.stdout
+
+    def start_controller(self) -> None:
+        self.call("slurmctld", "-f", str(self.folder / "slurm.conf"))
+
+    def start_node(self, number: int) -> None:
+        self.call("slurmd", "-N", f"n{number}")
+
+    def stop(self, name: str, *, how: signal.Signals = signal.SIGTERM) -> None:
+        """Stop the daemon of that name, `slurmctld` or a node's; steps of jobs live on without it."""
+        with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+            process = psutil.Process(int((self.folder / f"{name}.pid").read_text()))
+            process.send_signal(how)
+            psutil.wait_procs([process])
+
+    def live(self) -> list[str]:
+        """The jobs that have not ended, by name."""
+        return self.call("squeue", "-h", "-o", "%j").split()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: str = "") -> Iterator[Cluster]:
+    """munge, one slurmctld, and a slurmd for each node; all are gone afterwards, with every process of their jobs.
+
+    `accounting` is what slurm.conf says of it in place of none.
+    """
+    if os.geteuid() != 0 or shutil.which("slurmctld") is None or shutil.which("munged") is None:
+        pytest.skip("needs Slurm, and root to run its daemons: apt-get install slurm-wlm munge")
+    if not any(one.info["name"] == "munged" for one in psutil.process_iter(["name"])):
+        subprocess.run(["install", "-d", "-o", "munge", "-g", "munge", "-m", "755", "/run/munge"], check=True)
+        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True)
+    host, text = socket.gethostname(), _CONF
+    if accounting:
+        text = text.replace("AccountingStorageType=accounting_storage/none", accounting)
+    lines = [
+        f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} RealMemory=2000"
+        for number in range(nodes)
+    ]
+    (folder / "state").mkdir(parents=True)
+    (folder / "slurm.conf").write_text(text.format(host=host, port=free_port(), folder=folder, nodes="\n".join(lines)))
+    cluster = Cluster(folder, nodes)
+    try:
+        cluster.start_controller()
+        for number in range(nodes):
+            (folder / "spool" / f"n{number}").mkdir(parents=True)
+            cluster.start_node(number)
+        until(
+            lambda: cluster.call("sinfo", "-h", "-N", "-p", "main", "-o", "%t", check=False).split() == ["idle"] * nodes
+        )
+        yield cluster
+    finally:
+        cluster.call("scancel", "-u", "root", check=False)
+        until(lambda: not cluster.call("squeue", "-h", check=False).strip())
+        for name in ("slurmctld", *(f"n{number}" for number in range(nodes))):
+            cluster.stop(name)
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if str(process.info["name"]).startswith("slurmstepd") and str(folder) in str(process.environ()):
+                process.kill()
+
+
+@contextlib.contextmanager
+def ssh_login(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
+    """A real sshd on loopback, and the folder of an `ssh` that knows it as `login`, by a key of its own."""
+    if (sshd := shutil.which("sshd", path="/usr/sbin")) is None:
+        pytest.skip("needs sshd: apt-get install openssh-server")
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    (folder / "authorized").write_text((folder / "user.pub").read_text())
+    port, variables = free_port(), " ".join(f"{name}={value}" for name, value in environment.items())
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+        f"StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nPidFile {folder}/pid\nSetEnv {variables}\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host login\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/user\n IdentitiesOnly yes\n"
+        f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
+    )
+    (own := folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
+    own.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config")])
+    try:
+        until(lambda: any(one.laddr.port == port for one in psutil.net_connections("tcp") if one.status == "LISTEN"))
+        yield folder
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,0 +1,213 @@
+"""What every platform promises, on Slurm's own daemons, and what only Slurm can do to a job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from waiting import until
+
+from launcher.config import RunConfig, validated
+from launcher.errors import PlatformUnreachable
+from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.platforms.slurm.platform import SlurmPlatform
+from launcher.platforms.slurm.settings import SlurmPlatformConfig
+from launcher.runs.run import plan_run
+from litgpt_demo import PYTHON
+from litgpt_demo.metrics import curve, rows_of
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "launcher" / "platforms")]
+from ground import Cluster, slurm_cluster, ssh_login
+from test_platform_contract import *  # noqa: F403  the same tests, with the place of this file
+from test_platform_contract import Place
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=3) as cluster:
+        yield cluster
+
+
+def settings_of(**changes: Any) -> SlurmPlatformConfig:
+    asked = {"kind": "slurm", "nodes": 2, "grace": 2, "gate": 0, "venv": str(Path(PYTHON[0]).parents[1])}
+    return SlurmPlatformConfig.model_validate({**asked, **changes})
+
+
+@pytest.fixture(params=["slurm"])
+def made(request: pytest.FixtureRequest, cluster: Cluster, tmp_path: Path) -> Place:
+    return Place(
+        platform=SlurmPlatform(settings_of(), settle=5),
+        folder=tmp_path,
+        live_jobs=lambda: len(cluster.live()),
+        written=lambda: cluster.call("squeue", "-h", "-o", "%i %j"),
+        environment=cluster.environment,
+    )
+
+
+@pytest.fixture
+def running_place(place: Place) -> Place:
+    return place
+
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    return cluster
+
+
+def test_pi_by_the_profile_is_printed_by_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
+    profile = "deployments/configs/profiles/slurm.yaml"
+    words = ["run", "deployments/configs/pi.yaml", "--platform", profile, "--output", f"root={tmp_path}"]
+    words += [f"platform.venv={Path(PYTHON[0]).parents[1]}"]
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
+    program = Path(sys.executable).with_name("train-litgpt")
+    done = subprocess.run([program, *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3.14159265" in done.stdout
+    assert slurm.live() == []
+
+
+def submitted_job(folder: Path, name: str, text: str, **changes: Any) -> tuple[SlurmPlatform, JobId]:
+    (script := folder / f"{name}.py").write_text(text)
+    platform = SlurmPlatform(settings_of(**changes), settle=5)
+    job = Job(
+        name=name, attempt=1, nodes=2, processes=1, program=(str(script),), directory=str(folder / "runs" / name)
+    )  # fmt: skip
+    return platform, platform.submit(platform.render(job))
+
+
+def ended(platform: SlurmPlatform, job_id: JobId) -> JobStatus:
+    until(lambda: platform.status(job_id).state.final)
+    return platform.status(job_id)
+
+
+WAITS = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[0]).with_suffix(".saved").touch(), sys.exit(45)))
+pathlib.Path(sys.argv[0]).with_suffix(".begun").touch()
+time.sleep(600)
+"""
+
+
+def test_ranks_save_before_the_time_limit_and_the_end_counts_as_a_preemption(slurm: Cluster, tmp_path: Path) -> None:
+    platform, job_id = submitted_job(tmp_path, "limited", WAITS, time="2", grace=70)
+    seen = ended(platform, job_id)
+    assert (tmp_path / "limited.saved").exists()
+    assert (seen.state, set(seen.exit_codes.values())) == (JobState.FAILED, {45})
+
+
+def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path: Path) -> None:
+    platform, job_id = submitted_job(tmp_path, "outside", WAITS)
+    until((tmp_path / "outside.begun").exists)
+    slurm.call("scancel", "--name=outside-1")
+    assert ended(platform, job_id).state is JobState.CANCELLED
+
+
+def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+    platform, job_id = submitted_job(tmp_path, "requeued", WAITS)
+    until((tmp_path / "requeued.begun").exists)
+    number = slurm.call("squeue", "-h", "--name=requeued-1", "-o", "%i").strip()
+    slurm.call("scontrol", "requeue", number, check=False)
+    assert platform.status(job_id).state is JobState.RUNNING
+    platform.cancel(job_id)
+    assert (tmp_path / "requeued.saved").exists()
+    assert platform.left(job_id) == ()
+
+
+def test_a_controller_that_is_away_is_no_answer_and_the_job_outlives_it(slurm: Cluster, tmp_path: Path) -> None:
+    platform, job_id = submitted_job(tmp_path, "patient", WAITS)
+    until((tmp_path / "patient.begun").exists)
+    slurm.stop("slurmctld")
+    try:
+        with pytest.raises(PlatformUnreachable, match="Unable to contact slurm controller"):
+            SlurmPlatform(settings_of()).status(job_id)
+        with pytest.raises(PlatformUnreachable):
+            SlurmPlatform(settings_of()).cancel(job_id)
+    finally:
+        slurm.start_controller()
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    platform.cancel(job_id)
+
+
+def test_five_hundred_jobs_of_others_in_the_queue_change_nothing(slurm: Cluster, tmp_path: Path) -> None:
+    slurm.call("sbatch", "-H", "-o", "/dev/null", "--array=1-500", "--wrap=true")
+    platform, job_id = submitted_job(tmp_path, "among", "print('here')")
+    assert ended(platform, job_id).state is JobState.SUCCEEDED
+    slurm.call("scancel", "-u", "root")
+
+
+def test_a_job_is_submitted_through_a_real_sshd(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ssh_login(tmp_path / "ssh", slurm.environment) as folder:
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        platform, job_id = submitted_job(tmp_path, "remote", "print('here')", host="login")
+        assert "slurm-wlm" in platform.check_access()
+        assert ended(platform, job_id).state is JobState.SUCCEEDED
+        assert any("here" in line.text for line in platform.logs(job_id).lines)
+
+
+def test_what_slurm_would_refuse_is_told_beforehand_and_nothing_is_submitted(slurm: Cluster, tmp_path: Path) -> None:
+    for changes, code in (
+        ({"partition": "nope"}, "refused"),
+        ({"nodes": 9}, "refused"),
+        ({"gpus": 4, "processes": 4}, "refused"),
+        ({"partition": "short", "time": "0:10:00"}, "time"),
+    ):
+        platform = SlurmPlatform(settings_of(**changes))
+        job = Job(
+            name="no",
+            attempt=1,
+            nodes=platform._settings.nodes,
+            processes=1,
+            program=("a.py",),
+            directory=str(tmp_path / "no"),
+        )
+        found = {finding.code for finding in platform.check(platform.render(job))}
+        assert f"slurm.{code}" in found, changes
+    assert slurm.live() == []
+
+
+@pytest.mark.prefect
+def test_a_training_goes_on_where_it_was_when_a_node_is_lost(
+    slurm: Cluster, tmp_path: Path, tiny: Callable[..., RunConfig], run_again: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def lose_after_a_checkpoint() -> None:
+        saved = '"kind":"checkpoint","step":20,'
+        until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
+        name = slurm.call("squeue", "-h", "-t", "R", "-o", "%N").strip()  # n[0-1]
+        number = int(slurm.call("scontrol", "show", "hostnames", name).split()[-1][1:])
+        slurm.stop(f"n{number}", how=signal.SIGKILL)
+        for process in psutil.process_iter(["cmdline"]):  # a machine that is lost takes its processes with it
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") == f"n{number}":
+                    process.kill()
+
+    steps = {"train.max_steps": 80, "train.checkpoint_every": 20, "train.evaluate_every": 40, "train.micro_batch": 2}
+    document = tiny(steps).model_dump(mode="json") | {"platform": settings_of().model_dump(mode="json")}
+    config = validated(RunConfig, document, where="test")
+    monkeypatch.setattr(SlurmPlatform, "poll_seconds", 0.5)
+    with ThreadPoolExecutor(1) as aside:
+        lost = aside.submit(lose_after_a_checkpoint)
+        done = run_again(config)
+        lost.result()
+    assert done.final.step == 80
+    rows = list(rows_of(plan_run(config).storage.read("metrics.jsonl").decode()))
+    first, second = [row["step"] for row in rows if row["kind"] == "start"]
+    assert (first, second >= 20) == (0, True), (first, second)
+    assert sorted(curve(rows, "step", "loss")) == list(range(1, 81))
+    assert slurm.live() == []
