@@ -71,7 +71,7 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
     assert done.code == 0, done
     assert ("datasets/openwebtext-unknown" in done.out) is needs_the_hub
     assert ("nothing that is known blocks it" in done.out) == (path in CLUSTER)
-    if path in CLUSTER:
+    if path in CLUSTER and config.platform.in_containers:
         (image,) = [line for line in done.out.splitlines() if " image." in line]
         fits = r"✓ stack \w+: torch 2\.\d+\.\d, NCCL 2\.\d+\.\d|asks for none in particular|which NCCL .* is not known"
         assert re.search(fits, image)

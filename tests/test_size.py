@@ -12,13 +12,13 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 30_849,
-    "launcher": 14_667,
-    "launcher/platforms/kubernetes": 2_988,
-    "litgpt_demo": 12_429,
-    "bench": 813,
-    "tests": 23_852,
-    "test data": 3_490,
+    "source": 31_784,
+    "launcher": 15_232,
+    "launcher/platforms/kubernetes": 2_913,
+    "litgpt_demo": 12_360,
+    "bench": 800,
+    "tests": 25_731,
+    "test data": 3_610,
 }
 
 

@@ -1,4 +1,4 @@
-"""What nodes keep in their attempt's directory: reports, and logs, each read on from where the last look ended."""
+"""The logs that nodes keep in their attempt's directory, each read on from where the last look at it ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import astuple
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import LogLine, LogPage
-from launcher.runs.diagnosis import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import Position, Storage
 
@@ -45,14 +44,6 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
         text = fresh.decode(errors="replace").removesuffix("\n")
         lines += (LogLine(node, terminal_text(line)) for line in (text.split("\n") if fresh else ()))
     return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
-
-
-def exit_codes(attempt: Storage) -> dict[int, int]:
-    """Node number to exit code, of the nodes that have told."""
-    try:
-        return {report.node: report.exit_code for report in node_reports(attempt)}
-    except TrainLitgptError as error:
-        raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
 
 
 def terminal_text(line: str) -> str:

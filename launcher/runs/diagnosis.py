@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
+from launcher.errors import PlatformUnreachable
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
@@ -195,6 +196,14 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[NodeRe
             if bad is not None:
                 bad.add(str(error))
     return found
+
+
+def exit_codes(attempt: Storage) -> dict[int, int]:
+    """Node number to exit code, of the nodes that have told."""
+    try:
+        return {report.node: report.exit_code for report in node_reports(attempt)}
+    except TrainLitgptError as error:
+        raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
 
 
 # --- the culprit -----------------------------------------------------------------------------------------------------

@@ -187,11 +187,11 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
 ) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
     monkeypatch.setattr("cli.main._watched", lambda *_, **__: final)
-    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (here / "poem.txt").unlink())
+    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (here / "poem.txt").unlink(missing_ok=True))
     said = cli("run", "training.yaml")
     assert (said.code, said.err) == (0, "")
     model = str(here / "out/runs/tiny-0123456789/final/litgpt")
-    assert model in said.out
+    assert "out/runs/tiny-0123456789/final/litgpt" in said.out
     assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
@@ -290,13 +290,13 @@ def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
 def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
     cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export(*_: Any, **__: Any) -> str:
+    def export(*_: Any, **__: Any) -> dict[str, str]:
         print("Using 1 device(s)")
         print("Could not load this library", file=sys.stderr)
-        return "made"
+        return {"sample": "made"}
 
     monkeypatch.setattr("litgpt_demo.export.models.export", export)
-    monkeypatch.setattr("cli.main.summary_lines", lambda made: [made])
+    monkeypatch.setattr("cli.main.summary_lines", lambda made: [made["sample"]])
     assert cli("collect", f"{here}/out/runs/copy") == Said(0, f"made\n✓ {here}/out/runs/copy/final\n", "")
 
 

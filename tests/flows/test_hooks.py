@@ -24,6 +24,7 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig
 from launcher.errors import ConfigProblem
+from launcher.events import TRAINING_STEPS
 from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim
@@ -99,7 +100,7 @@ def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
 def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_no_starts() -> None:
     @flow
     async def again() -> None:
-        begin()
+        begin(TRAINING_STEPS)
 
     def started(count: int) -> UUID:
         with get_client(sync_client=True) as client:

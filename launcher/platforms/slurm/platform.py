@@ -18,9 +18,10 @@ import psutil
 
 from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.log_files import exit_codes, page_of
+from launcher.platforms.log_files import page_of
 from launcher.platforms.slurm.render import SlurmJob, render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
+from launcher.runs.diagnosis import exit_codes
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.private import make_private
@@ -66,9 +67,9 @@ _LIMIT = re.compile(r"(Assoc|QOS)(?P<who>Max|Grp|)(?P<what>.*)")
 
 # What slurmctld, munge or the way to them say when they are away for a while (src/common/slurm_errno.c), and ssh.
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|Socket timed out|Connection (?:refused|reset|timed out)|Zero Bytes"
+    r"Unable to contact slurm controller|Connection (?:refused|reset)|Zero Bytes"
     r"|temporarily unable|Resource temporarily unavailable|communication connection failure|Munge|authentication"
-    r"|slurmdbd|Could not resolve|kex_exchange|Connection closed|Operation timed out|No route to host",
+    r"|slurmdbd|config source|DNS SRV|Could not resolve|kex_exchange|Connection closed|timed out|No route to host",
     re.IGNORECASE,
 )
 _OVER = re.compile(r"Invalid job id|already completing or completed", re.IGNORECASE)

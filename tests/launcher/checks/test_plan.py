@@ -182,7 +182,7 @@ REFUSED = [
     ),
     ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
     ("data.corpus.paths=[gone.txt]", "gone.txt', and no file matches that"),
-    ("data.tokenizer={kind: file, path: pi.py}", "is no tokenizer, or cut short (Invalid JSON"),
+    ("data.tokenizer={kind: file, path: pi.py}", "is no tokenizer, or cut short (Cannot"),
     ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
     ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
