@@ -107,16 +107,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "✓ $(VENV)"
 	@# torch first: what depends on it must find this very version, not fetch a newer one
 	@$(PIP) torch
-	@$(PIP) --editable '.$(if $(shell command -v nvidia-smi),[float8])'
+	@extras=$$(echo $(EXTRA) $(if $(shell command -v nvidia-smi),float8) | tr ' ' ,); \
+		$(PIP) --editable ".$${extras:+[$$extras]}"
 	@echo "compiling what every start imports (20 s, once)"
 	@$(BIN)/python -c "import cli.foreground, flows.server, flows.train_litgpt"
 	@$(BIN)/python -c "import prefect.server.api.server, prefect.cli, uvicorn, matplotlib.backends.backend_svg"
 	@$(BIN)/python -c "import torch.distributed.run; from litgpt_demo.training import loop; from litgpt_demo.export import models; \
 		from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin"
 	@touch $@
+	@$(if $(EXTRA),touch $(VENV)/.installed-$(EXTRA))
 
+# A first installation has this extra at once: pip takes half a minute to look at all that is there once more.
+$(VENV)/.installed-dev: EXTRA = dev
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable '.[dev]'
+	@test $@ -nt $< || $(PIP) --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_
     flow_run = submitted(served, config)
     engine_of(flow_run).kill()
     [killed] = until(lambda: [*notices])
-    assert killed.startswith("night (train-litgpt): Crashed\n")
+    assert re.match(r"night-[0-9a-f]{10} \(train-litgpt\): Crashed\n", killed)
     assert "takes up its job" in killed
     assert f"/v2/runs/flow-run/{flow_run}" in killed
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.RUNNING)
