@@ -256,13 +256,6 @@ def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Pa
     assert claim_on(platform, new, RUN).take().attempt == 2
 
 
-def test_a_local_job_whose_root_is_a_bucket_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    platform = LocalPlatform(state=tmp_path)
-    jobs = [claim_on(platform, root, RUN).make_job(1) for root in ("gs://team-a", "gs://team-b")]
-    assert len({platform.render(job).job_id for job in jobs}) == 2
-    assert len({job.all_labels["train-litgpt/run"] for job in jobs}) == 2
-
-
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}
 RUNAI = {"kind": "runai", "api": "cli", "cli_version": "v2", "project": "team-a"}
 RUNAI_JOB = "runai://team-a/other-0123456789-1?nodes=1&kept="

@@ -38,9 +38,6 @@ def test_float8_multiplies_on_gpus_that_can() -> None:
         assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
 
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
-
-
 def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
     seen = torch_seen(os.environ)
     assert (seen.cuda, seen.gpus, seen.gpu_error) == (torch.version.cuda, torch.cuda.device_count(), "")

@@ -23,11 +23,6 @@ class Terminal:
         self._open, self._raw = True, b""
 
     @property
-    def colours(self) -> set[bytes]:
-        """The colours that were asked for so far."""
-        return set(re.findall(rb"\x1b\[(?:[\d;]*;)?((?:3|4|9|10)\d)(?:;[\d;]*)?m", self._raw))
-
-    @property
     def text(self) -> str:
         """Everything shown so far, without lines that were erased, colours and movements of the cursor."""
         shown = re.sub(r"[^\n]*\r\x1b\[2K", "", self._raw.decode(errors="replace"))
