@@ -30,7 +30,7 @@ from launcher.config import RunConfig, overridden, validated
 from launcher.images.settings import PrebuiltImage
 from launcher.platforms.local.supervisor import JOB_TAG
 
-pytest_plugins = ["training_runs", "pipelines"]
+pytest_plugins = ["places", "training_runs", "pipelines"]
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 

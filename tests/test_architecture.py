@@ -175,12 +175,6 @@ def test_the_launcher_brings_neither_torch_nor_a_cloud_nor_prefect_which_flows_b
     assert "prefect" in flows - launcher
 
 
-def test_what_is_of_use_on_gpus_alone_is_an_extra() -> None:
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    assert not [one for one in project["dependencies"] if one.startswith("torchao")]
-    assert project["optional-dependencies"]["float8"] == ["torchao>=0.18"]
-
-
 def test_every_file_that_a_package_reads_is_installed_with_it() -> None:
     data = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = {CHECKOUT / package.replace(".", "/"): patterns for package, patterns in data.items()}

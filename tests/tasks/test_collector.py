@@ -89,7 +89,6 @@ def test_a_large_model_is_collected_by_a_job_of_one_node_which_follows_the_train
     changes = {"root": str(tmp_path), "platform": settings_of(machine="a3-highgpu-8g")}
     run = plan_run(trained.config.model_copy(update=changes))
     there = plan_run(trained.config).storage.local_path()
-    assert there is not None
     copied = shutil.copytree(there, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
     asked: list[Submission] = []
 

@@ -117,7 +117,6 @@ class Vm:
             self._process = process
             if self._ended:
                 self.end(self._ended)
-            assert process.stdout is not None
             for line in process.stdout:
                 log(line.rstrip("\n"))
         self._kill()  # what it has left: a container ends with its first process

@@ -35,7 +35,6 @@ def beats(root: Storage) -> int:
 def die(lease: Lease) -> None:
     """End its thread as a kill would, which tells nobody."""
     lease._stop.set()
-    assert lease._beating is not None
     lease._beating.join()
 
 
