@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from batch_jobs import IMAGE, settings_of
+from batch_jobs import settings_of
+from golden_files import IMAGE
 from pipelines import Done
 from waiting import until
 
