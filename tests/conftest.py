@@ -1,7 +1,5 @@
 """What all tests share: an environment that nobody's settings reach, Prefect's throwaway server, tiny trainings."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc

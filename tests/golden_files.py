@@ -1,7 +1,5 @@
 """What is sent to a platform: golden files, and the fields in which other submissions differ from them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import ndiff

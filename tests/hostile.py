@@ -1,7 +1,5 @@
 """Checkpoints that somebody else wrote: right by their manifest, and programs to a reader that unpickles them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from io import BytesIO

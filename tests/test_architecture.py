@@ -1,7 +1,5 @@
 """The rules of the house, read off the source: who may import whom, what may be heavy, what may be asked."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

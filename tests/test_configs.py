@@ -1,7 +1,5 @@
 """Every shipped config can be used as it stands, on a machine without network, accounts and programs of clouds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

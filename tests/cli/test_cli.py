@@ -1,7 +1,5 @@
 """What each verb prints, how it ends (0, 40 for what the user can mend, 41 for data, …), and what it refuses."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

@@ -4,8 +4,6 @@ A build goes on when somebody asks after it: it unpacks its context, writes its 
 image, like no other, into the stand-in of a registry.
 """
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Servers that repeat every request in their answers, as proxies' error pages and some validation messages do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Google Cloud as far as a launcher meets it on its way to a cluster: the GKE API over gRPC, and tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator

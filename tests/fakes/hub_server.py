@@ -10,8 +10,6 @@ Written against huggingface_hub's own source (hf_api.dataset_info, file_download
 and of a model repository the two that fetch a file, /{owner}/{name}/resolve/{revision}/{path}.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

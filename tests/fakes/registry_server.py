@@ -1,7 +1,5 @@
 """A container registry in one file, which has what tests put there and refuses what the real ones refuse."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Settings and jobs that tests of Run:ai share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from golden_files import training_job

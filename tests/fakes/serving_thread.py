@@ -1,7 +1,5 @@
 """Servers of the tests: in a thread of their own for as long as a block runs, and what their answers have in common."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Jobs that go on though Prefect calls their flow runs cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack

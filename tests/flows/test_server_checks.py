@@ -1,7 +1,5 @@
 """Prefect's server is not there, is something else, or goes away: one message, the fix, and an exit code of its own."""
 
-from __future__ import annotations
-
 import os
 import socket
 from http.server import ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """The five steps on one trained run; what is refused before them is in test_parameters."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The rule for where a secret may go, and texts of others that repeat one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Stored JSON that is damaged is named with its address and what to do; none of its damage goes unnoticed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The process that collects a run's model: what it can reach, and whom it keeps waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

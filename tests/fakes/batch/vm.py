@@ -1,7 +1,5 @@
 """A VM of a task: a folder and an address of loopback, on which the task's runnables run in order."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

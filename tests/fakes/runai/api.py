@@ -3,8 +3,6 @@
 It speaks TLS where it is given a certificate, and has in front of it what real ones have: redirects and proxies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -4,8 +4,6 @@ v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch
 pages of `runai training pytorch`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Images without an engine: what may be written, keys, digests from a registry, what the product's own one holds."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

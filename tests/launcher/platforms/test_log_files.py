@@ -1,7 +1,5 @@
 """Following the logs that nodes keep in a folder or in a bucket: every line whole and once, and nothing read twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """The report of a run: a page that needs nothing but itself, and Prefect's artifacts; whatever a node wrote is text."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

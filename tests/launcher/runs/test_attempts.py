@@ -1,7 +1,5 @@
 """Attempts of a run by the index: no live job is doubled, called dead or taken for another root's; all end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

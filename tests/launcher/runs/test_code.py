@@ -1,7 +1,5 @@
 """A user's own code as an archive under the root: what ships, what never does, and which run it is."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The run index: what was started, by whom, how it ended; written once, and never passed over when it is damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The lease of a run: one of several orchestrators has it, and loses it by its silence alone."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

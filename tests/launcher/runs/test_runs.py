@@ -1,7 +1,5 @@
 """The key of a run, the job that is made of it, the trials of a sweep, and which was the best."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How the next trial of a sweep is found, and which is ended early."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

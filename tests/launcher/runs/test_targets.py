@@ -1,7 +1,5 @@
 """Which run a user means: by name, by its beginning, by its folder, by a config."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets by their inputs: which key they have, when they are done, and what is wrong with one that was damaged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Collection: what training left becomes models that LitGPT and Hugging Face open, proved, or nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

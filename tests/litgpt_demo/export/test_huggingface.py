@@ -1,7 +1,5 @@
 """Every kind of model in LitGPT's catalogue, made small, says in transformers what it says in LitGPT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LitGPT models by name and from settings, their initial weights, and the devices that they are trained on."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

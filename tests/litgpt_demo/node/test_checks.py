@@ -1,7 +1,5 @@
 """Checks of a machine and its network, on file systems that are made up; sockets are real."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A rank that falls silent is found and its stacks are kept; for whole jobs that hang see tests/real/training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which node this is and where all meet: by flags, or by what the platform sets."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import astuple
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Large files go up and down in parts and are joined by the bucket; an upload goes on where a killed one stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, right or set aside, as many as were asked for, and nothing of them executed."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable

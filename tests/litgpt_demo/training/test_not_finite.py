@@ -3,8 +3,6 @@
 The bad batch of these tests is one that holds a certain sample: the model's loss of it is made no number, every time.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

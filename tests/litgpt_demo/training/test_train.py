@@ -1,7 +1,5 @@
 """Training: what it sees and writes depends on the spec and the step alone, wherever it runs and is resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

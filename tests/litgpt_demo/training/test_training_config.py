@@ -1,7 +1,5 @@
 """What a user writes: what is accepted, what is refused and in which words, and what decides a key."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

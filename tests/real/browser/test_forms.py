@@ -4,8 +4,6 @@ That other deployments lead to their platforms is in tests/real/server/test_ever
 forms lie in the folder of each test's temporary files, as `form.png`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The product's own image needs Docker Hub, Debian and PyPI besides, and 30 GB of disk; the others pull nothing.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shutil

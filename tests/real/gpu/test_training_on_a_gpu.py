@@ -1,7 +1,5 @@
 """A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

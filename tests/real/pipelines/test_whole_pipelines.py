@@ -1,7 +1,5 @@
 """Whole pipelines on this machine: sweeps, scripts, workers of other kinds, a rank that is killed, a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

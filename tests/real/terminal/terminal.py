@@ -1,7 +1,5 @@
 """A terminal with one program in it, as its user sees it: text that appears, keys that are pressed, an exit code."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Somebody at a terminal, without a server of Prefect's, presses Ctrl-C, closes the window or shuts down."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

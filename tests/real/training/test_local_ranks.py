@@ -1,7 +1,5 @@
 """What ranks of a job on this machine do to each other when one is killed, and where they listen."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several ranks and nodes of this machine: they save and go on, also as another number, and leave and end together."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

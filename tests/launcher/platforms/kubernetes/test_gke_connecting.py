@@ -1,7 +1,5 @@
 """Ways to a cluster, with the real clients: the GKE API over gRPC, google-auth, TLS with the cluster's authority."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

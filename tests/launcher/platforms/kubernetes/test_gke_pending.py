@@ -1,7 +1,5 @@
 """Why a job waits or is refused, in findings: by what scheduler, kubelets, admission, the autoscaler and Kueue say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a `platform: {kind: gke}` section may say, and where every variable of a node comes from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is sent to Kubernetes: golden files, and what other machines, networks and settings change in them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
