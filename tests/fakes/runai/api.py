@@ -22,7 +22,6 @@ CLUSTER = "0bdb2f0c-8d0a-4a35-9bd3-main"
 
 # What a client has instead of a lost answer: a status and a body of whatever stands before the API, or neither.
 LOST = {
-    "408": (408, b"<html>Request Timeout</html>"),
     "502": (502, b"<html>Bad Gateway</html>"),
     "login page": (200, b"<html>Sign in</html>"),
     "cut": None,

@@ -31,7 +31,6 @@ _POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
 UNANSWERED = {
     "EOF": f"{_POST}EOF",
     "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
-    "gateway": "unexpected status code 502: Bad Gateway",
     "nothing": " ",
     "refusal": 'Error: admission webhook "workload-controller.runai.io" denied the request: quota exceeded',
 }

@@ -145,7 +145,6 @@ def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
     [cells] = [line for line in text.splitlines() if line.startswith("| Name |")]
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", cells)) == 3
     fence = re.search(r"^(`{3,})text$", text, re.MULTILINE)
-    assert fence
     block = text[fence.end() + 1 :]
     assert block[block.index(f"\n{fence[1]}\n") :].startswith(f"\n{fence[1]}\n\n### Use it"), "no sample ends its block"
 

@@ -56,7 +56,6 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
         {"model.name": "pythia-31m"},
         {"model.config.n_layer": 2},
         {"model.sequence_length": 256},
-        {"data.split_seed": 1},
         {"data.tokenizer.kind": "train", "data.tokenizer.vocab_size": 300},
     ],
     ids=str,
