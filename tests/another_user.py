@@ -1,7 +1,5 @@
 """Another user of this machine, and a temporary folder that both can write to."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """Claims on the attempts of a run that no config made, on a platform that a test decides."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

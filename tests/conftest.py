@@ -1,7 +1,5 @@
 """What all tests share: an environment that nobody's settings reach, Prefect's throwaway server, tiny trainings."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc
@@ -30,7 +28,7 @@ from launcher.config import RunConfig, overridden, validated
 from launcher.images.settings import PrebuiltImage
 from launcher.platforms.local.supervisor import JOB_TAG
 
-pytest_plugins = ["training_runs", "pipelines"]
+pytest_plugins = ["places", "training_runs", "pipelines"]
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 

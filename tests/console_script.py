@@ -1,7 +1,5 @@
 """The console script `train-litgpt`, called in the test's own process."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the tests of datasets prepare: small corpora, the settings for them, and what has to come of them."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

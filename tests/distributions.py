@@ -1,7 +1,5 @@
 """Requirements files."""
 
-from __future__ import annotations
-
 
 def requirements(text: str) -> list[str]:
     """The lines of a requirements file without its comments."""

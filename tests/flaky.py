@@ -3,8 +3,6 @@
 make test-flaky
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is sent to a platform: golden files, and the fields in which other submissions differ from them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import ndiff
@@ -10,11 +8,23 @@ from typing import Any
 
 import yaml
 
-from launcher.job import Submission
+from launcher.job import Job, Submission
 
 GOLDEN = Path(__file__).parent / "golden"
+IMAGE = f"europe-west4-docker.pkg.dev/project/litgpt/train@sha256:{64 * '0'}"
 PACKED = "eyJ"
 """How a specification begins that is packed into one word of a command line; it is told unpacked beside it."""
+
+
+def training_job(root: str, **changes: Any) -> Job:
+    """A training on two nodes whose files are under a root, or with these changes."""
+    run = f"{root}/runs/owt-0123456789"
+    asked: dict[str, Any] = {
+        "name": "owt-0123456789", "attempt": 1, "nodes": 2, "processes": 8, "image": IMAGE,
+        "program": ("-m", "litgpt_demo", "train", "--run", run), "directory": f"{run}/attempts/1",
+        "stage": (f"{root}/datasets/owt-9876543210",), "labels": {"litgpt-demo.dev/flow-run-id": "none"},
+    }  # fmt: skip
+    return Job(**{**asked, **changes})
 
 
 def require_golden(name: str, text: str) -> None:

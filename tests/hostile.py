@@ -1,7 +1,5 @@
 """Checkpoints that somebody else wrote: right by their manifest, and programs to a reader that unpickles them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from io import BytesIO
@@ -74,6 +72,5 @@ def seal(folder: Path) -> None:
     """Have the manifest of a checkpoint's folder agree with what lies there."""
     storage = open_storage(str(folder))
     manifest = read_manifest(storage, CheckpointManifest)
-    assert manifest is not None
     paths = [path for path in storage.list() if path != "manifest.json"]
     write_manifest(storage, manifest.model_copy(update={"files": tuple(map(FileRecord.of, map(storage.stat, paths)))}))

@@ -3,8 +3,6 @@
 What one test leaves behind makes another one red, on another day. So the test that leaves it fails, by name.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -4,8 +4,6 @@ Each is made in a copy of the checkout, and the tests that should notice it run 
 tests that failed run once more on the source as it is: one that fails there too has noticed nothing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Nodes of a job as processes of this machine, for tests of how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Trainings that several files look at, run once, and a script that goes on until it is told."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

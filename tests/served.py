@@ -1,7 +1,5 @@
 """A real server and worker, started as `make serve` starts them: fixtures of several folders of tests/real."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

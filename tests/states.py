@@ -1,7 +1,5 @@
 """What the tests of checkpoints share: small states, checkpoints of them, and trainings that are stepped by hand."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no user has sent: requests of pages elsewhere and of programs without the secret, a scheduler's greeting."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

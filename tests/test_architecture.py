@@ -1,7 +1,5 @@
 """The rules of the house, read off the source: who may import whom, what may be heavy, what may be asked."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -173,12 +171,6 @@ def test_the_launcher_brings_neither_torch_nor_a_cloud_nor_prefect_which_flows_b
     launcher, flows = (set(line.split()) for line in done.stdout.splitlines())
     assert flows.isdisjoint(HEAVY | CLOUD)
     assert "prefect" in flows - launcher
-
-
-def test_what_is_of_use_on_gpus_alone_is_an_extra() -> None:
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    assert not [one for one in project["dependencies"] if one.startswith("torchao")]
-    assert project["optional-dependencies"]["float8"] == ["torchao>=0.18"]
 
 
 def test_every_file_that_a_package_reads_is_installed_with_it() -> None:

@@ -1,7 +1,5 @@
 """Every shipped config can be used as it stands, on a machine without network, accounts and programs of clouds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -105,8 +103,7 @@ def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: st
         jobs += previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], sent_by)).values()
     assert jobs[1].platform == kind
     here, there = (re.search(r"stdlib-gpt-[0-9a-f]{10}", job.job_id) for job in jobs)
-    assert here
-    assert here[0] == (there and there[0])
+    assert here[0] == there[0]
     done = cli("plan", "deployments/configs/local.yaml", "--platform", str(profile))
     assert done.code == 0, done
     assert ("nothing blocks it" in done.out) == (kind == "local")

@@ -1,7 +1,5 @@
 """Commands of README.md, SKILL.md and docs/ are understood, links lead somewhere, and tests that are named exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

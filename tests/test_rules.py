@@ -1,7 +1,5 @@
 """What no test may do, for it is red some day without a fault: sleep, read a clock, bound a wait, choose a port."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

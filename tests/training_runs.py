@@ -1,7 +1,5 @@
 """What the tests of training share: one tiny dataset, runs on it, and one run that is trained to its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

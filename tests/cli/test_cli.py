@@ -1,7 +1,5 @@
 """What each verb prints, how it ends (0, 40 for what the user can mend, 41 for data, …), and what it refuses."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json
@@ -205,9 +203,7 @@ def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, her
 
 
 def claim(here: Path) -> Claim:
-    config = read_config(here / "training.yaml", None)
-    assert isinstance(config, RunConfig)
-    return claim_of(config)
+    return claim_of(read_config(here / "training.yaml", None))
 
 
 def attempt_in(folder: Path, *logs: str, **result: Any) -> Path:
@@ -323,11 +319,8 @@ def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
     ]  # fmt: skip
     assert cli("logs", "training.yaml", "--node", "0", "--rank", "1").out == "[node 0] [rank1]: hi\n"
     said = cli("logs", "training.yaml", "--since", "10m")
-    assert (said.code, said.out, "the logs of local are files, whose lines have no time" in said.err) == (
-        USER,
-        "",
-        True,
-    )
+    assert (said.code, said.out) == (USER, "")
+    assert "the logs of local are files, whose lines have no time" in said.err
     said = cli("logs", "training.yaml", "--since", "soon")
     assert (said.code, "'soon' is neither an age" in said.err) == (2, True)
 
@@ -350,9 +343,8 @@ def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_e
     write_metrics(running.parents[1])
     run = running.parents[1].name
     assert "step" in answer("plan", "training.yaml")["steps"][0]
-    assert {"severity", "code", "what", "fix"} <= answer("doctor", "--root", "poem.txt", code=USER)["findings"][
-        0
-    ].keys()
+    [finding, *_] = answer("doctor", "--root", "poem.txt", code=USER)["findings"]
+    assert {"severity", "code", "what", "fix"} <= finding.keys()
     assert [row["setting"] for row in answer("settings", "train.seed")] == ["train.seed"]
     assert answer("verify", str(dataset[1]))["documents"] > 0
     seen = answer("status", "training.yaml")
@@ -416,7 +408,6 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     cli: Cli, here: Path
 ) -> None:
     sweep = read_config(here / "sweep.yaml", [])
-    assert isinstance(sweep, SweepConfig)
     claims = [claim_of(trial.config) for trial in trials(sweep)]
     for number, one in enumerate(claims):
         attempt_in(Path(one.take().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})

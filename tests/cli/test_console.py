@@ -1,7 +1,5 @@
 """What a pipeline shows: lines in a file, a live line on a terminal, and nothing that steers that terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Ctrl-C is pressed in tests/real/terminal.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """A config of somebody else's is looked at before it is run: looking runs nothing that it names, and always ends."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -12,14 +12,14 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from itertools import count
 from threading import Lock
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import google_crc32c
-from serving_thread import served
+from serving_thread import Answering, served
 
 Request: TypeAlias = tuple[str, str, bytes, dict[str, str]]
 """Method, path, body and headers."""
@@ -180,22 +180,13 @@ class BucketServer(ThreadingHTTPServer):
         self.answer, self.url = answer, f"http://127.0.0.1:{self.server_port}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     server: BucketServer
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         answer = self.server.answer((self.command, self.path, body, dict(self.headers)))
-        if answer is None:
-            return
-        status, content, headers = answer
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
+        if answer is not None:
+            self.answer(*answer)
 
-    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: pytest shows what failed."""
+    do_GET = do_POST = do_PUT = do_DELETE = _serve

@@ -1,7 +1,5 @@
 """A proxy in front of a bucket that spoils requests and answers on demand, over real connections."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A certificate of this machine's own making, for servers that are reached by https."""
 
-from __future__ import annotations
-
 import ssl
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ A build goes on when somebody asks after it: it unpacks its context, writes its 
 image, like no other, into the stand-in of a registry.
 """
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Callable
@@ -42,8 +40,6 @@ class CloudBuild:
     """So many lists do not show the builds yet."""
     silent: bool = False
     """No look at a build is answered."""
-    lost: bool = False
-    """The next build is made, and nobody is told."""
 
     def create_build(self, request: dict[str, Any], timeout: float) -> Any:
         build = types.Build(request["build"])
@@ -51,9 +47,6 @@ class CloudBuild:
         build.id, build.project_id, build.status = str(uuid4()), PROJECT, Status.QUEUED
         build.name, build.create_time = f"{request['parent']}/builds/{build.id}", datetime.now(UTC)
         self.builds[build.id] = build
-        if self.lost:
-            self.lost = False
-            raise exceptions.ServiceUnavailable("the connection was cut")
         return SimpleNamespace(metadata=types.BuildOperationMetadata(build=build))
 
     def get_build(self, *, name: str, id: str, project_id: str, timeout: float) -> types.Build:

@@ -1,15 +1,13 @@
 """Servers that repeat every request in their answers, as proxies' error pages and some validation messages do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from urllib.parse import urlencode
 
-from serving_thread import served
+from serving_thread import Answering, served
 
 
 @dataclass
@@ -34,8 +32,8 @@ class Echo:
         return f"http://{self.host}"
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def answer(self) -> None:
+class _Handler(Answering):
+    def repeat(self) -> None:
         echo: Echo = self.server.echo  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
         said = f"{self.requestline}\n{self.headers}\n{body}"
@@ -50,17 +48,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif echo.moved_to:
             query = urlencode({"token": authorization, "body": body})
             status, headers = 307, {"Location": f"{echo.moved_to}/login?{query}"}
-        self.send_response(status)
-        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(told))}.items():
-            self.send_header(name, value.replace("\n", " "))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(told.encode())
+        lines = {name: value.replace("\n", " ") for name, value in headers.items()}
+        self.answer(status, told.encode(), {**lines, "Content-Type": "application/json"})
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = repeat
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Jobs on a test's cluster, through the platform as a run uses it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,13 +1,11 @@
 """Google Cloud as far as a launcher meets it on its way to a cluster: the GKE API over gRPC, and tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.cloud.container_v1 import ClusterManagerClient
 from google.cloud.container_v1.services.cluster_manager.transports import ClusterManagerGrpcTransport
 from google.cloud.container_v1.types import Cluster, GetClusterRequest, ListClustersResponse
-from serving_thread import served
+from serving_thread import Answering, served
 
 PROJECT = "my-project"
 
@@ -90,17 +88,10 @@ def _key(tokens: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-class _Tokens(BaseHTTPRequestHandler):
+class _Tokens(Answering):
     def do_POST(self) -> None:
         cloud: GoogleCloud = self.server.cloud  # type: ignore[attr-defined]
         self.rfile.read(int(self.headers["Content-Length"]))
         cloud.tokens += 1
         text = json.dumps({"access_token": cloud.token(), "expires_in": 3600, "token_type": "Bearer"}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(200, text, {"Content-Type": "application/json"})

@@ -10,18 +10,16 @@ Written against huggingface_hub's own source (hf_api.dataset_info, file_download
 and of a model repository the two that fetch a file, /{owner}/{name}/resolve/{revision}/{path}.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-from serving_thread import served
+from serving_thread import Answering, served
 
 
 @dataclass
@@ -80,7 +78,7 @@ def running_hub(repositories: dict[str, Repository]) -> Iterator[Hub]:
             hub.gate.set()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     protocol_version = "HTTP/1.1"
 
     @property
@@ -91,25 +89,22 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         match [unquote(part) for part in url.path.split("/")[1:]]:
             case _ if self.hub.failing is not None:
-                self._answer(self.hub.failing)
+                self.answer(self.hub.failing)
             case ["api", "datasets", owner, name, "revision", revision]:
                 if (repository := self._repository(f"{owner}/{name}", revision)) is not None:
                     blobs = [repository.entry(path) for path in repository.files]
                     names = blobs if url.query == "blobs=true" else [{"rfilename": path} for path in repository.files]
                     listing = {"id": name, "sha": repository.commit, "private": False, "siblings": names}
-                    self._answer(200, json.dumps(listing).encode())
+                    self.answer(200, json.dumps(listing).encode())
             case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
                 if (repository := self._repository(f"{owner}/{name}", revision)) is not None:
                     self._resolve(repository, "/".join(path))
             case ["large", digest]:
                 self._large(digest)
             case _:
-                self._answer(501)
+                self.answer(501)
 
-    do_HEAD = do_GET  # noqa: N815
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    do_HEAD = do_GET
 
     def _resolve(self, repository: Repository, path: str) -> None:
         if repository.gated:
@@ -121,10 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
             digest = sha256(data).hexdigest()
             linked = {"X-Linked-Size": str(len(data)), "X-Linked-ETag": f'"{digest}"'}
             location = {"X-Repo-Commit": repository.commit, "Location": f"{self.hub.endpoint}/large/{digest}"}
-            self._answer(302, headers=linked | location)
+            self.answer(302, headers=linked | location)
         else:
             data = repository.files[path]
-            self._answer(200, data, {"X-Repo-Commit": repository.commit, "ETag": f'"{git_id(data)}"'})
+            self.answer(200, data, {"X-Repo-Commit": repository.commit, "ETag": f'"{git_id(data)}"'})
 
     def _large(self, digest: str) -> None:
         files = [data for repository in self.hub.repositories.values() for data in repository.files.values()]
@@ -135,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         content_range = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         left = data[start:]
-        self._answer(206 if start else 200, headers=content_range | {"Content-Length": str(len(left))})
+        self.answer(206 if start else 200, headers=content_range | {"Content-Length": str(len(left))})
         if self.command == "HEAD":
             return
         self.hub.starts.append(start)
@@ -158,12 +153,4 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _refuse(self, status: int, code: str) -> None:
-        self._answer(status, headers={"X-Error-Code": code, "X-Error-Message": code})
-
-    def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.answer(status, headers={"X-Error-Code": code, "X-Error-Message": code})

@@ -1,7 +1,5 @@
 """Secrets in an error, for whoever gets hold of it: in its words, its causes, and the variables of its traceback."""
 
-from __future__ import annotations
-
 import base64
 import json
 import traceback

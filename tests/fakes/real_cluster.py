@@ -1,7 +1,5 @@
 """The real cluster of `make test-cluster`: what has to be set so that there is one."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """An HTTP proxy that lets nobody through, and remembers who asked for what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

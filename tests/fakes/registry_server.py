@@ -1,7 +1,5 @@
 """A container registry in one file, which has what tests put there and refuses what the real ones refuse."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -9,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from serving_thread import served
+from serving_thread import Answering, served
 
 WANTED = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/(?P<kind>blobs|manifests)/(?P<reference>[\w.:-]+)")
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -77,7 +75,7 @@ class Running:
         return {"digest": digest, "platform": {"os": "linux", "architecture": architecture}}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     protocol_version = "HTTP/1.1"
 
     @property
@@ -96,9 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_from_storage(address.path.removeprefix("/storage/"))
         elif self.registry.first and "/manifests/" in self.path:
             self.close_connection = (how := self.registry.first.pop(0)) == "cut"
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le") if how == "cut" else self.send(int(how))
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le") if how == "cut" else self.answer(int(how))
         elif (wanted := WANTED.fullmatch(self.path)) is None:
-            self.send(404)
+            self.answer(404)
         elif not self.is_authorized(wanted["name"]):
             self.challenge(self.registry.token_host, f"repository:{wanted['name']}:pull")
         elif wanted["kind"] == "blobs":
@@ -113,17 +111,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_blob(self, digest: str) -> None:
         if self.registry.storage:
-            self.send(307, headers={"Location": f"http://localhost:{self.registry.port}/storage/{digest}"})
+            self.answer(307, headers={"Location": f"http://localhost:{self.registry.port}/storage/{digest}"})
         else:
-            self.send(200, b"another" if self.registry.swapped else self.registry.blobs[digest])
+            self.answer(200, b"another" if self.registry.swapped else self.registry.blobs[digest])
 
     def send_from_storage(self, digest: str) -> None:
         if self.registry.storage == "asks":
             self.challenge("localhost", "all")
         elif "Authorization" in self.headers:
-            self.send(400, b"InvalidArgument: only one way to authenticate")
+            self.answer(400, b"InvalidArgument: only one way to authenticate")
         else:
-            self.send(200, self.registry.blobs[digest])
+            self.answer(200, self.registry.blobs[digest])
 
     def send_manifest(self, name: str, reference: str) -> None:
         manifests = self.registry.manifests
@@ -132,9 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         kind, content = manifests.get((name, reference), ("", b""))
         accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
         if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
-            self.send(404)
+            self.answer(404)
             return
-        self.send(200, content, headers={"Content-Type": kind, "Docker-Content-Digest": digest_of(content)})
+        self.answer(200, content, headers={"Content-Type": kind, "Docker-Content-Digest": digest_of(content)})
 
     def is_authorized(self, name: str) -> bool:
         given = self.headers.get("Authorization", "")
@@ -142,27 +140,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def challenge(self, token_host: str, scope: str) -> None:
         realm = f"http://{token_host}:{self.registry.port}/token"
-        self.send(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="{scope}"'})
+        self.answer(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="{scope}"'})
 
     def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
         if allowed and asked.get("service") == [SERVICE] and asked.get("scope"):
-            self.send(200, json.dumps({field: token(asked["scope"][0])}).encode())
+            self.answer(200, json.dumps({field: token(asked["scope"][0])}).encode())
         else:
-            self.send(401)
-
-    def send(self, status: int, content: bytes = b"", *, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+            self.answer(401)
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
         self.registry.asked.append(f"{self.command} {self.path}")
-
-    def log_message(self, format: str, *words: object) -> None:
-        """Say nothing."""
 
 
 def digest_of(content: bytes) -> str:

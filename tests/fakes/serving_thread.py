@@ -1,12 +1,27 @@
-"""A server of the tests in a thread of its own, for as long as a block runs."""
-
-from __future__ import annotations
+"""Servers of the tests: in a thread of their own for as long as a block runs, and what their answers have in common."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Thread
+from types import MappingProxyType
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Logs nothing: pytest shows what failed."""
+
+    def answer(self, status: int, content: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Send it; its length is said where no header says another."""
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *words: object) -> None: ...
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """A platform in memory: it holds jobs as a real one does, lets a test be their fate, and refuses whoever misuses it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The failures that the verdict is scored on, one a line of tests/faults/cases.jsonl, and their judgement."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

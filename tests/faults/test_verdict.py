@@ -1,7 +1,5 @@
 """The verdict on recorded failures: how often its class and its culprit are right, and what it says."""
 
-from __future__ import annotations
-
 from bench.verdict import ASKED, first_rank, last_traceback, score
 from launcher.runs.diagnosis import ADVICE
 from tests.faults.case import cases, judged

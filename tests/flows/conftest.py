@@ -1,7 +1,5 @@
 """What the tests of flows share."""
 
-from __future__ import annotations
-
 import pytest
 from strict_platform import StrictPlatform
 

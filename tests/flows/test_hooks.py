@@ -1,7 +1,5 @@
 """What becomes of the jobs of a flow run that Prefect cancels."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

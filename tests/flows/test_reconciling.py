@@ -1,7 +1,5 @@
 """Jobs that go on though Prefect calls their flow runs cancelled."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -67,11 +65,8 @@ def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_th
         found = [name for name in asyncio.run(crashed()) if name.startswith(str(tmp_path))]
         assert found == [str(tmp_path / "dies")]
         states = {one.name: one.state_type for one in client.read_flow_runs()}
-    assert [states[str(tmp_path / name)].value for name in ("dies", "lives", "over")] == [
-        "CRASHED",
-        "RUNNING",
-        "RUNNING",
-    ]
+    ends = [states[str(tmp_path / name)].value for name in ("dies", "lives", "over")]
+    assert ends == ["CRASHED", "RUNNING", "RUNNING"]
 
 
 def reaped(root: Path) -> list[Reaped]:

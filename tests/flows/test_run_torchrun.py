@@ -1,7 +1,5 @@
 """A user's script as a flow; scripts that really run are in tests/real/pipelines."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

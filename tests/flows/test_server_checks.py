@@ -1,10 +1,8 @@
 """Prefect's server is not there, is something else, or goes away: one message, the fix, and an exit code of its own."""
 
-from __future__ import annotations
-
 import os
 import socket
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +10,7 @@ import httpx
 import pytest
 from prefect import get_client
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from serving_thread import served
+from serving_thread import Answering, served
 
 from flows.server import OwnServer, require_server, server_address, server_problems
 from flows.serving import AUTH, kept_file, serving_home
@@ -22,18 +20,13 @@ from litgpt_demo import heartbeat
 NOBODY = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     """Something that is not Prefect's server."""
 
     status, body = 200, b""
 
     def do_GET(self) -> None:
-        self.send_response(self.status)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: pytest shows what failed."""
+        self.answer(self.status, self.body)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A sweep of trainings that do not train; a whole one is in tests/real/pipelines."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Callable, Iterator

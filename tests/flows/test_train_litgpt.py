@@ -1,7 +1,5 @@
 """The five steps on one trained run; what is refused before them is in test_parameters."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -58,7 +56,6 @@ def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and
         "final/huggingface/model.safetensors", "final/MODEL_CARD.md", "final/loss.png", "report.html",
     } <= set(storage.list())  # fmt: skip
     manifest = read_manifest(storage, RunManifest)
-    assert manifest is not None
     assert (manifest.step, manifest.attempts) == (8, 1)
     assert manifest.validation_loss == trained.final.validation_loss
     assert {"final/litgpt/lit_model.pth", "final/MODEL_CARD.md"} <= {file.path for file in manifest.files}

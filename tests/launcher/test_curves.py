@@ -1,7 +1,5 @@
 """What a training's rows say of its progress, and its curves: thinned, and as text that mermaid accepts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

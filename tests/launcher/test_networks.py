@@ -1,7 +1,5 @@
 """Network profiles: what is chosen is what was released together, and everything names its source."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -3,8 +3,6 @@
 What is searched is all that an error can tell: its words, its causes, the local variables of its traceback, and logs.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

@@ -1,7 +1,5 @@
 """The check of an image's labels while it is built, against this very environment."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One channel from rank 0 to all that is shown: it survives prefixes, cuts, resumes and losses that are no number."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

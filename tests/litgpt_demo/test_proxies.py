@@ -1,7 +1,5 @@
 """Proxies that the environment names: never for this machine, and refused in words where no client can use them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

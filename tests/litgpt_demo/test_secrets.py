@@ -1,7 +1,5 @@
 """The rule for where a secret may go, and texts of others that repeat one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -61,7 +59,6 @@ def test_a_known_secret_is_left_out_however_it_is_written() -> None:
 
 def test_a_grant_does_not_show_its_token_and_an_answer_without_one_is_none() -> None:
     grant = Grant.read(b'{"accessToken": "s3cret", "expiresIn": 60}')
-    assert grant is not None
     assert (grant.token.get_secret_value(), grant.expires) == ("s3cret", 60)
     assert "s3cret" not in repr(grant)
     for content in (b"", b"[]", b'{"token": 5}', b'{"token": "two words"}', b'{"token": ""}'):

@@ -1,8 +1,5 @@
 """Stored JSON that is damaged is named with its address and what to do; none of its damage goes unnoticed."""
 
-from __future__ import annotations
-
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -45,12 +42,6 @@ def test_no_flipped_bit_changes_what_the_nodes_are_told(
     else:
         with pytest.raises(DataError, match=r"config\.json is not .*; `train-litgpt run` .* writes it anew$"):
             read_document(run)
-
-
-def test_a_config_of_an_older_version_has_no_checksum(tmp_path: Path) -> None:
-    older = {"run": {"name": "gpt"}, "training": SPEC.model_dump(mode="json"), "software": {}}
-    (tmp_path / "config.json").write_text(json.dumps(older, indent=1))
-    assert read_spec(open_storage(str(tmp_path))) == SPEC
 
 
 @given(st.binary(max_size=200))

@@ -3,8 +3,6 @@
 python tests/real/seen.py docker [options of pytest]
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The process that collects a run's model: what it can reach, and whom it keeps waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -12,7 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from batch_jobs import IMAGE, settings_of
+from batch_jobs import settings_of
+from golden_files import IMAGE
 from pipelines import Done
 from waiting import until
 
@@ -89,7 +88,6 @@ def test_a_large_model_is_collected_by_a_job_of_one_node_which_follows_the_train
     changes = {"root": str(tmp_path), "platform": settings_of(machine="a3-highgpu-8g")}
     run = plan_run(trained.config.model_copy(update=changes))
     there = plan_run(trained.config).storage.local_path()
-    assert there is not None
     copied = shutil.copytree(there, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
     asked: list[Submission] = []
 

@@ -1,7 +1,5 @@
 """The dataset step and its flow: once for each dataset, in spite of what passes, and not again for what does not."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

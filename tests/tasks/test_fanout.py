@@ -1,7 +1,5 @@
 """A preparation's steps on workers of each kind: what becomes of one that fails, and of those that are stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool

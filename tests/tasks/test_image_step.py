@@ -1,7 +1,5 @@
 """The image step: an image that its network cannot use ends the run before anything is rented."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What Prefect shows of a job, while its server comes and goes, and whatever a script writes as its rows."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is tried again, at one level: by a step's task, by its run's restarts, or by whoever waited for it."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import pkgutil

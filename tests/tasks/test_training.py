@@ -1,7 +1,5 @@
 """The step that runs a job, attempt by attempt: what is started again, how often, where, and by whom."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

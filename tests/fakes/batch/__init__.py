@@ -6,8 +6,6 @@ with running_batch(tmp_path) as cloud:  # tasks are processes of this machine, e
     cloud.records[job].vms[1].end(50001)
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A VM of a task: a folder and an address of loopback, on which the task's runnables run in order."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -117,7 +115,6 @@ class Vm:
             self._process = process
             if self._ended:
                 self.end(self._ended)
-            assert process.stdout is not None
             for line in process.stdout:
                 log(line.rstrip("\n"))
         self._kill()  # what it has left: a container ends with its first process

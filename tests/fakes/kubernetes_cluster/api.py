@@ -1,7 +1,5 @@
 """The API over HTTP. Nothing is changed by clients: they create, read, watch and delete."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

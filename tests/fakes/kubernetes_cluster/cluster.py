@@ -1,7 +1,5 @@
 """The whole cluster, in a thread of its own, and what a test does to it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile

@@ -5,8 +5,6 @@ Stricter than the real thing in one way: unknown fields are always refused, wher
 unless asked for `fieldValidation=Strict`. A field of ours that is dropped in silence is a fault of ours.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The environment of a container, as the kubelet makes it of the pod's spec."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

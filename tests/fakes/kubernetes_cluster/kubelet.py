@@ -113,7 +113,6 @@ class PodRun:
         )  # fmt: skip
         if self._grace is not None:
             self.signal(signal.SIGTERM if self._grace else signal.SIGKILL)
-        assert process.stdout is not None
         async for line in process.stdout:
             self.write(line)
         code = await process.wait()

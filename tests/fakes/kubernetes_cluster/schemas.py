@@ -1,7 +1,5 @@
 """Does an object have the shape that the API knows? Kubernetes' own OpenAPI schemas, and the CRD of JobSet."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """The objects of the cluster, their versions, and a history of changes that watches start from."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

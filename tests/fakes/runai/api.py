@@ -3,19 +3,17 @@
 It speaks TLS where it is given a certificate, and has in front of it what real ones have: redirects and proxies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets
 import shlex
 import ssl
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from serving_thread import served
+from serving_thread import Answering, served
 
 from .cluster import Cluster, Lost, Refused, Training
 
@@ -24,7 +22,6 @@ CLUSTER = "0bdb2f0c-8d0a-4a35-9bd3-main"
 
 # What a client has instead of a lost answer: a status and a body of whatever stands before the API, or neither.
 LOST = {
-    "408": (408, b"<html>Request Timeout</html>"),
     "502": (502, b"<html>Bad Gateway</html>"),
     "login page": (200, b"<html>Sign in</html>"),
     "cut": None,
@@ -65,7 +62,7 @@ def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
         yield api
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     server: Api
 
     def do_POST(self) -> None:
@@ -75,29 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
         if server.silent > 0:
             server.silent -= 1
         elif server.instead is not None:
-            status, data, headers = server.instead(self.path, f"{self.headers}{body.decode()}")
-            self._send(status, data, **headers)
+            self.answer(*server.instead(self.path, f"{self.headers}{body.decode()}"))
         else:
             try:
                 content = self._route(url.path, parse_qs(url.query), json.loads(body or "{}"))
-                self._send(200, json.dumps(content).encode())
+                self.answer(200, json.dumps(content).encode())
             except Refused as error:
-                self._send(error.status, json.dumps({"code": error.status, "message": str(error)}).encode())
+                self.answer(error.status, json.dumps({"code": error.status, "message": str(error)}).encode())
             except Lost as error:
                 if (instead := LOST[str(error)]) is not None:
-                    self._send(*instead)
+                    self.answer(*instead)
 
-    do_GET = do_DELETE = do_POST  # noqa: N815  as its base class calls them
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _send(self, status: int, data: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
+    do_GET = do_DELETE = do_POST
 
     def _route(self, path: str, query: Mapping[str, list[str]], body: Any) -> Any:
         server, cluster = self.server, self.server.cluster

@@ -1,7 +1,5 @@
 """What a Run:ai cluster has: projects, volumes, and workloads whose pods an operator runs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

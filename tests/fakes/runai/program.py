@@ -4,8 +4,6 @@ v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch
 pages of `runai training pytorch`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -33,7 +31,6 @@ _POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
 UNANSWERED = {
     "EOF": f"{_POST}EOF",
     "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
-    "gateway": "unexpected status code 502: Bad Gateway",
     "nothing": " ",
     "refusal": 'Error: admission webhook "workload-controller.runai.io" denied the request: quota exceeded',
 }

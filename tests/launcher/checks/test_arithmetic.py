@@ -1,7 +1,5 @@
 """What `plan` says a training takes: figures with how they come about, and a change that would fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An image that its network cannot use is found before anything is rented: by its stack, or by its labels."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,19 +158,10 @@ def test_the_plan_of_a_sweep_lists_every_trial_and_adds_them_up(tiny: Tiny) -> N
 HUGE_BATCH = "train.micro_batch=8192 | train.global_batch=8192"
 # What is changed in a training, and words of the refusal.
 REFUSED = [
-    ("train.lerning_rate=1", "there is no such setting; did you mean learning_rate"),
-    ("train.min_learning_rate=1", "is above train.learning_rate"),
-    ("train.micro_batch=8", "are the two swapped?"),
-    ("train.strategy=fsdp | train.precision=16-mixed", "take bf16-mixed"),
     ("train.precision=16-mixed", "needs a GPU, and this machine has none"),
-    ("train.max_steps=null | train.warmup_steps=9999", "leaves nothing of the run's"),
     ("train.wandb={project: pages, secret: NOBODY_EXPORTS_THIS}", "needs the secret NOBODY_EXPORTS_THIS"),
-    ("model.config.n_layer=-1", "n_layer=-1 is no size"),
-    ("model.config.padded_vocab_size=64", "the tokenizer has 300 ids and model config has 64 embeddings"),
-    ("model={name: pythia-14m, config: {}, sequence_length: 4096}", "longer than the block_size"),
     ("model={name: transformer-175b, config: {}}", "a model of at most about"),
     ("model.sequence_length=50000", "one sample of model.sequence_length=50000 needs 50001"),
-    ("root=cut.jsonl/below", "cut.jsonl is a file"),
     ("root=s3://bucket/x", "is neither gs://bucket/prefix nor a local path"),
     ("root=/proc/runs", "cannot write to /proc"),
     ("platform={kind: gke, gpus: 1}", "runs container images, and image.kind=none"),
@@ -181,10 +170,7 @@ REFUSED = [
         "set image.platform to linux/arm64",
     ),
     ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
-    ("data.corpus.paths=[gone.txt]", "gone.txt', and no file matches that"),
     ("data.tokenizer={kind: file, path: pi.py}", "is no tokenizer, or cut short (Cannot"),
-    ("sweep={grid: {train.learning_rate: [1.0e-3, -1]}}", "trial train.learning_rate=-1 cannot be used"),
-    ("sweep={grid: {train.seed: [1, 1]}}", "two of its trials are the same training"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
     (f"{HUGE_BATCH} | sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}}", "set sweep.max_parallel="),
 ]

@@ -1,7 +1,5 @@
 """Images that Google Cloud Build builds: sent once, followed, adopted, cancelled, and every end with its fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,11 @@
 """Following the logs that nodes keep in a folder or in a bucket: every line whole and once, and nothing read twice."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from uuid import uuid4
 
 import pytest
-from bucket_emulator import bucket_emulator
-from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
+from bucket_faults import FOREVER, Fault, FaultyBucket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,19 +16,6 @@ from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import Storage, open_storage
 
 LONG = b"".join(b"line %d\n" % number for number in range(20_000))
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[FaultyBucket]:
-    with bucket_emulator("followed-logs") as upstream, faulty_bucket(upstream) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def bucket(proxy: FaultyBucket, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-    proxy.arm()
-    return open_storage(f"gs://followed-logs/{uuid4().hex}")
 
 
 class Follower:
@@ -49,9 +31,9 @@ class Follower:
         return [line.text for line in page.lines]
 
 
-@pytest.fixture(params=["local", "bucket"])
-def follower(request: pytest.FixtureRequest, tmp_path: Path) -> Follower:
-    return Follower(request.getfixturevalue("bucket") if request.param == "bucket" else open_storage(str(tmp_path)))
+@pytest.fixture
+def follower(root: str) -> Follower:
+    return Follower(open_storage(root))
 
 
 def test_a_look_reads_what_was_added_and_nothing_of_a_log_that_is_as_it_was(

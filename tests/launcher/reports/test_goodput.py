@@ -1,7 +1,5 @@
 """Where the time of a run went: every second has one part, and none has two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of a run: a page that needs nothing but itself, and Prefect's artifacts; whatever a node wrote is text."""
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -147,7 +145,6 @@ def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
     [cells] = [line for line in text.splitlines() if line.startswith("| Name |")]
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", cells)) == 3
     fence = re.search(r"^(`{3,})text$", text, re.MULTILINE)
-    assert fence
     block = text[fence.end() + 1 :]
     assert block[block.index(f"\n{fence[1]}\n") :].startswith(f"\n{fence[1]}\n\n### Use it"), "no sample ends its block"
 

@@ -1,7 +1,5 @@
 """The page of a sweep: its table, its pictures, and that they belong to the page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

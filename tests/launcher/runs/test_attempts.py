@@ -1,7 +1,5 @@
 """Attempts of a run by the index: no live job is doubled, called dead or taken for another root's; all end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -254,13 +252,6 @@ def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Pa
     [found] = claim_on(platform, new, RUN).attempts.all()
     assert found.status.native == "supervisor lost"
     assert claim_on(platform, new, RUN).take().attempt == 2
-
-
-def test_a_local_job_whose_root_is_a_bucket_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    platform = LocalPlatform(state=tmp_path)
-    jobs = [claim_on(platform, root, RUN).make_job(1) for root in ("gs://team-a", "gs://team-b")]
-    assert len({platform.render(job).job_id for job in jobs}) == 2
-    assert len({job.all_labels["train-litgpt/run"] for job in jobs}) == 2
 
 
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}

@@ -1,7 +1,5 @@
 """A user's own code as an archive under the root: what ships, what never does, and which run it is."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -165,7 +163,6 @@ def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebod
 
 def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:
     script = plan_script(config := mounted())
-    assert script.code is not None
     assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
     script.code.ship(script.root)
     replace(claim_at(script), flow_runs=["mine"]).take()

@@ -3,8 +3,6 @@
 tests/faults scores it on recorded failures; here are the rules, one at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

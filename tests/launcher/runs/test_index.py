@@ -1,13 +1,10 @@
 """The run index: what was started, by whom, how it ended; written once, and never passed over when it is damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from launcher.job import JobId, JobState, JobStatus
-from launcher.runs.attempts import recorded_platform
 from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, this_machine
 from launcher.runs.listing import find, run_rows
 from litgpt_demo.errors import DataError, Fault
@@ -43,17 +40,6 @@ def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Ind
     assert index.records("gpt-99") == []
     index.create(record("new-0123456789", created=11.0))
     assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), (RUN, 10)], "newest run first"
-
-
-def test_a_job_that_would_go_on_without_lost_nodes_is_still_read_as_versions_recorded_it_that_had_such(
-    index: Index,
-) -> None:
-    ranged = {"kind": "local", "nodes": 4, "min_nodes": 2}
-    kept = record().model_copy(update={"config": {"platform": ranged}, "platform": ranged})
-    index.create(kept)
-    [found] = index.records(RUN)
-    assert found.platform == found.config["platform"] == {"kind": "local", "nodes": 4}
-    recorded_platform(found.platform).cancel(found.job_id)
 
 
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:

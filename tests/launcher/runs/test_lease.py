@@ -1,7 +1,5 @@
 """The lease of a run: one of several orchestrators has it, and loses it by its silence alone."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,6 @@ def beats(root: Storage) -> int:
 def die(lease: Lease) -> None:
     """End its thread as a kill would, which tells nobody."""
     lease._stop.set()
-    assert lease._beating is not None
     lease._beating.join()
 
 

@@ -1,7 +1,5 @@
 """What dead runs left on a platform: listed, and removed; nothing of a run that lives."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

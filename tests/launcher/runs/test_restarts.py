@@ -1,7 +1,5 @@
 """What follows an attempt that ended badly: another one at once, after a wait, or none."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the next trial of a sweep is found, and which is ended early."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +64,6 @@ def test_a_trial_that_falls_behind_is_hopeless_and_the_best_one_never_is(prune: 
     pruned = []
     for rank in (0, 1, 2, 3, 4, 5, 8, 7, 6):
         number = search.ask()
-        assert number is not None
         hopeless = any(search.is_hopeless(number, evaluation, 1.0 + rank) for evaluation in range(1, 10))
         search.tell(number, None if hopeless else [1.0 + rank], pruned=hopeless)
         pruned += [rank] if hopeless else []
@@ -83,7 +80,6 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
     search = Search(SweepSettings.model_validate({**given, "prune": None}))
     for values in ([3.0, 100.0], [2.0, 50.0], [3.5, 90.0]):
         number = search.ask()
-        assert number is not None
         search.tell(number, values)
     assert search.front == {0, 1}
 

@@ -1,7 +1,5 @@
 """What a sweep and its trials are called, and what they take from the config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

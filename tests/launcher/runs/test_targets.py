@@ -1,7 +1,5 @@
 """Which run a user means: by name, by its beginning, by its folder, by a config."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,8 @@ import pytest
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
-from launcher.runs.attempts import claim_of
+from launcher.runs.attempts import claim_of, recorded_platform
+from launcher.runs.index import Index
 from launcher.runs.listing import find, find_started_with
 from launcher.runs.sweeps import sweep_name, trials
 
@@ -89,10 +88,13 @@ def test_a_run_of_an_earlier_version_is_found_though_its_record_names_settings_t
         document = json.loads(stored.read_text())
         del document["record_crc32c"]
         document["config"]["image"] = gone
+        document["platform"]["min_nodes"] = document["config"]["platform"]["min_nodes"] = 2
         if config is not script:
             document["config"]["train"]["warn_slower"] = 1.5
         stored.write_text(json.dumps(document))
         assert find_started_with(config).runs == (run,)
+        [found] = Index.of(root).records(run)
+        recorded_platform(found.platform).cancel(found.job_id)
 
 
 def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:

@@ -1,7 +1,5 @@
 """Waiting for a job: every line is delivered, silence is borne for a while, and hours pass in no time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Which tokens are seen when: every window once an epoch, in an order that knows nothing of nodes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Datasets by their inputs: which key they have, when they are done, and what is wrong with one that was damaged."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil
@@ -32,6 +30,10 @@ def test_a_setting_that_decides_the_bytes_is_part_of_the_key_and_the_place_of_a_
     changes += [{"corpus": {**corpus, "separator": "\n"}}, {"corpus": {**corpus, "max_bytes": 500}}]
     assert len({plan_dataset(settings_for(folder, **change)).key for change in changes}) == len(changes)
     assert plan_dataset(settings_for(folder, **one)).key == plan_dataset(settings_for(folder, **two)).key
+    whole = plan_dataset(settings_for(folder))
+    assert whole.path == f"datasets/corpus-{whole.key}"
+    for pattern in ("*.txt", "**/*.txt", "[ab].txt", "?.txt"):
+        assert plan_dataset(settings_for(folder, [f"{folder}/{pattern}"])).path == whole.path, "one dataset"
 
 
 def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -> None:
@@ -41,14 +43,6 @@ def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -
         assert plan_dataset(DataConfig.model_validate(settings)).key == key
         limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
         assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
-
-
-def test_a_folder_and_a_pattern_of_its_files_are_one_dataset(tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("hello")
-    given = [str(tmp_path / "texts" / pattern) for pattern in ("", "*.txt", "**/*.txt", "[ab].txt", "?.txt")]
-    planned = [plan_dataset(DataConfig.model_validate({"corpus": {"kind": "files", "paths": [one]}})) for one in given]
-    assert {one.path for one in planned} == {f"datasets/texts-{planned[0].key}"}
 
 
 UNIX, WINDOWS, TYPED = "\n\n", "\r\n\r\n", r"\n\n"

@@ -1,7 +1,5 @@
 """Dataset preparation: what the bins hold, that they depend on the inputs alone, and that half a dataset is none."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Preparations that are killed, or whose bucket fails, go on where they were."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers: trained or found, checked, and the same ids as Hugging Face's tokenizers give."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Collection: what training left becomes models that LitGPT and Hugging Face open, proved, or nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -65,7 +63,6 @@ def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cos
     report("1/node-0.json", hours=4)
     (attempts / "1/node-1.json").write_text('{"node": 2, "started"')
     final = export(open_storage(str(finished_copy)), await_end=the_job_ends)
-    assert final.cost is not None
     assert (final.cost.hours, final.cost.usd) == (4.5, 45)
     card = (finished_copy / "final/MODEL_CARD.md").read_text()
     assert "| Cost | $45.00 or more: 4.50 hours of a3-highgpu-8g at $10.00, list price on demand in us-central1" in card
@@ -92,7 +89,6 @@ def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
     assert (manifest.step, manifest.tokens, manifest.dataset_key) == (12, 12 * 8 * 32, tiny_dataset.name[-10:])
     assert (manifest.complete, manifest.logits_difference, manifest.findings) == (True, 0, ())
-    assert manifest.huggingface is not None
     assert manifest.huggingface.architecture == "GPTNeoXForCausalLM"
     assert manifest.huggingface.logits_difference < manifest.logits_tolerance < 0.01
     assert manifest.validation_loss == pytest.approx(manifest.trainer_validation_loss, rel=1e-5)
@@ -105,7 +101,6 @@ def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Colle
     run, manifest = collected_run
     lineage = json.loads((run / "final/lineage.json").read_text())
     checkpoint = read_manifest(open_storage(str(run / folder_of(12))), CheckpointManifest)
-    assert checkpoint is not None
     assert lineage["checkpoint"]["folder"] == folder_of(12)
     assert [file["crc32c"] for file in lineage["checkpoint"]["files"]] == [file.crc32c for file in checkpoint.files]
     assert (lineage["dataset"]["key"], lineage["dataset"]["address"]) == (manifest.dataset_key, str(tiny_dataset))
@@ -254,7 +249,6 @@ def test_neither_collecting_nor_verifying_executes_what_lies_beside_a_datasets_t
     (dataset / "tokenizer/prompt_style.yaml").write_text("class_path: hostile_style.Style\n")
     storage = open_storage(str(dataset))
     manifest = read_manifest(storage, DatasetManifest)
-    assert manifest is not None
     hostile = [storage.stat(f"tokenizer/{name}") for name in ("lit_model.pth", "prompt_style.yaml")]
     files = manifest.tokenizer + tuple(map(FileRecord.of, hostile))
     write_manifest(storage, manifest.model_copy(update={"tokenizer": files}))

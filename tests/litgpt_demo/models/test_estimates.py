@@ -1,7 +1,5 @@
 """What is said of a model without building it is what it turns out to be when it is built."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """LitGPT models by name and from settings, their initial weights, and the devices that they are trained on."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,7 +10,6 @@ from litgpt.model import GPT
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
-from litgpt_demo.errors import UserError
 from litgpt_demo.models.devices import device_named
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 
@@ -34,13 +31,6 @@ def test_a_named_model_is_litgpts_own_and_an_inline_one_takes_the_tokenizers_voc
     config = litgpt_config(model(**SMALL), vocab_size=300)
     assert (config.vocab_size, config.padded_vocab_size, config.block_size) == (300, 320, 32)
     assert litgpt_config(model(**SMALL, block_size=64), vocab_size=300).block_size == 64
-
-
-def test_a_vocabulary_larger_than_the_model_is_refused_with_what_would_do() -> None:
-    asked = model("pythia-14m")
-    assert litgpt_config(asked, vocab_size=50_304).padded_vocab_size == 50_304
-    with pytest.raises(UserError, match=r"has 50305 ids and model .* has 50304 embeddings; .*padded_vocab_size=50368"):
-        litgpt_config(asked, vocab_size=50_305)
 
 
 def test_initial_weights_depend_on_the_seed_alone() -> None:

@@ -1,7 +1,5 @@
 """Checks of a machine and its network, on file systems that are made up; sockets are real."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -132,7 +130,6 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, caps
     assert use.look(steps=5) is None
     rank_printed(tmp_path, 1, "NET/Plugin: Could not find: libnccl-net.so.", "Using network Socket")
     found = use.look()
-    assert found is not None
     assert (found.fault, "NCCL uses Socket, not gIB (platform.network=gib)" in found.message) == (Fault.NODE, True)
     assert any("Could not find: libnccl-net.so" in line for line in found.traceback)
     assert NetworkUse(NodeNetwork(), tmp_path, nodes=2).look(steps=1) is None

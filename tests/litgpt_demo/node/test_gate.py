@@ -1,7 +1,5 @@
 """The network before a training: what is made of the figures, which nodes are slow, which ranks are neighbours."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import pairwise

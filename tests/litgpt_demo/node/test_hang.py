@@ -1,7 +1,5 @@
 """A rank that falls silent is found and its stacks are kept; for whole jobs that hang see tests/real/training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -65,7 +63,6 @@ asleep_in_here()
 def test_stacks_are_had_of_a_process_that_is_stopped(tmp_path: Path) -> None:
     environment = os.environ | {NODE_DIRECTORY: str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", STUBBORN], env=environment, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGSTOP)
         beats = read_beats(tmp_path)

@@ -1,7 +1,5 @@
 """A node of a job: what it checks, brings and keeps, the code that it ends with, and a user's own code."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

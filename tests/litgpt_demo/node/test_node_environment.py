@@ -1,7 +1,5 @@
 """What the network adds to the environment of ranks: by its scripts, and by tables of GIDs as pods have them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which node this is and where all meet: by flags, or by what the platform sets."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import astuple
 from pathlib import Path
@@ -18,7 +16,6 @@ TOLD = "--nodes 4 --node-rank pytorchjob --master pytorchjob --processes 8 --run
 
 # As the platforms set them (kubeflow/trainer; run-ai/docs, distributed training).
 TRAINER = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "run-node-0-0.run", "PET_MASTER_PORT": "29400"}
-OLD_RUNAI = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456"}
 NEW_RUNAI = {"PET_NNODES": "4", "RANK": "2", "WORLD_SIZE": "32", "MASTER_ADDR": "run-master-0", "LOCAL_RANK": "0"}
 
 
@@ -48,7 +45,6 @@ def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str)
     ("environ", "host", "port"),
     [
         (TRAINER, "run-node-0-0.run", 29400),
-        (OLD_RUNAI, "run-master-0", 23456),
         (NEW_RUNAI, "run-master-0", 23456),
         # A pod's own number outweighs RANK, which may count processes.
         (TRAINER | {"RANK": "17"}, "run-node-0-0.run", 29400),

@@ -1,7 +1,5 @@
 """torchrun: its command line, what its ranks left behind, and what a node picks when it ends badly."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Empty objects such as `checkpoints/`, which consoles, gsutil and FUSE mounts make for folders, are no files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

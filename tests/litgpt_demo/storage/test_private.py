@@ -1,7 +1,5 @@
 """What lies in the temporary folder, and a run's own folder, is its user's alone; so are keys."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

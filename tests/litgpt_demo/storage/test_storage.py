@@ -1,7 +1,5 @@
 """A folder and a bucket keep the same promises, a bucket also where requests fail, come late or are overtaken."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

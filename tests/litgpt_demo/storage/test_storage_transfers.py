@@ -1,7 +1,5 @@
 """Large files go up and down in parts and are joined by the bucket; an upload goes on where a killed one stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -10,7 +8,6 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -126,19 +123,6 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_obj
         assert first.result() == stored
     assert target.read_bytes() == CONTENT[::-1]
     assert list(target.parent.iterdir()) == [target]
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_all_comes_right_where_one_request_in_five_goes_wrong(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, seed: int
-) -> None:
-    proxy.arm(chance=Random(seed))
-    storage.upload(source, "data/train.bin")
-    storage.join(["data/train.bin"] * 2, "data/twice.bin")
-    storage.download("data/twice.bin", tmp_path / "target")
-    storage.remove("data/train.bin")
-    assert (tmp_path / "target").read_bytes() == CONTENT * 2
-    assert list(proxy.objects()) == ["data/twice.bin"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Where metrics go besides metrics.jsonl, each read back with its own reader; and that no key is ever written down."""
 
-from __future__ import annotations
-
 import csv
 from base64 import b64encode
 from pathlib import Path

@@ -3,8 +3,6 @@
 The bad batch of these tests is one that holds a certain sample: the model's loss of it is made no number, every time.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -63,7 +61,6 @@ def test_it_stops_with_the_windows_and_how_to_see_them(
     assert [found.step for found in committed(training.run)] == [4]
 
     command = re.search(r"`python -m litgpt_demo (.*?)`", str(stopped.value))
-    assert command is not None
     capsys.readouterr()
     assert litgpt_demo(shlex.split(command[1])) == 0
     tokenizer = Tokenizer.from_file(str(tiny_dataset / "tokenizer" / "tokenizer.json"))

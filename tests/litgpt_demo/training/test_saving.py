@@ -1,7 +1,5 @@
 """Saving next to the training: what is saved is the state at that moment, and an error costs one save, no training."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

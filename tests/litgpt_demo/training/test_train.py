@@ -1,14 +1,11 @@
 """Training: what it sees and writes depends on the spec and the step alone, wherever it runs and is resumed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import shutil
 import signal
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from time import time
@@ -25,9 +22,8 @@ from hypothesis import strategies as st
 from states import training_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
-from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import numbers_of
-from litgpt_demo.data.dataset import Windows, open_dataset
+from litgpt_demo.config import TrainConfig
+from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
@@ -39,7 +35,6 @@ from litgpt_demo.training.checkpoints import CheckpointManifest, committed, fold
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
-from litgpt_demo.training.setup import Feed
 from litgpt_demo.training.step import Exchange, Passed
 
 
@@ -291,28 +286,3 @@ def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_do
         assert [waits(beat) for beat in read_beats(tmp_path)] == [True]
         Ranks(number=0, world=1).first(asked.wait)  # a share of its own, for which the others wait
         assert [waits(beat) for beat in read_beats(tmp_path)] == [False]
-
-
-@pytest.fixture(scope="module")
-def windows() -> Windows:
-    """Of four tokens each."""
-    return Windows(files=[np.arange(161, dtype=np.uint16)], length=4)
-
-
-@given(asked=st.lists(st.integers(0, 8), min_size=1, max_size=12), world_size=st.sampled_from([1, 3]))
-def test_ranks_share_the_batch_of_any_step_in_any_order(windows: Any, asked: list[int], world_size: int) -> None:
-    spec = TrainingSpec(
-        run="fed", dataset="", dataset_key="k", steps=9, world_size=world_size,
-        model=ModelConfig(name=None, config={"n_layer": 1, "n_embd": 8, "n_head": 1}, sequence_length=4),
-        train=TrainConfig(max_steps=9, warmup_steps=0, global_batch=6, micro_batch=2),
-    )  # fmt: skip
-    with ExitStack() as closing:
-        ranks = [Feed(spec, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
-        for feed in ranks:
-            closing.callback(feed.close)
-        for step in asked:
-            batches = [batch for feed in ranks for batch in feed.take(step)[0]]
-            assert [inputs.shape for inputs, _ in batches] == [(2, 4)] * 3
-            inputs, targets = windows.read(numbers_of(spec, windows, step))
-            assert torch.cat([one for one, _ in batches]).tolist() == inputs.tolist()
-            assert torch.cat([one for _, one in batches]).tolist() == targets.tolist()

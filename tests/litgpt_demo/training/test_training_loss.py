@@ -1,7 +1,5 @@
 """The loss in chunks is that of the whole logits, and what is done to blocks changes speed and size, no result."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """A real server and worker, and a browser that has logged in to their UI."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,12 +1,10 @@
-"""Every shipped deployment is started as people do it: from its form in Prefect's UI, in a real browser.
+"""What runs on this machine is started as people do it: from its form in Prefect's UI, in a real browser.
 
-The pictures of the forms lie in the folder of each test's temporary files, as `form.png`.
+That other deployments lead to their platforms is in tests/real/server/test_every_deployment.py. The pictures of the
+forms lie in the folder of each test's temporary files, as `form.png`.
 """
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,9 @@ from waiting import until
 
 from deployments.bootstrap import PREFECT_FILE
 from launcher.config import RunConfig, read_yaml
-from launcher.images.settings import PrebuiltImage
 
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-from test_every_deployment import place_of
-
-TAGS = {one["name"]: {"gke", "runai", "batch"} & set(one["tags"]) for one in read_yaml(PREFECT_FILE)["deployments"]}
-HERE = [name for name, tags in TAGS.items() if not tags]
+ELSEWHERE = {"gke", "runai", "batch", "slurm"}
+HERE = [one["name"] for one in read_yaml(PREFECT_FILE)["deployments"] if ELSEWHERE.isdisjoint(one["tags"])]
 
 
 def write(page: Page, label: str, value: dict[str, Any]) -> None:
@@ -42,24 +36,19 @@ def write(page: Page, label: str, value: dict[str, Any]) -> None:
     until(written)
 
 
-def submitted(page: Page, client: SyncPrefectClient, served: Any, name: str, picture: Path, **fields: Any) -> FlowRun:
-    """Open a deployment's form, fill it in, take its picture and press Submit; return the flow run that there is then.
-
-    Args:
-        fields: `overrides` and `job_variables`, where there are any.
-    """
+def submitted(
+    page: Page, client: SyncPrefectClient, served: Any, name: str, picture: Path, overrides: dict[str, Any]
+) -> FlowRun:
+    """Open a deployment's form, fill it in, take its picture and press Submit; return the flow run of that."""
     [deployment] = [one for one in client.read_deployments() if one.name == name]
     before = {run.id for run in client.read_flow_runs()}
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
     page.get_by_role("button", name="Submit").wait_for()
     given = dict(deployment.parameters)
-    if overrides := fields.get("overrides"):
+    if overrides:
         write(page, "overrides", overrides)
         given["overrides"] = overrides
     page.screenshot(path=picture, full_page=True)
-    if variables := fields.get("job_variables"):
-        page.get_by_role("button", name="Additional Options").click()
-        write(page, "Job Variables", variables)
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("scheduled to start now").wait_for()
     [made] = [run for run in client.read_flow_runs() if run.id not in before and run.deployment_id == deployment.id]
@@ -75,29 +64,6 @@ def cancelled(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     until(lambda: client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
 
 
-@pytest.mark.parametrize("name", [name for name, tags in TAGS.items() if tags])
-def test_a_form_leads_to_its_platform(
-    name: str, served: Any, client: SyncPrefectClient, browser_page: Page,
-    pushed_image: PrebuiltImage, corpus: Path, tmp_path: Path,
-) -> None:  # fmt: skip
-    """As by Prefect's own command (test_every_deployment): a job is there, or its preflight has asked the platform."""
-    flow = {one["name"]: one["entrypoint"] for one in read_yaml(PREFECT_FILE)["deployments"]}[name]
-    changes: dict[str, Any] = {"root": str(tmp_path), "image": pushed_image.model_dump(mode="json")}
-    if flow.endswith("train_litgpt"):
-        changes |= {
-            "data.corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
-            "data.tokenizer": {"kind": "train", "vocab_size": 300}, "data.validation_fraction": 0.2,
-        }  # fmt: skip
-    with place_of(f"train-litgpt/{name}", tmp_path) as (place, found):
-        changes |= {f"platform.{setting}": value for setting, value in found.items()}
-        given = {"overrides": changes, "job_variables": {"env": dict(place.environment)}}
-        flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", **given)
-        until(lambda: place.live_jobs() or client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
-        state = client.read_flow_run(flow_run.id).state
-        assert place.live_jobs() or "[gke." in str(state.message), state
-        cancelled(client, flow_run)
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_a_form_starts_what_runs_on_this_machine(
     name: str, served: Any, client: SyncPrefectClient, browser_page: Page, tiny_under: Any, tmp_path: Path
@@ -109,8 +75,8 @@ def test_a_form_starts_what_runs_on_this_machine(
     if name == "local":
         names = ("name", "model", "train", "platform")
         changes |= {part: value for part, value in tiny.model_dump(mode="json").items() if part in names}
-    given = {} if name == "reap-local" else {"overrides": changes}
-    flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", **given)
+    given = {} if name == "reap-local" else changes
+    flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", given)
 
     def state() -> StateType | None:
         return client.read_flow_run(flow_run.id).state_type

@@ -1,7 +1,5 @@
 """What every platform promises, and whole trainings, on the stand-ins of clouds whose nodes are processes here."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TES
 CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

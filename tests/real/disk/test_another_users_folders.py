@@ -1,7 +1,5 @@
 """Another user of the machine cannot change or read what lies in the temporary folder. Only root can try."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

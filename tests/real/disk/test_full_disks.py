@@ -1,7 +1,5 @@
 """A disk that fills up while a job runs: it costs a save and no training, and where it ends a job it is named."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The product's own image needs Docker Hub, Debian and PyPI besides, and 30 GB of disk; the others pull nothing.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shutil
@@ -90,7 +88,6 @@ def test_an_image_is_built_once_pushed_pinned_and_runs_with_what_dockerignore_le
     image: DockerImage, tmp_path: Path
 ) -> None:
     pinned = prepare_image(image, log=print).image
-    assert pinned is not None
     assert resolve(f"{image.repository}:{builds_of(image)[-1].key}") == pinned
     assert docker("run", "--rm", pinned) == str(tmp_path)
     assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"

@@ -1,7 +1,5 @@
 """The pages as a site, and the notebook: both are made anew, as `make docs` and a reader's Jupyter do."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

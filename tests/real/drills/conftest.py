@@ -1,7 +1,5 @@
 """The ground of a module's drills: on this machine, or with the root and the platform that the module gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

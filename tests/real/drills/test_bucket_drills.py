@@ -1,7 +1,5 @@
 """Drills of the bucket: it is away for a minute, refuses, cuts its streams, or answers other bytes than it holds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

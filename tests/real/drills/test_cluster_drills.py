@@ -1,7 +1,5 @@
 """Drills with the job on a Kubernetes cluster: what befalls machines and API."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

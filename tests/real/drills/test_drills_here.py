@@ -1,7 +1,5 @@
 """Drills with the job on this machine: its processes, its checkpoints and disk, its orchestrators, the server."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -36,9 +34,6 @@ def test_float8_multiplies_on_gpus_that_can() -> None:
     prepare_blocks(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
-
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
 def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:

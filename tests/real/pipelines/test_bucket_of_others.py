@@ -1,7 +1,5 @@
 """A whole pipeline whose root is a bucket of a public emulator, which nobody here has written."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A training from Python: submitted, waited for, its metrics, its model; and one that fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Nothing of ours imports what lies in the folder that it is started in, which may be /tmp."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The orchestrator is killed, and the same command is typed again: one job, one view of its log over both."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whole pipelines on this machine: sweeps, scripts, workers of other kinds, a rank that is killed, a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -19,9 +17,8 @@ import yaml
 from waiting import until
 
 from flows.run_torchrun import run_torchrun
-from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset
-from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, read_yaml
+from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, ThreadWorkers, read_yaml
 from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
 from launcher.platforms.local.settings import LocalPlatformConfig
@@ -38,22 +35,6 @@ from tasks.report import attempt_times
 pytestmark = pytest.mark.prefect
 
 Tiny = Callable[..., RunConfig]
-
-
-def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_runs_as_it_is(
-    trained: Any, cli: Any
-) -> None:
-    rates = {"train.learning_rate": [0.03, 0.01, 1e30]}  # no check can know that the last is too high
-    sweep = SweepConfig.model_validate({**trained.config.model_dump(), "sweep": {"grid": rates, "max_parallel": 2}})
-    table = asyncio.run(sweep_litgpt(**dict(sweep)))
-    assert [bool(row["ended"]) for row in table] == [False, False, True]
-    assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
-    [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
-    assert str(RunConfig.model_validate(read_yaml(best)).train.learning_rate) == table[0]["train.learning_rate"]
-    assert "nothing: done, 8 steps" in cli("plan", str(best)).out
-    said = cli("status", best.parent.name, "--root", trained.config.root).out
-    assert "learning_rate=0.03" in said
-    assert "learning_rate=1e+30" in said
 
 
 def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twice(tiny: Tiny, tmp_path: Path) -> None:

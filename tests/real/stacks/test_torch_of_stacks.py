@@ -1,7 +1,5 @@
 """What a node runs works with the torch of every stack, not only with that of the tests' own environment."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A terminal with one program in it, as its user sees it: text that appears, keys that are pressed, an exit code."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -21,11 +19,6 @@ class Terminal:
         self.process = subprocess.Popen(command, env={**env, "COLUMNS": "200"}, cwd=cwd, preexec_fn=start)
         os.close(screen)
         self._open, self._raw = True, b""
-
-    @property
-    def colours(self) -> set[bytes]:
-        """The colours that were asked for so far."""
-        return set(re.findall(rb"\x1b\[(?:[\d;]*;)?((?:3|4|9|10)\d)(?:;[\d;]*)?m", self._raw))
 
     @property
     def text(self) -> str:

@@ -1,7 +1,5 @@
 """Somebody at a terminal, without a server of Prefect's, presses Ctrl-C, closes the window or shuts down."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -64,18 +62,6 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
     assert attempts.live() is None
     with Lease(attempts.index, attempts.run) as lease:
         assert lease.take(), "the cancelling command has let go of it"
-
-
-@pytest.mark.usefixtures("ticking")
-def test_who_wants_no_colour_gets_none(opened: Open) -> None:
-    with opened("env", "TERM=xterm-256color", PROGRAM, "doctor") as shown:
-        shown.end()
-    assert shown.colours
-    with opened("env", "TERM=xterm-256color", "NO_COLOR=1", PROGRAM, "run", "run.yaml") as shown:
-        shown.read_until("starting Prefect's own server")
-        shown.press_ctrl_c()
-        assert shown.end() == 128 + signal.SIGINT
-    assert shown.colours == set()
 
 
 @pytest.mark.parametrize("how", ["the machine shuts down", "the window is closed"])

@@ -1,7 +1,5 @@
 """What torch compiles for a CPU changes only rounding. The compiler writes C++, which takes a minute."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

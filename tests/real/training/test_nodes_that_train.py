@@ -1,7 +1,5 @@
 """Several ranks and nodes of this machine: they save and go on, also as another number, and leave and end together."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_emulator import bucket_emulator
 from nodes import ended_nodes, report_of, started_nodes
 from training_runs import NewRun, alike, rows, train, train_elsewhere
 from waiting import until
@@ -20,7 +17,6 @@ from waiting import until
 from litgpt_demo.errors import Fault
 from litgpt_demo.export.models import export
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
-from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -53,28 +49,6 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     shares = [sorted((run / folder_of(400)).glob("*.distcp")) for run in (taken, through)]
     assert len(shares[0]) == 4
     assert [path.read_bytes() for path in shares[0]] == [path.read_bytes() for path in shares[1]]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "processes", "strategy"), [(2, 1, "ddp"), (1, 2, "ddp"), (2, 2, "ddp"), (2, 2, "fsdp")]
-)
-def test_ten_of_ten_trainings_resume_from_a_bucket(
-    new_run: NewRun, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    nodes: int, processes: int, strategy: str,
-) -> None:  # fmt: skip
-    left = new_run("left", world_size=nodes * processes, strategy=strategy)
-    shutil.copytree(finished / folder_of(8), left / folder_of(8))
-    with bucket_emulator("resumed") as address:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        for number in range(10):
-            run = open_storage(f"gs://resumed/{number}")
-            for path in filter(Path.is_file, left.rglob("*")):
-                run.upload(path, path.relative_to(left).as_posix())
-            program = ("-m", "litgpt_demo", "train", "--run", run.address())
-            codes, said = ended_nodes(tmp_path / str(number), *program, nodes=nodes, processes=processes)
-            assert codes == [0] * nodes, said
-            assert [row["step"] for row in rows_of(run.read("metrics.jsonl")) if row["kind"] == "start"] == [8]
-            assert committed(run)[0].step == 12
 
 
 def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: NewRun, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Weights & Biases' own client beside a training; its service is one that answers what it was sent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

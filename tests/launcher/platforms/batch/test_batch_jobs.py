@@ -1,7 +1,5 @@
 """Jobs on Batch that are lost, refused, held up, taken up again, and their log: against the local services."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

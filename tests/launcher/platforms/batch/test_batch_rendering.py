@@ -1,7 +1,5 @@
 """What is sent to Batch: golden files, what has to hold for whatever is asked, and what is refused before."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The clusters that these tests share the shape of, each test with one of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The least role: enough for all that a run does, every entry needed, and what is missing named beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

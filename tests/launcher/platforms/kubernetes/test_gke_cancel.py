@@ -1,7 +1,5 @@
 """Cancelling: everything of a job goes, and a listing proves it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

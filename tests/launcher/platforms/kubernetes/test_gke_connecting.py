@@ -1,7 +1,5 @@
 """Ways to a cluster, with the real clients: the GKE API over gRPC, google-auth, TLS with the cluster's authority."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import yaml
 from gke_jobs import job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, GoogleCloud, google_cloud
-from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_cluster import Cluster
 from waiting import until
 
 from launcher.errors import ConfigProblem, LoginProblem
@@ -26,18 +24,12 @@ from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 
-@pytest.fixture(scope="module")
-def kubernetes() -> Iterator[Cluster]:
-    with running_cluster(simulate=True) as made:
-        yield made
-
-
 @pytest.fixture
-def cloud(tmp_path: Path, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleCloud]:
+def cloud(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleCloud]:
     connecting._google_way.cache_clear()
     with google_cloud(tmp_path) as made:
-        made.token = lambda: kubernetes.token
-        address, certificate = kubernetes.tls()
+        made.token = lambda: cluster.token
+        address, certificate = cluster.tls()
         found = GoogleCluster(name="here", endpoint=address.removeprefix("https://"))
         made.add(found, "europe-west4-b")
         trust(made, certificate)
@@ -80,12 +72,12 @@ def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
     assert cloud.tokens == 1
 
 
-def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, kubernetes: Cluster, tmp_path: Path) -> None:
+def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
     platform = GkePlatform(settings())
-    job_id = started(kubernetes, platform, job(tmp_path))
-    kubernetes.expire_token()
-    kubernetes.expire_watches()
-    kubernetes.finish("demo")
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.expire_token()
+    cluster.expire_watches()
+    cluster.finish("demo")
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
     assert cloud.tokens >= 2
     platform.cancel(job_id)
@@ -127,21 +119,21 @@ def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None
     ],
 )
 def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, user: object
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, user: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LoginProblem, match=f"{way} of the user test.*run `export KUBECONFIG=.*theirs`"):
-        connected(kubeconfig(kubernetes, tmp_path / "theirs", user={way: user}))
+        connected(kubeconfig(cluster, tmp_path / "theirs", user={way: user}))
     assert not Path("ran").exists()
 
 
 def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
-    (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": kubernetes.token}}))
+    (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": cluster.token}}))
     program = {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
-    kubeconfig(kubernetes, tmp_path / "dotfiles", user={"exec": program})
+    kubeconfig(cluster, tmp_path / "dotfiles", user={"exec": program})
     (tmp_path / "home/.kube").mkdir(parents=True)
     (tmp_path / "home/.kube/linked").symlink_to(tmp_path / "dotfiles")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -150,17 +142,17 @@ def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
         connected("~/.kube/../../dotfiles")
 
 
-def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(kubernetes: Cluster, tmp_path: Path) -> None:
-    plain = kubeconfig(kubernetes, tmp_path / "plain", server="http://127.evil.example:8080")
+def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(cluster: Cluster, tmp_path: Path) -> None:
+    plain = kubeconfig(cluster, tmp_path / "plain", server="http://127.evil.example:8080")
     with pytest.raises(LoginProblem, match=r"http://127\.evil\.example:8080, which is not encrypted.*https://"):
         connected(plain)
 
 
 def test_a_pod_of_the_cluster_uses_its_own_account(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, certificate = kubernetes.tls()
-    for name, text, what in (("TOKEN", kubernetes.token, "token"), ("CERT", certificate, "ca.crt")):
+    address, certificate = cluster.tls()
+    for name, text, what in (("TOKEN", cluster.token, "token"), ("CERT", certificate, "ca.crt")):
         (tmp_path / what).write_text(text)
         where = f"kubernetes.config.incluster_config.SERVICE_{name}_FILENAME"
         monkeypatch.setattr(where, str(tmp_path / what))

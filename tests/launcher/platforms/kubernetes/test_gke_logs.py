@@ -1,7 +1,5 @@
 """Logs of all nodes, merged: every line once, whatever breaks in between."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta, timezone
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Why a job waits or is refused, in findings: by what scheduler, kubelets, admission, the autoscaler and Kueue say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +130,6 @@ def test_a_refusal_that_stays_ends_the_run_and_one_that_goes_away_is_told_no_mor
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     platform, job_id = waiting(bare, tmp_path, refused_after=1)
     refused = until(lambda: platform.status(job_id).refused)
-    assert refused is not None
     assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
     bare.remove("resourcequotas", "small")
     until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.pending.nodes"])

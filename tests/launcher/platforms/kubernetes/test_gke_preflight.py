@@ -1,7 +1,5 @@
 """What a cluster lacks is found before anything is created: all of it at once, with the fix; and what it has, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a `platform: {kind: gke}` section may say, and where every variable of a node comes from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +26,7 @@ def config(script: str = "-m x", **options: Any) -> ScriptConfig:
 
 
 def rendered(options: dict[str, Any], **changes: Any) -> Submission:
-    settings = config(nodes=2, **options).platform
-    assert isinstance(settings, GkePlatformConfig)
-    return GkePlatform(settings).render(replace(JOB, **changes))
+    return GkePlatform(config(nodes=2, **options).platform).render(replace(JOB, **changes))
 
 
 def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:

@@ -1,7 +1,5 @@
 """A job's state by watches: what becomes of it, and of the watches when the API misbehaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Submitting to a cluster: adopted or created whole, and never by halves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

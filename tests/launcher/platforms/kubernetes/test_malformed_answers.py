@@ -1,7 +1,5 @@
 """No answer of an API server, or of a proxy before it, and no object that others wrote ends the following of a job."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,16 +1,14 @@
 """What is sent to Kubernetes: golden files, and what other machines, networks and settings change in them."""
 
-from __future__ import annotations
-
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_files import GOLDEN, differences, require_differences, require_golden
+from golden_files import GOLDEN, differences, require_differences, require_golden, training_job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster.environment import expand
@@ -18,7 +16,7 @@ from kubernetes_cluster.schemas import shape_troubles
 
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
-from launcher.job import Job, Submission
+from launcher.job import Submission
 from launcher.machines import MACHINES
 from launcher.networks import networks_of
 from launcher.platforms.kubernetes.platform import GkePlatform
@@ -87,19 +85,8 @@ class Sent:
 def sent(options: Options, **changes: Any) -> Sent:
     platform = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
     root = platform.claim_path if platform.claim else "gs://bucket/pretraining"
-    run = f"{root}/runs/owt-0123456789"
-    asked = Job(
-        name="owt-0123456789",
-        attempt=1,
-        nodes=platform.nodes,
-        processes=platform.processes,
-        program=("-m", "litgpt_demo", "train", "--run", run),
-        directory=f"{run}/attempts/1",
-        image="europe-west4-docker.pkg.dev/project/litgpt/train@sha256:" + 64 * "0",
-        stage=(f"{root}/datasets/owt-9876543210",),
-        labels={"litgpt-demo.dev/flow-run-id": "none"},
-    )
-    submission = GkePlatform(platform).render(replace(asked, **changes))
+    asked = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes, **changes})
+    submission = GkePlatform(platform).render(asked)
     items = submission.body["items"]
     work = items[-1]["spec"]
     job = work["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in work else work

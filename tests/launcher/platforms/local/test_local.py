@@ -1,7 +1,5 @@
 """Jobs on this machine: submitted once, ended whole, and outliving whoever submitted them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

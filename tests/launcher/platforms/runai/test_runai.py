@@ -1,7 +1,5 @@
 """Run:ai by its program and by its REST API: found, asked, submitted to once, and no secret shown."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What is sent to Run:ai: golden files for both command lines and the REST API, and what a user may ask for."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Corpora: which files they have, wherever these lie, and the documents in them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

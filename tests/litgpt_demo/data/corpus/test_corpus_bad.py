@@ -1,7 +1,5 @@
 """Bad documents, skipped or not, damaged and hostile files, and files that change while they are read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The two kinds of places that everything is stored in: a folder, and a bucket behind a proxy that can be armed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
