@@ -16,7 +16,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,9 @@ serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker
 
 stop: $(VENV)/.installed ## what serve started
 	$(BIN)/python -m deployments.bootstrap stop
+
+deploy: $(VENV)/.installed ## the work pool, the deployments and the automations on a team's server, that of PREFECT_API_URL
+	$(BIN)/python -m deployments.bootstrap deploy
 
 ui: serve ## the same, and open the browser
 	@$(BIN)/python -c "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))" http://127.0.0.1:$(PORT)/v2 || \

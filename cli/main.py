@@ -185,10 +185,24 @@ def run(
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
     new: New = False,
     cancel_old: Old = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Hand it to a worker of Prefect's server, and print the link to it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    _run(read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile), output)
+    settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
+    if detach and output:
+        raise ConfigProblem("--output shows what the job prints, and --detach waits for no job; give one of them")
+    if detach:
+        _quiet_prefect()
+        from flows.parameters import submit_config
+        from flows.server import server_problems
+
+        with server_problems():
+            _submitted(*submit_config(settings, config.stem))
+    else:
+        _run(settings, output)
 
 
 def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
@@ -320,7 +334,10 @@ def submit(
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        flow_run, full, page = submit_deployment(deployment, changes, profile=sections)
+        _submitted(*submit_deployment(deployment, changes, profile=sections))
+
+
+def _submitted(flow_run: str, full: str, page: str | None) -> None:
     _answer({"flow_run": flow_run, "deployment": full, "page": page})
     _say(f"flow run [bold]{flow_run}[/] of {full}\n  {page}")
 

@@ -2,6 +2,7 @@
 
 python -m deployments.bootstrap serve    what is there stays; deployments and automations are brought up to date
 python -m deployments.bootstrap stop     ends the server and the worker that it started
+python -m deployments.bootstrap deploy   the same deployments and automations on a server that others started
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ def main() -> None:
 @app.command()
 def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] = 4200) -> None:
     """Start server and worker where they do not run, and deploy what prefect.yaml and automations.yaml say."""
-    notify = os.environ.pop(NOTIFY, "")  # no process that is started here needs it, and who has it may write there
-    if notify and not notify.startswith(("https://", "http://")):
-        raise ConfigProblem(f"{NOTIFY} is no address of a webhook; it begins with https:// or http://")
+    notify = _notify()
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
@@ -97,12 +96,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
     _report("server", "there" if there else "started", ui)
     require_server()
-    pool = prefect("work-pool", "inspect", POOL, check=False) == 0
-    if not pool:
-        prefect("work-pool", "create", POOL, "--type", "process")
-    _report("work pool", "there" if pool else "created", POOL)
-    prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
-    _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    _deploy()
     works = serving.live("worker") is not None
     if not works:
         _start("worker", "start", "--pool", POOL, "--name", socket.gethostname())
@@ -118,6 +112,38 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         f"    train-litgpt submit local train.max_steps=100\n\n"
         f"`make stop` ends server and worker; their logs are in {file.parent}."
     )
+
+
+@app.command()
+def deploy() -> None:
+    """Bring a team's server up to date, that of PREFECT_API_URL (docs/team.md); its workers are started elsewhere."""
+    from prefect.settings import get_current_settings
+
+    from flows.server import require_server
+
+    notify = _notify()
+    require_server()
+    os.environ |= get_current_settings().to_environment_variables(exclude_unset=True)  # for Prefect's command line
+    _deploy()
+    asyncio.run(_bring_up_to_date(notify))
+
+
+def _notify() -> str:
+    """Take the address for notices out of the environment."""
+    notify = os.environ.pop(NOTIFY, "")  # no process that is started here needs it, and who has it may write there
+    if notify and not notify.startswith(("https://", "http://")):
+        raise ConfigProblem(f"{NOTIFY} is no address of a webhook; it begins with https:// or http://")
+    return notify
+
+
+def _deploy() -> None:
+    """Create the work pool if there is none, and the deployments of prefect.yaml."""
+    pool = prefect("work-pool", "inspect", POOL, check=False) == 0
+    if not pool:
+        prefect("work-pool", "create", POOL, "--type", "process")
+    _report("work pool", "there" if pool else "created", POOL)
+    prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
 
 
 @app.command()

@@ -236,6 +236,29 @@ def submit_deployment(
     return str(created.id), full, url_for("flow-run", created.id)
 
 
+def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]:
+    """Create a flow run of a config: that of a deployment of its flow, all of whose parameters are the config's.
+
+    A deployment then says only which work pool it runs in: taken is the one of the config's name, else one whose
+    platform is of the config's kind, else any. Returns what `submit_deployment` does.
+    """
+    flow = next(flow for flow, kind in KINDS.items() if type(settings) is kind)
+    document, there = settings.model_dump(mode="json"), deployments_there()
+    found = [full for full in there if full.startswith(f"{flow}/")]
+    if not found:
+        raise ConfigProblem(f"Prefect's server has no deployment of {flow}", fix="deploy them with `make deploy`")
+
+    def distance(full: str) -> tuple[bool, bool, str]:
+        platform = there[full].parameters.get("platform") or {}
+        return full != f"{flow}/{name}", platform.get("kind") != document["platform"]["kind"], full
+
+    full = min(found, key=distance)
+    parameters = parameters_with(flow, document, {}) | {"overrides": {}}
+    with get_client(sync_client=True) as client:
+        created = client.create_flow_run_from_deployment(there[full].id, parameters=parameters)
+    return str(created.id), full, url_for("flow-run", created.id)
+
+
 def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:
     """Return the server's deployments, of this name or all, by FLOW/DEPLOYMENT."""
     require_server()

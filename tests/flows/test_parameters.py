@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import Flow
@@ -17,13 +18,15 @@ from flows.parameters import (
     config_from,
     deployments_there,
     name_flow_run,
+    submit_config,
     submit_deployment,
     tell_of_defaults,
 )
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
-from launcher.config import RunConfig, StartSettings
+from launcher.benchmark import BenchmarkConfig
+from launcher.config import RunConfig, StartSettings, validated
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
 from litgpt_demo.config import TrainConfig
@@ -118,3 +121,20 @@ def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_ar
         submit_deployment("both", {})
     with pytest.raises(ConfigProblem, match="no deployment prepare-dataset/here; there are prepare-dataset/both"):
         submit_deployment("prepare-dataset/here", {})
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_config_is_handed_to_a_deployment_of_its_flow_that_keeps_no_setting_of_its_own() -> None:
+    kept = {"name": "theirs", "overrides": {"train.max_steps": 7}}
+    mine = validated(RunConfig, {"name": "mine", "platform": {"kind": "local", "nodes": 2}}, where="mine.yaml")
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("train-litgpt")
+        for name, kind in (("a-gke", "gke"), ("b-local", "local"), ("c-local", "local"), ("d-named", "gke")):
+            client.create_deployment(flow, name, parameters={**kept, "platform": {"kind": kind}})
+        for given, full in (("other", "train-litgpt/b-local"), ("d-named", "train-litgpt/d-named")):
+            flow_run, taken, _ = submit_config(mine, given)
+            assert taken == full
+            created = client.read_flow_run(UUID(flow_run))
+            assert config_from(RunConfig, created.parameters) == mine
+        with pytest.raises(ConfigProblem, match="no deployment of benchmark-network; deploy them with `make deploy`"):
+            submit_config(BenchmarkConfig(platform=mine.platform), "net")

@@ -1,0 +1,59 @@
+"""What a team's server and its workers are made of, as the files in deployments/server say it."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_cluster.schemas import shape_troubles
+from prefect.settings import Settings
+from prefect.settings.legacy import _get_valid_setting_names
+from prefect_redis.client import RedisMessagingSettings
+
+SERVER = Path("deployments/server")
+COMPOSE: dict[str, Any] = yaml.safe_load((SERVER / "compose.yaml").read_text())
+WORKERS: dict[str, Any] = yaml.safe_load((SERVER / "worker.yaml").read_text())
+[CONTAINER] = WORKERS["spec"]["template"]["spec"]["containers"]
+
+
+def unit() -> configparser.SectionProxy:
+    parsed = configparser.RawConfigParser()
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(SERVER / "train-litgpt-worker.service")
+    return parsed["Service"]
+
+
+def in_unit() -> dict[str, str]:
+    return dict(word.split("=", 1) for word in shlex.split(unit()["Environment"]))
+
+
+def in_pods() -> dict[str, str]:
+    return {one["name"]: one["value"] for one in CONTAINER["env"]}
+
+
+@pytest.mark.parametrize("given", [COMPOSE["x-prefect"]["environment"], in_unit(), in_pods()])
+def test_each_setting_is_one_that_prefect_knows(given: dict[str, str]) -> None:
+    """Prefect says nothing of a variable that it does not know, and goes on without it."""
+    redis = {f"PREFECT_REDIS_MESSAGING_{name.upper()}" for name in RedisMessagingSettings.model_fields}
+    assert {name for name in given if name.startswith("PREFECT_")} <= redis | _get_valid_setting_names(Settings)
+
+
+def test_a_server_has_the_prefect_of_its_workers_and_every_service_but_the_timetables_one_says_how_it_is() -> None:
+    services = COMPOSE["services"]
+    assert COMPOSE["x-prefect"]["image"] == f"prefecthq/prefect:{version('prefect')}-python3.11"
+    assert Path("deployments/Dockerfile").read_text().count(f"FROM {COMPOSE['x-prefect']['image']}") == 1
+    silent = {name for name, service in services.items() if "healthcheck" not in service}
+    assert silent == {"services", "migrate"}
+    assert [name for name, service in services.items() if "ports" in service] == ["door"]
+
+
+def test_workers_in_a_cluster_are_started_as_those_of_a_machine() -> None:
+    assert shape_troubles(WORKERS) == []
+    words = shlex.split(unit()["ExecStart"].removeprefix(f"{unit()['WorkingDirectory']}/.venv/bin/"))
+    assert CONTAINER["args"][: len(words) - 2] == words[:-2]
+    assert in_pods() == in_unit()

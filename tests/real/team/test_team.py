@@ -1,0 +1,167 @@
+"""A team's server, as compose.yaml has it, and two workers, while parts of it die and after it was restored."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+import yaml
+from ground import PACKAGED, SECRET, Team
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import StateType
+from prefect.events.schemas.automations import AutomationCore
+from prefect.states import Scheduled
+from prefect.types._datetime import now
+from waiting import until
+
+from flows.serving import CHECKOUT
+from launcher.config import RunConfig
+from launcher.runs.run import RunManifest, plan_run
+from litgpt_demo.documents import read_manifest
+from litgpt_demo.runs import read_metrics
+
+pytestmark = pytest.mark.skipif(
+    os.getuid() != 0 or not PACKAGED or not shutil.which("redis-server") or not shutil.which("haproxy"),
+    reason="needs root and Debian's packages: apt-get install postgresql redis-server haproxy",
+)
+
+
+COUNT = 50  # flow runs at once
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    made = Team(tmp_path_factory.mktemp("team"), tmp_path_factory.mktemp("home"))
+    made.make_database()
+    try:
+        made.up()
+        said = made.call("deployments.bootstrap", "deploy")
+        assert "automation   created      resume-crashed" in said
+        for name in ("worker-1", "worker-2"):
+            made.start(name)
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture(scope="module")
+def client(team: Team) -> Iterator[SyncPrefectClient]:
+    with SyncPrefectClient(f"{team.url}/api", auth_string=SECRET) as opened:
+        [zombies] = [one for one in opened.read_automations() if one.name == "crash-zombies"]
+        # As docs/team.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
+        zombies.trigger.within = timedelta(seconds=90)
+        wanted = zombies.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
+        opened.update_automation(zombies.id, AutomationCore.model_validate(wanted))
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tiny(team: Team, client: SyncPrefectClient) -> UUID:
+    where = [{"prefect.deployments.steps.set_working_directory": {"directory": str(CHECKOUT)}}]
+    return client.create_deployment(
+        client.create_flow_from_name("tiny"),
+        "tiny",
+        work_pool_name="litgpt-local",
+        entrypoint="tests/real/team/tiny.py:tiny",
+        pull_steps=where,
+        tags=["resume-on-crash"],
+    )
+
+
+def states(client: SyncPrefectClient, flow_runs: list[UUID]) -> set[StateType | None]:
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=flow_runs))
+    found = client.read_flow_runs(flow_run_filter=chosen, limit=200)
+    assert len(found) == len(flow_runs)
+    return {one.state_type for one in found}
+
+
+def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_die(
+    team: Team, client: SyncPrefectClient, tiny: UUID, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+
+    def told(flow_run: UUID) -> list[str]:
+        file = tmp_path / str(flow_run)
+        return file.read_text().split("\n")[:-1] if file.exists() else []
+
+    def started(held: str | None) -> UUID:
+        parameters = {"folder": str(tmp_path), "gate": held}
+        return client.create_flow_run_from_deployment(tiny, parameters=parameters).id
+
+    def pid(flow_run: UUID) -> int:
+        return int(told(flow_run)[0].split()[1])
+
+    def taken_up(flow_run: UUID) -> bool:
+        return any(state.name == "AwaitingRetry" for state in client.read_flow_run_states(flow_run))
+
+    held = [started(str(gate)) for _ in range(2)]
+    flow_runs = [*held, *(started(None) for _ in range(COUNT - 2))]
+    until(lambda: all(map(told, held)))
+    team.kill("api-1")
+    until(lambda: sum("ended" in told(one) for one in flow_runs) > 5, seconds=600)
+    team.kill("redis")
+    team.start("redis")
+    os.kill(pid(held[0]), signal.SIGKILL)
+    until(lambda: taken_up(held[0]), seconds=120)
+    # A machine dies, with what its worker runs just now.
+    theirs = next(name for name in ("worker-1", "worker-2") if pid(held[1]) in team.tree(name))
+    team.kill(theirs)
+    until(lambda: taken_up(held[1]), seconds=120)
+    until(lambda: all(len(told(one)) == 2 for one in held), seconds=900)
+    gate.touch()
+    until(lambda: states(client, flow_runs) == {StateType.COMPLETED}, seconds=900)
+    assert {told(one).count("ended") for one in flow_runs} == {1}
+    once = [one for one in flow_runs if len(told(one)) == 2]
+    assert len(once) >= len(flow_runs) - 2 - 4, "no more ran anew than were killed: two, and those of a worker of four"
+    team.start("api-1")
+    team.start(theirs)
+
+
+def test_a_restored_database_loses_nothing_of_what_it_had_and_starts_no_job_again(
+    team: Team,
+    client: SyncPrefectClient,
+    tiny: UUID,
+    tiny_under: Callable[..., RunConfig],
+    tmp_path: Path,
+) -> None:
+    config = tiny_under(tmp_path, {"name": "handed-over", "train.max_steps": 40})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    said = team.call("cli", "run", str(tmp_path / "mine.yaml"), "--detach")
+    assert "of train-litgpt/local" in said
+    training = UUID(said.strip().rpartition("/")[2])
+    done = client.create_flow_run_from_deployment(tiny, parameters={"folder": str(tmp_path)}).id
+    gate = tmp_path / "gate"
+    meanwhile = {"folder": str(tmp_path), "gate": str(gate)}
+    waits = client.create_flow_run_from_deployment(tiny, parameters=meanwhile).id
+    in_an_hour = Scheduled(scheduled_time=now() + timedelta(hours=1))
+    later = client.create_flow_run_from_deployment(tiny, parameters=meanwhile, state=in_an_hour).id
+    until(lambda: states(client, [done]) == {StateType.COMPLETED}, seconds=600)
+    until((tmp_path / str(waits)).exists, seconds=600)
+    until(lambda: any(row["kind"] == "step" for row in read_metrics(plan_run(config).storage)), seconds=600)
+    backup = tmp_path / "backup"
+    with backup.open("wb") as file:
+        subprocess.run(team.client("pg_dump", "-Fc"), stdout=file, check=True)
+    until(lambda: states(client, [training]) == {StateType.COMPLETED}, seconds=600)
+
+    for name in ("door", "services", "api-1", "api-2"):
+        team.kill(name)
+    with backup.open("rb") as file:
+        subprocess.run(team.client("pg_restore", "--clean", "--if-exists"), stdin=file, check=True)
+    subprocess.run(["redis-cli", "-p", str(team.ports["redis"]), "flushall"], check=True)
+    team.serve()
+    assert states(client, [done]) == {StateType.COMPLETED}
+    assert states(client, [later]) == {StateType.SCHEDULED}
+    gate.touch()
+    until(lambda: states(client, [training, waits]) == {StateType.COMPLETED}, seconds=120)
+    assert (tmp_path / str(waits)).read_text().count("ended") == 1
+    manifest = read_manifest(plan_run(config).storage, RunManifest)
+    assert manifest is not None
+    assert (manifest.step, manifest.attempts) == (40, 1)
