@@ -77,7 +77,7 @@ WRITTEN = st.builds(
 )
 LINE = st.sampled_from([*GOOD, *LINES]) | WRITTEN | st.binary(max_size=12).map(lambda data: data.replace(b"\n", b""))
 # A file that begins with one is no JSON lines. Hypothesis tries the constants of the code that it runs.
-SIGNATURES = (b"\xff", b"\xfe", b"\x1f", b"\xfd", b"%PDF-", b"PK", b"PAR1", b"7z", b"Rar!", b"BZh", b"\4\x22", b"(\xb5")
+SIGNATURES = tuple(b"\xff|\xfe|\xef\xbb\xbf|\x1f|\xfd|%PDF-|PK|PAR1|7z|Rar!|BZh|\4\x22|(\xb5".split(b"|"))
 
 
 def one_line(line: bytes) -> str | None:
