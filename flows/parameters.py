@@ -231,9 +231,7 @@ def submit_deployment(
         raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(found))}")
     full, deployment = found[0], there[found[0]]
     parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
-    with get_client(sync_client=True) as client:
-        created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-    return str(created.id), full, url_for("flow-run", created.id)
+    return _created(full, deployment, parameters)
 
 
 def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]:
@@ -253,9 +251,12 @@ def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]
         return full != f"{flow}/{name}", platform.get("kind") != document["platform"]["kind"], full
 
     full = min(found, key=distance)
-    parameters = parameters_with(flow, document, {}) | {"overrides": {}}
+    return _created(full, there[full], parameters_with(flow, document, {}) | {"overrides": {}})
+
+
+def _created(full: str, deployment: DeploymentResponse, parameters: dict[str, Any]) -> tuple[str, str, str | None]:
     with get_client(sync_client=True) as client:
-        created = client.create_flow_run_from_deployment(there[full].id, parameters=parameters)
+        created = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
     return str(created.id), full, url_for("flow-run", created.id)
 
 

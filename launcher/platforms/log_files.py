@@ -1,18 +1,47 @@
-"""The logs that nodes keep in their attempt's directory, each read on from where the last look at it ended."""
+"""Jobs whose nodes keep logs in their attempt's directory, each read on from where the last look at it ended."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
+from typing import ClassVar, Self
+from urllib.parse import parse_qs, quote, urlsplit
 
-from launcher.errors import PlatformUnreachable
-from launcher.job import LogLine, LogPage
+from launcher.errors import ConfigProblem, PlatformUnreachable
+from launcher.job import JobId, LogLine, LogPage
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import Position, Storage
 
 PAGE = 4 << 20
 """Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
 _LEAST = 1 << 18
+
+
+@dataclass(frozen=True)
+class KeptJob:
+    """The content of a job's id where the platform forgets jobs: enough to find it, and what its nodes have left."""
+
+    platform: ClassVar[str]
+    form: ClassVar[str]
+    """How its ids begin: a scheme, and the kind of place that follows."""
+
+    place: str
+    name: str
+    nodes: int
+    directory: str
+
+    @property
+    def job_id(self) -> JobId:
+        scheme, kept = self.form.partition(":")[0], quote(self.directory, safe="/:")
+        return JobId(f"{scheme}://{self.place}/{self.name}?nodes={self.nodes}&kept={kept}")
+
+    @classmethod
+    def of(cls, job_id: JobId) -> Self:
+        url = urlsplit(job_id)
+        query = parse_qs(url.query)
+        if url.scheme != cls.form.partition(":")[0] or not query.keys() >= {"nodes", "kept"}:
+            raise ConfigProblem(f"{job_id!r} is no job of {cls.platform}; ids look like {cls.form}/name?nodes=2&kept=…")
+        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:

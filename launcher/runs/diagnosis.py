@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
@@ -198,12 +199,17 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[NodeRe
     return found
 
 
-def exit_codes(attempt: Storage) -> dict[int, int]:
-    """Node number to exit code, of the nodes that have told."""
-    try:
-        return {report.node: report.exit_code for report in node_reports(attempt)}
-    except TrainLitgptError as error:
-        raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
+def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, int]:
+    """Node number to exit code, of the nodes that have told; `patience` are seconds in which all `nodes` may tell."""
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            codes = {report.node: report.exit_code for report in node_reports(attempt)}
+        except TrainLitgptError as error:
+            raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
+        if len(codes) >= nodes or time.monotonic() >= give_up:
+            return codes
+        time.sleep(0.2)
 
 
 # --- the culprit -----------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class RunaiPlatform:
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
         named = WorkloadReference.of(job_id)
-        return (named.project, named.name, named.directory) == (self._settings.project, attempt_name, directory)
+        return (named.place, named.name, named.directory) == (self._settings.project, attempt_name, directory)
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
@@ -171,12 +171,10 @@ class RunaiPlatform:
         state, native = state_of(phase), str(phase)
         if state.live:
             return JobStatus(state=state, native=native)
-        attempt, give_up = open_storage(reference.directory), time.monotonic() + self.settle
-        codes = exit_codes(attempt)
+        attempt = open_storage(reference.directory)
+        patience = 0.0 if state is JobState.ABSENT or job_id in self._settled else self.settle
+        codes = exit_codes(attempt, nodes=reference.nodes, patience=patience)
         if state is not JobState.ABSENT:
-            while len(codes) < reference.nodes and job_id not in self._settled and time.monotonic() <= give_up:
-                time.sleep(0.2)
-                codes = exit_codes(attempt)
             self._settled.add(job_id)
         # It was deleted: by us, or after its end. One that never was left nothing.
         elif attempt.exists(CANCELLED):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, node_environment
 from launcher.errors import ConfigProblem
-from launcher.job import UNBUILT, Job, JobId
+from launcher.job import UNBUILT, Job
 from launcher.networks.profile import Network
+from launcher.platforms.log_files import KeptJob
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
@@ -41,25 +41,9 @@ class Workload(NamedTuple):
     environment: list[Entry]
 
 
-class WorkloadReference(NamedTuple):
-    """The content of a job's id: enough to find the workload, and what it left when it is gone."""
-
-    project: str
-    name: str
-    nodes: int
-    directory: str
-
-    @property
-    def job_id(self) -> JobId:
-        return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
-
-    @classmethod
-    def of(cls, job_id: JobId) -> WorkloadReference:
-        url = urlsplit(job_id)
-        query = parse_qs(url.query)
-        if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
-            raise ConfigProblem(f"{job_id!r} is no job of Run:ai; ids look like runai://project/name?nodes=2&kept=…")
-        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
+class WorkloadReference(KeptJob):
+    platform = "Run:ai"
+    form = "runai://project"
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:

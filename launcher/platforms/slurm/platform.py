@@ -168,7 +168,7 @@ class SlurmPlatform:
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         job = SlurmJob.of(job_id)
-        return (job.host, job.name, job.directory) == (self._settings.host or "", attempt_name, directory)
+        return (job.place, job.name, job.directory) == (self._settings.host or "", attempt_name, directory)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what the queue says, else the accounts, else what the nodes have left in the run's folder."""
@@ -183,10 +183,8 @@ class SlurmPlatform:
             return JobStatus(
                 state=state, native=word, reasons=reasons, scheduled=begun, started=begun, pulled=begun, hosts=hosts
             )
-        codes, give_up = exit_codes(attempt), time.monotonic() + self._settle
-        while row and len(codes) < job.nodes and job_id not in self._settled and time.monotonic() < give_up:
-            time.sleep(0.5)
-            codes = exit_codes(attempt)
+        patience = self._settle if row and job_id not in self._settled else 0.0
+        codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
         self._settled.add(job_id)
         if attempt.exists(CANCELLED):
             state = JobState.CANCELLED

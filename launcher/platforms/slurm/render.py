@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import NamedTuple
-from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import as_rows, node_environment
 from launcher.errors import ConfigProblem
-from launcher.job import UNBUILT, Job, JobId, Submission
+from launcher.job import UNBUILT, Job, Submission
+from launcher.platforms.log_files import KeptJob
 from launcher.platforms.settings import asked
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, Fault
@@ -20,26 +19,11 @@ _WAIT = 120
 """Seconds that the other nodes have to end by themselves, and to say what they saw, once the first has ended."""
 
 
-class SlurmJob(NamedTuple):
-    """The content of a job's id. Slurm forgets a job's number; its name is ours, and its folder outlives it."""
+class SlurmJob(KeptJob):
+    """Its place is the login node, empty for this machine. Slurm numbers jobs anew; their names are ours."""
 
-    host: str
-    """The login node; empty for this machine."""
-    name: str
-    nodes: int
-    directory: str
-
-    @property
-    def job_id(self) -> JobId:
-        return JobId(f"slurm://{self.host}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
-
-    @classmethod
-    def of(cls, job_id: JobId) -> SlurmJob:
-        url = urlsplit(job_id)
-        query = parse_qs(url.query)
-        if url.scheme != "slurm" or not query.keys() >= {"nodes", "kept"}:
-            raise ConfigProblem(f"{job_id!r} is no job of Slurm; ids look like slurm://host/name?nodes=2&kept=…")
-        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
+    platform = "Slurm"
+    form = "slurm://host"
 
 
 def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
