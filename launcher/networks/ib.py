@@ -21,16 +21,6 @@ class Options(Settings):
     """The beginning of the names of the InfiniBand cards that are used (`ibstat -l` on a node lists them)."""
 
 
-def network(choice: net.Choice, options: Options) -> net.Network:
-    return net.Network(
-        node=NodeNetwork(
-            name="ib",
-            nccl_net="IB",
-            hca=options.ib_hca,
-            infiniband=True,
-            gpus=choice.machine.gpus if choice.machine else 0,
-            shm_bytes=net.GIB,
-        ),
-        environment=net.reported(source=_NCCL),
-        shm_bytes=net.GIB,
-    )
+def network(_choice: net.Choice, options: Options) -> net.Network:
+    node = NodeNetwork(name="ib", nccl_net="IB", hca=options.ib_hca, infiniband=True, shm_bytes=net.GIB)
+    return net.Network(node=node, environment=net.reported(source=_NCCL), shm_bytes=net.GIB)
