@@ -12,8 +12,8 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 31_850,
-    "launcher": 15_232,
+    "source": 31_840,
+    "launcher": 15_221,
     "launcher/platforms/kubernetes": 2_913,
     "litgpt_demo": 12_360,
     "bench": 800,
