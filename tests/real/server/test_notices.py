@@ -59,6 +59,7 @@ def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_
     changes = {"name": "broken", "root": str(tmp_path / "out"), "script": str(script)}
     given = f"overrides={json.dumps(changes)}"
     served.python("prefect", "deployment", "run", "run-torchrun/pi", "-p", given)
-    broken = until(lambda: [text for text in notices if text.startswith("broken (run-torchrun): Failed\n")])[0]
+    broken = until(lambda: [text for text in notices if text.startswith("broken-")])[0]
+    assert re.match(r"broken-[0-9a-f]{10} \(run-torchrun\): Failed\n", broken)
     assert 'ValueError: the night shift is "asleep"' in broken
     assert "what to do: fix what the message names, and run again" in broken
