@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ground import Ground, Scene
+from drill_ground import Ground, Scene
 
 
 @pytest.fixture(scope="module")

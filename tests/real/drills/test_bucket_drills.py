@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
-from ground import Scene, step
+from drill_ground import Scene, step
 
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from bucket_emulator import bucket_emulator
-from ground import Scene, step
+from drill_ground import Scene, step
 from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.images.settings import PrebuiltImage

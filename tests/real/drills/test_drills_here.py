@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from another_user import needs_another_user
-from ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
+from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
 
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.agent import tagged

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from litgpt_demo import PYTHON
 from litgpt_demo.metrics import curve, rows_of
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "launcher" / "platforms")]
-from ground import Cluster, slurm_cluster, ssh_login
+from slurm_daemons import Cluster, slurm_cluster, ssh_login
 from test_platform_contract import *  # noqa: F403  the same tests, with the place of this file
 from test_platform_contract import Place
 
@@ -127,15 +128,19 @@ def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluste
     assert platform.left(job_id) == ()
 
 
-def test_a_controller_that_is_away_is_no_answer_and_the_job_outlives_it(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_controller_that_is_away_for_a_minute_is_no_answer_and_the_job_outlives_it(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     platform, job_id = submitted_job(tmp_path, "patient", WAITS)
     until((tmp_path / "patient.begun").exists)
     slurm.stop("slurmctld")
+    stopped = time.monotonic()
     try:
         with pytest.raises(PlatformUnreachable, match="Unable to contact slurm controller"):
             SlurmPlatform(settings_of()).status(job_id)
         with pytest.raises(PlatformUnreachable):
             SlurmPlatform(settings_of()).cancel(job_id)
+        until(lambda: time.monotonic() > stopped + 60)
     finally:
         slurm.start_controller()
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
@@ -179,6 +184,33 @@ def test_what_slurm_would_refuse_is_told_beforehand_and_nothing_is_submitted(slu
         found = {finding.code for finding in platform.check(platform.render(job))}
         assert f"slurm.{code}" in found, changes
     assert slurm.live() == []
+
+
+def test_with_accounts_a_jobs_end_is_told_after_the_controller_forgot_it_and_a_limit_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slurm_cluster(tmp_path / "cluster", accounting=True) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        wrong = SlurmPlatform(settings_of(account="nobodys"))
+        job = Job(name="no", attempt=1, nodes=2, processes=1, program=("a.py",), directory=str(tmp_path / "no"))
+        [refused] = [one for one in wrong.check(wrong.render(job)) if one.code == "slurm.refused"]
+        assert "account" in str(refused).lower()
+        jobs = {
+            JobState.SUCCEEDED: submitted_job(tmp_path, "good", "print('here')", account="lab"),
+            JobState.CANCELLED: submitted_job(tmp_path, "outside", WAITS, account="lab"),
+        }
+        until((tmp_path / "outside.begun").exists)
+        cluster.call("scancel", "--name=outside-1")
+        until(lambda: cluster.call("squeue", "-h", "-t", "all") == "")
+        assert {SlurmPlatform(settings_of()).status(job_id).state for _, job_id in jobs.values()} == {*jobs}
+
+        cluster.call("sacctmgr", "-i", "modify", "account", "lab", "set", "GrpJobs=1")
+        running, first = submitted_job(tmp_path, "first", WAITS, account="lab")
+        _, second = submitted_job(tmp_path, "second", WAITS, account="lab", nodes=1)
+        until(lambda: "AssocGrpJobsLimit" in str(running.status(second).reasons))
+        assert "limit on all of its jobs together is reached" in str(running.status(second).reasons)
+        running.cancel(second)
+        running.cancel(first)
 
 
 @pytest.mark.prefect

@@ -13,13 +13,13 @@ from uuid import UUID
 
 import pytest
 import yaml
-from ground import PACKAGED, SECRET, Team
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import StateType
 from prefect.events.schemas.automations import AutomationCore
 from prefect.states import Scheduled
 from prefect.types._datetime import now
+from team_services import PACKAGED, SECRET, Team
 from waiting import until
 
 from flows.serving import CHECKOUT
@@ -57,7 +57,7 @@ def client(team: Team) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(f"{team.url}/api", auth_string=SECRET) as opened:
         [zombies] = [one for one in opened.read_automations() if one.name == "crash-zombies"]
         # As docs/team.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
-        zombies.trigger.within = timedelta(seconds=90)
+        zombies.trigger.within = timedelta(seconds=75)
         wanted = zombies.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
         opened.update_automation(zombies.id, AutomationCore.model_validate(wanted))
         yield opened

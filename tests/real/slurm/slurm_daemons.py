@@ -1,4 +1,6 @@
-"""Slurm's own daemons on this machine, as Debian's packages have them: `apt-get install slurm-wlm munge` (as root).
+"""Slurm's own daemons on this machine, as Debian's packages have them.
+
+Needs root and `apt-get install slurm-wlm munge`; for accounts `slurmdbd mariadb-server` too, `openssh-server` for ssh.
 
 Every node is a slurmd of its own with the name of a node; all see one file system, and processes of this machine.
 """
@@ -19,6 +21,27 @@ import psutil
 import pytest
 from waiting import until
 
+_ACCOUNTS = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStorageEnforce=associations,limits
+MinJobAge=2
+"""
+_DBD_CONF = """\
+AuthType=auth/munge
+DbdHost=localhost
+DbdPort={port}
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={database}
+StorageUser=slurm
+StoragePass=quiet
+StorageLoc=accounts
+PidFile={folder}/slurmdbd.pid
+LogFile={folder}/slurmdbd.log
+"""
 _CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -91,43 +114,83 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: str = "") -> Iterator[Cluster]:
+def accounts(folder: Path) -> Iterator[str]:
+    """MariaDB and slurmdbd with a cluster, an account and root in it; what slurm.conf says of them."""
+    if shutil.which("slurmdbd") is None or shutil.which("mariadbd") is None:
+        pytest.skip("needs Slurm's accounts: apt-get install slurmdbd mariadb-server")
+    (data := folder / "mariadb").mkdir()
+    at, (port, database) = f"--socket={data}/socket", (free_port(), free_port())
+    command = ["mariadb-install-db", "--user=root", f"--datadir={data}", "--auth-root-authentication-method=normal"]
+    subprocess.run(command, check=True, capture_output=True)
+    words = ("--no-defaults", "--user=root", f"--datadir={data}", at, "--bind-address=127.0.0.1", f"--port={database}")
+    with subprocess.Popen(["mariadbd", *words], stderr=subprocess.DEVNULL) as mariadb:
+        try:
+            until(lambda: subprocess.run(["mariadb-admin", at, "ping"], capture_output=True).returncode == 0)
+            grant = "CREATE USER slurm@'127.0.0.1' IDENTIFIED BY 'quiet'; GRANT ALL ON accounts.* TO slurm@'127.0.0.1'"
+            subprocess.run(["mariadb", at, "-e", grant], check=True)
+            (own := folder / "slurmdbd.conf").touch(mode=0o600)
+            own.write_text(_DBD_CONF.format(port=port, database=database, folder=folder))
+            environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+            with subprocess.Popen(["slurmdbd", "-D"], env=environment, stderr=subprocess.DEVNULL) as slurmdbd:
+                try:
+                    yield _ACCOUNTS.format(port=port)
+                finally:
+                    slurmdbd.terminate()
+        finally:
+            mariadb.terminate()
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: bool = False) -> Iterator[Cluster]:
     """munge, one slurmctld, and a slurmd for each node; all are gone afterwards, with every process of their jobs.
 
-    `accounting` is what slurm.conf says of it in place of none.
+    With `accounting`, root is a user of the account `lab`, and the controller forgets a job soon after its end.
     """
     if os.geteuid() != 0 or shutil.which("slurmctld") is None or shutil.which("munged") is None:
         pytest.skip("needs Slurm, and root to run its daemons: apt-get install slurm-wlm munge")
-    if not any(one.info["name"] == "munged" for one in psutil.process_iter(["name"])):
-        subprocess.run(["install", "-d", "-o", "munge", "-g", "munge", "-m", "755", "/run/munge"], check=True)
-        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True)
-    host, text = socket.gethostname(), _CONF
-    if accounting:
-        text = text.replace("AccountingStorageType=accounting_storage/none", accounting)
+    host = socket.gethostname()
     lines = [
         f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cpus} RealMemory=2000"
         for number in range(nodes)
     ]
     (folder / "state").mkdir(parents=True)
-    (folder / "slurm.conf").write_text(text.format(host=host, port=free_port(), folder=folder, nodes="\n".join(lines)))
     cluster = Cluster(folder, nodes)
-    try:
-        cluster.start_controller()
-        for number in range(nodes):
-            (folder / "spool" / f"n{number}").mkdir(parents=True)
-            cluster.start_node(number)
-        until(
-            lambda: cluster.call("sinfo", "-h", "-N", "-p", "main", "-o", "%t", check=False).split() == ["idle"] * nodes
-        )
-        yield cluster
-    finally:
-        cluster.call("scancel", "-u", "root", check=False)
-        until(lambda: not cluster.call("squeue", "-h", check=False).strip())
-        for name in ("slurmctld", *(f"n{number}" for number in range(nodes))):
-            cluster.stop(name)
-        for process in psutil.process_iter(["name", "cmdline"]):
-            if str(process.info["name"]).startswith("slurmstepd") and str(folder) in str(process.environ()):
-                process.kill()
+    with contextlib.ExitStack() as stack:
+        if not any(one.info["name"] == "munged" for one in psutil.process_iter(["name"])):
+            subprocess.run(["install", "-d", "-o", "munge", "-g", "munge", "-m", "755", "/run/munge"], check=True)
+            munged = ("runuser", "-u", "munge", "--", "munged")
+            subprocess.run(munged, check=True)
+            stack.callback(subprocess.run, [*munged, "--stop"], check=True)
+        none = "AccountingStorageType=accounting_storage/none\n"
+        text = _CONF.replace(none, stack.enter_context(accounts(folder))) if accounting else _CONF
+        text = text.format(host=host, port=free_port(), folder=folder, nodes="\n".join(lines))
+        (folder / "slurm.conf").write_text(text)
+        if accounting:
+            own = ("sacctmgr", "-i", "add")
+            until(
+                lambda: (
+                    cluster.call(*own, "cluster", "test", check=False)
+                    or "test" in cluster.call("sacctmgr", "-n", "list", "cluster", check=False)
+                )
+            )
+            cluster.call(*own, "account", "lab", "Cluster=test")
+            cluster.call(*own, "user", "root", "Account=lab")
+        try:
+            cluster.start_controller()
+            for number in range(nodes):
+                (folder / "spool" / f"n{number}").mkdir(parents=True)
+                cluster.start_node(number)
+            states = ("sinfo", "-h", "-N", "-p", "main", "-o", "%t")
+            until(lambda: cluster.call(*states, check=False).split() == ["idle"] * nodes)
+            yield cluster
+        finally:
+            cluster.call("scancel", "-u", "root", check=False)
+            until(lambda: not cluster.call("squeue", "-h", check=False).strip())
+            for name in ("slurmctld", *(f"n{number}" for number in range(nodes))):
+                cluster.stop(name)
+            for process in psutil.process_iter(["name", "cmdline"]):
+                if str(process.info["name"]).startswith("slurmstepd") and str(folder) in str(process.environ()):
+                    process.kill()
 
 
 @contextlib.contextmanager
