@@ -47,7 +47,7 @@ def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_
     config = tiny_under(served.root, {"name": "night", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
     engine_of(flow_run).kill()
-    [killed] = until(lambda: [*notices])
+    killed = until(lambda: [text for text in notices if text.startswith("night-")])[0]
     assert re.match(r"night-[0-9a-f]{10} \(train-litgpt\): Crashed\n", killed)
     assert "takes up its job" in killed
     assert f"/v2/runs/flow-run/{flow_run}" in killed
