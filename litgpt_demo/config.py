@@ -15,7 +15,16 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    WithJsonSchema,
+    model_validator,
+)
 
 from litgpt_demo import catalogue
 
@@ -59,6 +68,21 @@ def _whole_number(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_whole_number)]
 # Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
+
+
+def _share_or_steps(value: object) -> object:
+    """Tell a share of a run, which is below 1, from whole steps, which stay integers in keys."""
+    number = _whole_number(value)
+    if isinstance(number, float) and number >= 1 and not number.is_integer():
+        raise ValueError(f"{number} is neither a share of the run, which is below 1, nor whole steps")
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+# One number in a form, and not a choice of two kinds.
+Steps = Annotated[
+    int | float, BeforeValidator(_share_or_steps), Field(ge=0), WithJsonSchema({"type": "number", "minimum": 0})
+]
+"""Steps of a run, or a share of them below 1."""
 
 
 def _duration(value: object) -> object:
@@ -363,6 +387,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb"),
     }
 
+    # These came when there were keys already: they are in a key where they are not as they were before.
+    LATER: ClassVar[frozenset[str]] = frozenset({"schedule", "decay_steps"})
+
     global_batch: Count = Field(512, gt=0)
     """Sequences per optimizer step, summed over every process of the job."""
     micro_batch: Count = Field(8, gt=0)
@@ -377,9 +404,14 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """The learning rate at the end of the cosine; empty is a tenth of the highest."""
-    warmup_steps: Count = Field(100, ge=0)
-    """Steps in which the learning rate rises in a straight line."""
+    """The learning rate of the last step, where the schedule falls; empty is a tenth of the highest."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The learning rate after the warm-up: it falls to the end, on a cosine or in a line; it stays and falls in a line
+    in the last `decay_steps` (warm-up, stable, decay); or it stays."""
+    warmup_steps: Steps = 100
+    """Steps in which the learning rate rises in a straight line; below 1 a share of the run."""
+    decay_steps: Steps = Field(0.2, gt=0)
+    """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
     weight_decay: float = Field(0.1, ge=0)
     """AdamW's decay of matrices; biases and norms do not decay."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -433,7 +465,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        steps, tokens, warmup, fsdp = self.max_steps, self.max_tokens, self.warmup_steps, self.strategy == "fsdp"
+        steps, tokens, fsdp = self.max_steps, self.max_tokens, self.strategy == "fsdp"
         if steps is not None and tokens is not None:
             raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
         if (whole := self.global_batch) < (part := self.micro_batch):
@@ -441,6 +473,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
             low, high = self.min_learning_rate, self.learning_rate
             raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
+        if self.schedule == "constant" and self.min_learning_rate is not None:
+            raise ValueError("train.schedule=constant never comes to train.min_learning_rate; leave one of them out")
+        if self.schedule != "wsd" and self.decay_steps != type(self).model_fields["decay_steps"].default:
+            what = f"train.schedule={self.schedule} has no train.decay_steps={self.decay_steps}"
+            raise ValueError(f"{what}; leave that out, or take train.schedule=wsd")
         if fsdp and self.precision == "16-mixed":
             raise ValueError("train.precision=16-mixed scales losses, and train.strategy=fsdp cannot; take bf16-mixed")
         if fsdp and self.compile == "model":
@@ -449,8 +486,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
-        if steps is not None and warmup >= steps:
-            raise ValueError(f"train.warmup_steps={warmup} leaves nothing of train.max_steps={steps}; take a tenth")
+        if steps is not None and (problem := self.schedule_problem(steps, f"train.max_steps={steps}")):
+            raise ValueError("; ".join(problem))
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
@@ -462,14 +499,41 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             return math.ceil(self.max_tokens / per_step)
         return max(1, tokens // per_step)
 
+    def phases(self, steps: int) -> tuple[int, int]:
+        """The first and the last steps of a run of `steps`: those of its warm-up, and those of its decay (wsd)."""
+        warmup, decay = (
+            round(part * steps) if part < 1 else int(part) for part in (self.warmup_steps, self.decay_steps)
+        )
+        return warmup, max(1, decay) if self.schedule == "wsd" else 0
+
+    def schedule_problem(self, steps: int, told: str) -> tuple[str, str] | None:
+        """What is wrong if no step has the highest rate after the warm-up, with what to do; `told` names the steps."""
+        warmup, decay = self.phases(steps)
+        if warmup + decay < steps:
+            return None
+        and_decay = f" with train.decay_steps={self.decay_steps}" if decay else ""
+        what = f"train.warmup_steps={self.warmup_steps}{and_decay} leaves nothing of {told}"
+        return what, f"a tenth of the steps is a usual warm-up{', a fifth a usual decay' if decay else ''}"
+
     def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last."""
+        """The learning rate of step `step` (from 0) of `steps`: up in a line, then as the schedule has it.
+
+        What falls comes to the minimum in the last step.
+        """
         high = self.learning_rate
         low = high / 10 if self.min_learning_rate is None else self.min_learning_rate
-        if step < self.warmup_steps:
-            return high * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
-        return low + (high - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        warmup, decay = self.phases(steps)
+        if step < warmup:
+            return high * (step + 1) / warmup
+        start = steps - 1 - decay if decay else warmup
+        done = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
+        match self.schedule:
+            case "cosine":
+                return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+            case "constant":
+                return high
+            case _:
+                return (1 - done) * high + done * low
 
     def accumulation(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""
@@ -485,7 +549,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes, training's part of the run's key, or of an old one."""
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
-        return self.model_dump(mode="json", exclude=set(left_out))
+        unset = {name for name in self.LATER if getattr(self, name) == type(self).model_fields[name].default}
+        return self.model_dump(mode="json", exclude={*left_out, *unset})
 
 
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
