@@ -322,6 +322,31 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
     """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
 
 
+class ProfileConfig(Settings, title="Profile"):
+    """The steps that torch's profiler records, into the run's `profile/`; they are slower meanwhile."""
+
+    steps: Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, int) else given)] = Field(
+        "20-25", pattern=r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$"
+    )
+    """The first and the last of them, as the metrics number them: 20-25."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    """The ranks that record; each writes a trace of its own."""
+
+    @property
+    def first(self) -> int:
+        return int(self.steps.partition("-")[0])
+
+    @property
+    def last(self) -> int:
+        return int(self.steps.rpartition("-")[2])
+
+    @model_validator(mode="after")
+    def _is_short(self) -> Self:
+        if not 0 <= self.last - self.first < 100:
+            raise ValueError(f"train.profile.steps={self.steps} are not 1 to 100 steps, the first before the last")
+        return self
+
+
 class RestartRule(Settings, title="New attempts"):
     """The new attempts that one class of failures may have. A number alone is `attempts`."""
 
@@ -384,7 +409,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
     NOT_IN_KEY: ClassVar[frozenset[str]] = IN_OLD_KEYS | {
         *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
-        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb"),
+        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb", "profile"),
     }
 
     # These came when there were keys already: they are in a key where they are not as they were before.
@@ -458,6 +483,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
+    profile: ProfileConfig | None = None
+    """Also record some steps with torch's profiler."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
     restarts: RestartSettings = RestartSettings()
@@ -486,6 +513,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
+        if steps is not None and self.profile is not None and self.profile.first > steps:
+            raise ValueError(f"train.profile.steps={self.profile.steps} come after train.max_steps={steps}")
         if steps is not None and (problem := self.schedule_problem(steps, f"train.max_steps={steps}")):
             raise ValueError("; ".join(problem))
         return self

@@ -1,5 +1,6 @@
 """Training: what it sees and writes depends on the spec and the step alone, wherever it runs and is resumed."""
 
+import gzip
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
+from litgpt_demo.training.profiling import FOLDER
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.step import Exchange, Passed
@@ -247,6 +249,27 @@ def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_r
     train(run)
     assert [row["step"] for row in rows(run, "start")] == [0, saved]
     assert shards(run) == shards(finished)
+
+
+def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_changes(
+    new_run: NewRun, finished: Path, bucket: Storage
+) -> None:
+    def recorded(content: bytes) -> set[str]:
+        events = json.loads(gzip.decompress(content))["traceEvents"]
+        names = {str(event["name"]) for event in events}
+        assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+        return {name for name in names if name.startswith("ProfilerStep")}
+
+    run = new_run("run", profile={"steps": "7-9"})
+    leave_in(8, run)
+    assert not (run / FOLDER).exists()  # there was no time for it
+    train(run)
+    (trace,) = (run / FOLDER).iterdir()
+    assert (trace.name, recorded(trace.read_bytes())) == ("steps-9-9-rank-0.json.gz", {"ProfilerStep#9"})
+    assert shards(run) == shards(finished)
+    fit(training_of(new_run("another", profile={"steps": "11-20"}), bucket))  # longer than the training
+    written = bucket.read(f"{FOLDER}/steps-11-12-rank-0.json.gz")
+    assert recorded(written) == {"ProfilerStep#11", "ProfilerStep#12"}
 
 
 def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more(new_run: NewRun) -> None:
