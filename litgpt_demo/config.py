@@ -15,16 +15,8 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic.json_schema import WithJsonSchema
 
 from litgpt_demo import catalogue
 
@@ -72,17 +64,15 @@ PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 def _share_or_steps(value: object) -> object:
     """Tell a share of a run, which is below 1, from whole steps, which stay integers in keys."""
-    number = _whole_number(value)
-    if isinstance(number, float) and number >= 1 and not number.is_integer():
+    if isinstance(number := _whole_number(value), float) and number.is_integer():
+        return int(number)
+    if isinstance(number, float) and number >= 1:
         raise ValueError(f"{number} is neither a share of the run, which is below 1, nor whole steps")
-    return int(number) if isinstance(number, float) and number.is_integer() else number
+    return number
 
 
-# One number in a form, and not a choice of two kinds.
-Steps = Annotated[
-    int | float, BeforeValidator(_share_or_steps), Field(ge=0), WithJsonSchema({"type": "number", "minimum": 0})
-]
-"""Steps of a run, or a share of them below 1."""
+_NUMBER = WithJsonSchema({"type": "number", "minimum": 0})  # in a form, where it else is a choice of two kinds
+Steps = Annotated[int | float, BeforeValidator(_share_or_steps), Field(ge=0), _NUMBER]
 
 
 def _duration(value: object) -> object:
@@ -333,16 +323,13 @@ class ProfileConfig(Settings, title="Profile"):
     """The ranks that record; each writes a trace of its own."""
 
     @property
-    def first(self) -> int:
-        return int(self.steps.partition("-")[0])
-
-    @property
-    def last(self) -> int:
-        return int(self.steps.rpartition("-")[2])
+    def numbers(self) -> range:
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1)
 
     @model_validator(mode="after")
     def _is_short(self) -> Self:
-        if not 0 <= self.last - self.first < 100:
+        if not 1 <= len(self.numbers) <= 100:
             raise ValueError(f"train.profile.steps={self.steps} are not 1 to 100 steps, the first before the last")
         return self
 
@@ -513,8 +500,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
-        if steps is not None and self.profile is not None and self.profile.first > steps:
-            raise ValueError(f"train.profile.steps={self.profile.steps} come after train.max_steps={steps}")
+        if steps is not None and (profile := self.profile) is not None and profile.numbers.start > steps:
+            raise ValueError(f"train.profile.steps={profile.steps} come after train.max_steps={steps}")
         if steps is not None and (problem := self.schedule_problem(steps, f"train.max_steps={steps}")):
             raise ValueError("; ".join(problem))
         return self
@@ -530,9 +517,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
 
     def phases(self, steps: int) -> tuple[int, int]:
         """The first and the last steps of a run of `steps`: those of its warm-up, and those of its decay (wsd)."""
-        warmup, decay = (
-            round(part * steps) if part < 1 else int(part) for part in (self.warmup_steps, self.decay_steps)
-        )
+        parts = self.warmup_steps, self.decay_steps
+        warmup, decay = (round(part * steps) if part < 1 else int(part) for part in parts)
         return warmup, max(1, decay) if self.schedule == "wsd" else 0
 
     def schedule_problem(self, steps: int, told: str) -> tuple[str, str] | None:
@@ -545,10 +531,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         return what, f"a tenth of the steps is a usual warm-up{', a fifth a usual decay' if decay else ''}"
 
     def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of step `step` (from 0) of `steps`: up in a line, then as the schedule has it.
-
-        What falls comes to the minimum in the last step.
-        """
+        """The learning rate of step `step` (from 0): up in a line, then as the schedule has it; down to the minimum."""
         high = self.learning_rate
         low = high / 10 if self.min_learning_rate is None else self.min_learning_rate
         warmup, decay = self.phases(steps)
@@ -556,13 +539,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             return high * (step + 1) / warmup
         start = steps - 1 - decay if decay else warmup
         done = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
-        match self.schedule:
-            case "cosine":
-                return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
-            case "constant":
-                return high
-            case _:
-                return (1 - done) * high + done * low
+        if self.schedule == "cosine":
+            return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+        return high if self.schedule == "constant" else (1 - done) * high + done * low
 
     def accumulation(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""

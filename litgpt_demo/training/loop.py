@@ -79,7 +79,7 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
                 report.close(step=resumed, ended_well=False)
             raise
         preempted = loop.why_left == "preempted"
-        profiler.end(loop.done, keep=not preempted)
+        profiler.end(loop.done, keep=not preempted)  # who is asked to leave has little time
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
             # Who ends first has torchrun end the others, so all have to be through.

@@ -14,7 +14,6 @@ from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import FIRST_PASS
 
 FOLDER = "profile"
-_NEVER = -1
 _MOST_ALLOCATIONS = 200_000  # of a snapshot, with a few hundred bytes of stack each; older ones go
 
 
@@ -24,12 +23,12 @@ class Profiler:
     def __init__(self, training: Training, *, resumed_from: int) -> None:
         self._training = training
         self._profile: profile | None = None
-        self.next = _NEVER
-        """The step, from 0, before which to call `turn`; none where this rank records nothing."""
+        self.next = -1
+        """The step, from 0, before which to call `turn`; -1 where there is none."""
         asked, steps = training.spec.train.profile, training.spec.steps
         if asked is None or training.fabric.global_rank not in asked.ranks:
             return
-        self._first, self._last = max(asked.first - 1, resumed_from), min(asked.last, steps)
+        self._first, self._last = max(asked.numbers[0] - 1, resumed_from), min(asked.numbers[-1], steps)
         if self._first < self._last:
             self.next = self._first
         else:
@@ -39,9 +38,10 @@ class Profiler:
         """Begin to record, mark the next step, or end and write; what this takes counts as time of the steps."""
         if step == self._last:
             self.end(step)
-        elif self._profile is not None:
+            return
+        self.next = step + 1
+        if self._profile is not None:
             self._profile.step()
-            self.next = step + 1
         else:
             if self._training.fabric.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -49,14 +49,10 @@ class Profiler:
             self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True, profile_memory=True)
             self._profile.step_num = step + 1
             self._profile.start()
-            self.next = step + 1
 
     def end(self, done: int, *, keep: bool = True) -> None:
-        """End a recording, if there is one, after `done` steps, and leave it in the run's folder unless it is not kept.
-
-        An attempt that is asked to leave has no time to write what nothing is built on.
-        """
-        recorded, self._profile, self.next = self._profile, None, _NEVER
+        """End a recording, if there is one, after `done` steps, and leave it in the run's folder if it is kept."""
+        recorded, self._profile, self.next = self._profile, None, -1
         if recorded is None:
             return
         run, scratch, fabric = self._training.run, self._training.scratch, self._training.fabric
