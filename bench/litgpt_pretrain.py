@@ -77,7 +77,7 @@ def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
             max_seq_length=spec.model.sequence_length,
             max_norm=train.clip_norm,
             min_lr=train.learning_rate if comparable else train.learning_rate / 10,
-            lr_warmup_steps=0 if comparable else train.warmup_steps,
+            lr_warmup_steps=0 if comparable else train.phases(spec.steps)[0],
             save_interval=None,
             log_interval=1,
         ),

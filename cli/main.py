@@ -46,7 +46,7 @@ from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgp
 from litgpt_demo.export import summary_lines, usage
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
-from litgpt_demo.storage import is_remote, open_storage
+from litgpt_demo.storage import Storage, is_remote, open_storage
 
 T = TypeVar("T")
 
@@ -288,13 +288,8 @@ def collect(
     as_json: Json = False,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
-    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
-        folders = [open_storage(target)]
-    else:
-        found = target_of(target, overrides, profile, root)
-        folders = [found.storage(run) for run in found.runs]
     finals = []
-    for storage in folders:
+    for storage in _folders(target, overrides, profile, root):
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet, and warn of what is not used
             from litgpt_demo.export.models import export as collect_models
 
@@ -304,6 +299,39 @@ def collect(
             _say(escape(line))
         _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
     _answer(finals)
+
+
+def _folders(target: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
+    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
+        return [open_storage(target)]
+    found = target_of(target, overrides, profile, root)
+    return [found.storage(run) for run in found.runs]
+
+
+@app.command()
+def generate(
+    target: Words,
+    text: Annotated[str, typer.Argument(help="The beginning; without it the model begins a document.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most; the end of its document ends it.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Take only from so many likeliest tokens.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    root: Root = DEFAULT_ROOT,
+) -> None:
+    """Let a run's model write on after a text: its collected model, or its newest checkpoint if that is further."""
+    folders = _folders(target, None, None, root)
+    if len(folders) > 1:
+        raise ConfigProblem(f"{target} is a sweep of {len(folders)} runs; name one: `train-litgpt status {target}`")
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet
+        from litgpt_demo.export.generation import Writer
+
+        writer = Writer(folders[0])
+    pieces = writer.write(text, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    first = next(pieces, "")  # what cannot be written after is refused before anything is shown
+    _say(f"[dim]by the model of step {writer.step}[/]", stderr)
+    for piece in (text, first, *pieces):
+        typer.echo(piece, nl=False)
+    typer.echo()
 
 
 @app.command()

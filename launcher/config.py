@@ -144,6 +144,9 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
+        if (profile := self.train.profile) is not None and max(profile.ranks) >= self.world_size:
+            what = f"train.profile.ranks={list(profile.ranks)} are not all there"
+            raise ValueError(f"{what}: the run has {self.world_size}, the first is 0")
         return self
 
     @model_validator(mode="after")

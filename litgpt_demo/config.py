@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic.json_schema import WithJsonSchema
 
 from litgpt_demo import catalogue
 
@@ -59,6 +60,19 @@ def _whole_number(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_whole_number)]
 # Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
+
+
+def _share_or_steps(value: object) -> object:
+    """Tell a share of a run, which is below 1, from whole steps, which stay integers in keys."""
+    if isinstance(number := _whole_number(value), float) and number.is_integer():
+        return int(number)
+    if isinstance(number, float) and number >= 1:
+        raise ValueError(f"{number} is neither a share of the run, which is below 1, nor whole steps")
+    return number
+
+
+_NUMBER = WithJsonSchema({"type": "number", "minimum": 0})  # in a form, where it else is a choice of two kinds
+Steps = Annotated[int | float, BeforeValidator(_share_or_steps), Field(ge=0), _NUMBER]
 
 
 def _duration(value: object) -> object:
@@ -298,6 +312,28 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
     """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
 
 
+class ProfileConfig(Settings, title="Profile"):
+    """The steps that torch's profiler records, into the run's `profile/`; they are slower meanwhile."""
+
+    steps: Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, int) else given)] = Field(
+        "20-25", pattern=r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$"
+    )
+    """The first and the last of them, as the metrics number them: 20-25."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    """The ranks that record; each writes a trace of its own."""
+
+    @property
+    def numbers(self) -> range:
+        first, _, last = self.steps.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @model_validator(mode="after")
+    def _is_short(self) -> Self:
+        if not 1 <= len(self.numbers) <= 100:
+            raise ValueError(f"train.profile.steps={self.steps} are not 1 to 100 steps, the first before the last")
+        return self
+
+
 class RestartRule(Settings, title="New attempts"):
     """The new attempts that one class of failures may have. A number alone is `attempts`."""
 
@@ -360,8 +396,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
     NOT_IN_KEY: ClassVar[frozenset[str]] = IN_OLD_KEYS | {
         *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
-        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb"),
+        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb", "profile"),
     }
+
+    # These came when there were keys already: they are in a key where they are not as they were before.
+    LATER: ClassVar[frozenset[str]] = frozenset({"schedule", "decay_steps"})
 
     global_batch: Count = Field(512, gt=0)
     """Sequences per optimizer step, summed over every process of the job."""
@@ -377,9 +416,14 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """The learning rate at the end of the cosine; empty is a tenth of the highest."""
-    warmup_steps: Count = Field(100, ge=0)
-    """Steps in which the learning rate rises in a straight line."""
+    """The learning rate of the last step, where the schedule falls; empty is a tenth of the highest."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The learning rate after the warm-up: it falls to the end, on a cosine or in a line; it stays and falls in a line
+    in the last `decay_steps` (warm-up, stable, decay); or it stays."""
+    warmup_steps: Steps = 100
+    """Steps in which the learning rate rises in a straight line; below 1 a share of the run."""
+    decay_steps: Steps = Field(0.2, gt=0)
+    """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
     weight_decay: float = Field(0.1, ge=0)
     """AdamW's decay of matrices; biases and norms do not decay."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -426,6 +470,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
+    profile: ProfileConfig | None = None
+    """Also record some steps with torch's profiler."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
     restarts: RestartSettings = RestartSettings()
@@ -433,7 +479,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        steps, tokens, warmup, fsdp = self.max_steps, self.max_tokens, self.warmup_steps, self.strategy == "fsdp"
+        steps, tokens, fsdp = self.max_steps, self.max_tokens, self.strategy == "fsdp"
         if steps is not None and tokens is not None:
             raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
         if (whole := self.global_batch) < (part := self.micro_batch):
@@ -441,6 +487,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
             low, high = self.min_learning_rate, self.learning_rate
             raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
+        if self.schedule == "constant" and self.min_learning_rate is not None:
+            raise ValueError("train.schedule=constant never comes to train.min_learning_rate; leave one of them out")
+        if self.schedule != "wsd" and self.decay_steps != type(self).model_fields["decay_steps"].default:
+            what = f"train.schedule={self.schedule} has no train.decay_steps={self.decay_steps}"
+            raise ValueError(f"{what}; leave that out, or take train.schedule=wsd")
         if fsdp and self.precision == "16-mixed":
             raise ValueError("train.precision=16-mixed scales losses, and train.strategy=fsdp cannot; take bf16-mixed")
         if fsdp and self.compile == "model":
@@ -449,8 +500,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
-        if steps is not None and warmup >= steps:
-            raise ValueError(f"train.warmup_steps={warmup} leaves nothing of train.max_steps={steps}; take a tenth")
+        if steps is not None and (profile := self.profile) is not None and profile.numbers.start > steps:
+            raise ValueError(f"train.profile.steps={profile.steps} come after train.max_steps={steps}")
+        if steps is not None and (problem := self.schedule_problem(steps, f"train.max_steps={steps}")):
+            raise ValueError("; ".join(problem))
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
@@ -462,14 +515,33 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             return math.ceil(self.max_tokens / per_step)
         return max(1, tokens // per_step)
 
+    def phases(self, steps: int) -> tuple[int, int]:
+        """The first and the last steps of a run of `steps`: those of its warm-up, and those of its decay (wsd)."""
+        parts = self.warmup_steps, self.decay_steps
+        warmup, decay = (round(part * steps) if part < 1 else int(part) for part in parts)
+        return warmup, max(1, decay) if self.schedule == "wsd" else 0
+
+    def schedule_problem(self, steps: int, told: str) -> tuple[str, str] | None:
+        """What is wrong if no step has the highest rate after the warm-up, with what to do; `told` names the steps."""
+        warmup, decay = self.phases(steps)
+        if warmup + decay < steps:
+            return None
+        and_decay = f" with train.decay_steps={self.decay_steps}" if decay else ""
+        what = f"train.warmup_steps={self.warmup_steps}{and_decay} leaves nothing of {told}"
+        return what, f"a tenth of the steps is a usual warm-up{', a fifth a usual decay' if decay else ''}"
+
     def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last."""
+        """The learning rate of step `step` (from 0): up in a line, then as the schedule has it; down to the minimum."""
         high = self.learning_rate
         low = high / 10 if self.min_learning_rate is None else self.min_learning_rate
-        if step < self.warmup_steps:
-            return high * (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps)
-        return low + (high - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        warmup, decay = self.phases(steps)
+        if step < warmup:
+            return high * (step + 1) / warmup
+        start = steps - 1 - decay if decay else warmup
+        done = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
+        if self.schedule == "cosine":
+            return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+        return high if self.schedule == "constant" else (1 - done) * high + done * low
 
     def accumulation(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""
@@ -485,7 +557,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes, training's part of the run's key, or of an old one."""
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
-        return self.model_dump(mode="json", exclude=set(left_out))
+        unset = {name for name in self.LATER if getattr(self, name) == type(self).model_fields[name].default}
+        return self.model_dump(mode="json", exclude={*left_out, *unset})
 
 
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:

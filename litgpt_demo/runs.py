@@ -1,7 +1,7 @@
 """The layout of a run's folder, which launcher and nodes share.
 
 runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/
-                     checkpoints/step-00000100/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
+                     checkpoints/step-00000100/  profile/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
                      report.html  manifest.json
 """
 

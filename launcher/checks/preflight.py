@@ -76,10 +76,9 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         yield Finding("warning", "model.config", what, "model.config={} takes it as it is")
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
     steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
-    if steps is not None and train.warmup_steps >= steps:
-        what = f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that train.max_tokens="
-        fix = "lower it; a tenth of the steps is a usual warm-up"
-        yield Finding("error", "train.warmup_steps", f"{what}{train.max_tokens:,} makes", fix)
+    told = f"the {steps or 0:,} steps that train.max_tokens={train.max_tokens or 0:,} makes"
+    if steps is not None and (crowded := train.schedule_problem(steps, told)):
+        yield Finding("error", "train.warmup_steps", *crowded)
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
             needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"

@@ -121,9 +121,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         where = f"{name} of {run.root.address(run.dataset.path)}"
         require_sample(split.tokens, length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
-    if config.train.warmup_steps >= steps:
-        what = f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps"
-        raise UserError(what, fix="a tenth of the steps is a usual warm-up")
+    if problem := config.train.schedule_problem(steps, f"the run's {steps} steps"):
+        raise UserError(problem[0], fix=problem[1])
     return TrainingSpec(
         run=run.name,
         dataset=run.root.address(run.dataset.path),

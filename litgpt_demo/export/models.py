@@ -51,7 +51,7 @@ def export(
         done = whole_final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _unspoilt(run, done)
-        chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
+        chosen, shards = verified_checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
             return _unspoilt(run, done)
         made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
@@ -80,7 +80,7 @@ def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
     return done
 
 
-def _checkpoint(
+def verified_checkpoint(
     run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
 ) -> tuple[CheckpointManifest, Path]:
     """The checkpoint that is asked for, and a local folder with the files of its weights, every byte verified."""

@@ -32,6 +32,7 @@ from litgpt_demo.runs import read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.profiling import Profiler
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
@@ -67,10 +68,10 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
     try:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed = resume(training, tell=warn)
-        report = Reporter(training, resumed_from=resumed)
+        report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
-                loop = Loop(training, report, saver, asked)
+                loop = Loop(training, report, saver, profiler, asked)
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
@@ -78,6 +79,7 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
                 report.close(step=resumed, ended_well=False)
             raise
         preempted = loop.why_left == "preempted"
+        profiler.end(loop.done, keep=not preempted)  # who is asked to leave has little time
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
             # Who ends first has torchrun end the others, so all have to be through.
@@ -94,8 +96,11 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
-    def __init__(self, training: Training, report: Reporter, saver: Saver, asked_to_leave: Sequence[int]) -> None:
+    def __init__(
+        self, training: Training, report: Reporter, saver: Saver, profiler: Profiler, asked_to_leave: Sequence[int]
+    ) -> None:
         self._training, self._report, self._saver, self._asked = training, report, saver, asked_to_leave
+        self._profiler = profiler
         self._exchange, self._in_a_row = Exchange(training.fabric), 0
         self.done = 0
         self.why_left: str | None = None
@@ -104,12 +109,15 @@ class Loop:
     def run(self, first: int) -> None:
         """Train until the last step is saved, or there is a reason to leave and the step then done is."""
         training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
+        profiler = self._profiler
         clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(FIRST_PASS, train.hang_after)
         if clock.before >= most:
             return
         training.model.train()
         for step in range(first, spec.steps):
+            if step == profiler.next:
+                profiler.turn(step)
             training.heart.beat(self.done, "training", allow=allow)
             passed, late = train_step(training, step), clock.seconds >= most
             self._exchange.put(step + 1, passed, leave=bool(self._asked), time_up=late)

@@ -194,7 +194,7 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:
-    for verb in ("status", "cancel", "logs", "collect"):
+    for verb in ("status", "cancel", "logs", "collect", "generate"):
         said = cli(verb, "training.yaml")
         assert (said.code, said.out, "nothing has been started under" in said.err) == (UNKNOWN, "", True)
     for words in (["out"], ["--root", "out"]):

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import pytest
 import torch
 from bucket_faults import FaultyBucket
+from console_script import Cli
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from training_runs import NewRun, rows, train
 
@@ -95,6 +96,37 @@ def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its
     assert differences(final, manifest.files) == []
     there = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
+
+
+def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_same_everywhere(
+    collected_run: Collected, finished: Path, finished_copy: Path, tiny_dataset: Path, tmp_path: Path, bucket: Storage,
+    new_run: NewRun, cli: Cli, corpus: Path,
+) -> None:  # fmt: skip
+    from litgpt import LLM
+
+    llm, text = LLM.load(str(collected_run[0] / "final/litgpt"), distribute=None), corpus.read_text()[:20]
+    llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    torch.manual_seed(1)
+    litgpts = text + llm.generate(text, max_new_tokens=12, temperature=0.9, top_k=40)
+    for path in filter(Path.is_file, collected_run[0].rglob("*")):
+        bucket.upload(path, str(path.relative_to(collected_run[0])))
+    where = {"collected": str(collected_run[0]), "checkpoint": str(finished), "bucket": bucket.root}
+    short = ("--max-tokens", "12", "--temperature", "0.9", "--top-k", "40")
+    for run in where.values():
+        said = cli("generate", run, text, *short, "--seed", "1")
+        assert (said.code, said.out) == (0, f"{litgpts}\n")
+        assert said.err.splitlines()[-1] == "by the model of step 12"
+    drawn = [cli("generate", run, *short, "--seed", seed).out for seed in "112" for run in where.values()]
+    assert len(set(drawn[:6])) == 1 != len(set(drawn[3:]))  # of no text it begins a document
+    said = cli("generate", str(finished), corpus.read_text()[:9000])
+    assert (said.code, said.out, "tokens, and the model sees 32; give it a shorter one" in said.err) == (40, "", True)
+    said = cli("generate", str(new_run("new")), text)
+    assert (said.code, said.out, "has no checkpoint yet; wait" in said.err) == (40, "", True)
+    other, config = Path(shutil.copytree(tiny_dataset, tmp_path / "d")), finished_copy / "config.json"
+    config.write_text(config.read_text().replace(str(tiny_dataset), str(other)))
+    (other / "tokenizer/tokenizer.json").unlink()
+    said = cli("generate", str(finished_copy), text)
+    assert (said.code, said.out, "tokenizer.json is missing" in said.err) == (41, "", True)
 
 
 def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Collected, tiny_dataset: Path) -> None:

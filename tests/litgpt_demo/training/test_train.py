@@ -1,5 +1,6 @@
 """Training: what it sees and writes depends on the spec and the step alone, wherever it runs and is resumed."""
 
+import gzip
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
+from litgpt_demo.training.profiling import FOLDER
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.step import Exchange, Passed
@@ -57,18 +59,43 @@ def shards(run: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((run / folder_of(12)).glob("*.distcp"))]
 
 
-@given(steps=st.integers(1, 3000), warmup=st.integers(0, 400), share=st.none() | st.floats(0.0, 1.0))
-def test_the_learning_rate_rises_and_falls_to_its_lowest(steps: int, warmup: int, share: float | None) -> None:
-    settings = TrainConfig(learning_rate=0.5, min_learning_rate=share and share / 2, warmup_steps=warmup, max_tokens=1)
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+PART = st.integers(0, 400) | st.floats(0.0, 0.5)
+
+
+@given(
+    st.sampled_from(SCHEDULES), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5)
+)  # fmt: skip
+def test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says(
+    schedule: str, steps: int, warmup: float, decay: float, low: float | None
+) -> None:
+    asked = {"decay_steps": decay} if schedule == "wsd" else {}
+    asked |= {} if schedule == "constant" else {"min_learning_rate": low}
+    settings = TrainConfig.model_validate(
+        {"learning_rate": 0.5, "schedule": schedule, "warmup_steps": warmup, "max_tokens": 1} | asked
+    )
+    (rising, falling), bottom = settings.phases(steps), 0.05 if low is None else low
+    if settings.schedule_problem(steps, ""):
+        assert rising + falling >= steps
+        return
     rates = [settings.rate(step, steps=steps) for step in range(steps)]
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-    if steps > warmup + 1:
-        assert max(rates) == rates[warmup] == pytest.approx(0.5)
-        assert rates[-1] == pytest.approx(0.05 if share is None else share / 2)
-    small = TrainConfig(learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2, max_steps=7)
-    by_hand = [0.5, 1.0, 1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0]
-    assert [small.rate(step, steps=7) for step in range(7)] == pytest.approx(by_hand)
+    assert rates[:rising] == pytest.approx([0.5 * (step + 1) / rising for step in range(rising)])
+    assert rates[rising] == 0.5
+    after, rest = rates[rising:], steps - 1 - rising
+    assert after == sorted(after, reverse=True)
+    match schedule:
+        case "cosine":  # the formula of the first version, to the bit: runs go on that were begun with it
+            done = [min(1.0, step / max(1, rest)) for step in range(rest + 1)]
+            assert after == [bottom + (0.5 - bottom) * (1 + math.cos(math.pi * part)) / 2 for part in done]
+        case "linear":
+            assert after == pytest.approx(np.linspace(0.5, bottom, rest + 1).tolist())
+        case "wsd":
+            line = np.linspace(0.5, bottom, falling + 1).tolist()
+            assert after == pytest.approx([0.5] * (rest - falling) + line)
+        case "constant":
+            assert set(after) == {0.5}
+    if schedule != "constant" and rest:
+        assert rates[-1] == pytest.approx(bottom)
 
 
 def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
@@ -222,6 +249,27 @@ def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_r
     train(run)
     assert [row["step"] for row in rows(run, "start")] == [0, saved]
     assert shards(run) == shards(finished)
+
+
+def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_changes(
+    new_run: NewRun, finished: Path, bucket: Storage
+) -> None:
+    def recorded(content: bytes) -> set[str]:
+        events = json.loads(gzip.decompress(content))["traceEvents"]
+        names = {str(event["name"]) for event in events}
+        assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+        return {name for name in names if name.startswith("ProfilerStep")}
+
+    run = new_run("run", profile={"steps": "7-9"})
+    leave_in(8, run)
+    assert not (run / FOLDER).exists()  # there was no time for it
+    train(run)
+    (trace,) = (run / FOLDER).iterdir()
+    assert (trace.name, recorded(trace.read_bytes())) == ("steps-9-9-rank-0.json.gz", {"ProfilerStep#9"})
+    assert shards(run) == shards(finished)
+    fit(training_of(new_run("another", profile={"steps": "11-20"}), bucket))  # longer than the training
+    written = bucket.read(f"{FOLDER}/steps-11-12-rank-0.json.gz")
+    assert recorded(written) == {"ProfilerStep#11", "ProfilerStep#12"}
 
 
 def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more(new_run: NewRun) -> None:

@@ -44,6 +44,13 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         (TrainConfig, {"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512"),
         (TrainConfig, {"learning_rate": 1e-4, "min_learning_rate": 1e-3}, r"min_learning_rate=0\.001 is above"),
         (TrainConfig, {"max_steps": 60}, "warmup_steps=100 leaves nothing of train.max_steps=60"),
+        (TrainConfig, {"warmup_steps": 1.5}, "neither a share of the run, which is below 1, nor whole steps"),
+        (TrainConfig, {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 4, "max_steps": 8}, "steps=4 leaves"),
+        (TrainConfig, {"decay_steps": 0.1}, "train.schedule=cosine has no train.decay_steps=0.1; .*=wsd"),
+        (TrainConfig, {"schedule": "constant", "min_learning_rate": 0}, "never comes to train.min_learning_rate"),
+        (TrainConfig, {"profile": {"steps": "25-20"}}, "steps=25-20 are not 1 to 100 steps"),
+        (TrainConfig, {"profile": {"steps": 300}, "max_steps": 200}, "steps=300 come after train.max_steps=200"),
+        (RunConfig, {"train": {"profile": {"ranks": [0, 2]}}}, "not all there: the run has 1, the first is 0"),
         (TrainConfig, {"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
         (TrainConfig, {"float8": True, "compile": "blocks", "precision": "32-true"}, "precision=32-true wants exact"),
         (ModelConfig, {"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
@@ -56,7 +63,7 @@ def test_what_is_no_count_is_refused(written: object) -> None:
     ],
 )
 def test_fields_that_contradict_each_other_or_make_no_model_are_refused_with_what_would_do(
-    kind: type[TrainConfig | ModelConfig], written: dict[str, Any], words: str
+    kind: type[TrainConfig | ModelConfig | RunConfig], written: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError, match=words):
         kind.model_validate(written)

@@ -1,0 +1,76 @@
+"""A run's model writes on: its collected model, or the newest checkpoint where it has gone further. Imports torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from litgpt.config import Config
+from litgpt.generate.base import generate_fn
+from litgpt.model import GPT
+from litgpt.tokenizer import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.documents import bring
+from litgpt_demo.errors import UserError
+from litgpt_demo.export import exported
+from litgpt_demo.export.models import verified_checkpoint
+from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.runs import FINAL, LITGPT, read_spec
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.reading import load_weights, refusing
+
+
+class Writer:
+    """A model and its tokenizer, in float32 on the GPU, or else on the CPU.
+
+    A UserError where nothing is saved yet, a DataError where a file is missing or not what its manifest says.
+    """
+
+    def __init__(self, run: Storage) -> None:
+        spec, kind = read_spec(run), "cuda" if torch.cuda.is_available() else "cpu"
+        empty = Fabric(accelerator=kind, devices=1, precision="32-true").init_module(empty_init=True)
+        with tempfile.TemporaryDirectory(prefix="litgpt-generate-") as temporary:
+            scratch = Path(temporary)
+            if (final := exported(run)) is not None:
+                files = [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{LITGPT}/")]
+                folder = bring(run.within(FINAL), files, lambda: scratch) / LITGPT.removeprefix(f"{FINAL}/")
+                with empty:
+                    self._model = GPT(Config.from_file(folder / "model_config.yaml"))
+                with refusing(run.address(LITGPT)):
+                    weights = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
+                self._model.load_state_dict(weights)
+                self.step = final.step
+            else:
+                found, shards = verified_checkpoint(run, spec, scratch, step=None, newest=True)
+                dataset = open_dataset(spec.dataset)
+                folder = bring(open_storage(spec.dataset), dataset.tokenizer, lambda: scratch / "dataset") / "tokenizer"
+                with empty:
+                    self._model = GPT(litgpt_config(spec.model, vocab_size=dataset.vocab_size))
+                load_weights(shards, self._model.state_dict())
+                self.step = found.step
+            self._tokenizer: Any = Tokenizer(folder)
+        self._model.eval()
+
+    def write(self, text: str, *, max_tokens: int, temperature: float, top_k: int, seed: int | None) -> Iterator[str]:
+        """Yield what the model writes after `text`, in pieces of whole characters, to the end of its document.
+
+        No `text` begins a document. A temperature of 0 takes the likeliest token; the same `seed` writes the same text.
+        A UserError where the text leaves no room.
+        """
+        model, tokenizer = self._model, self._tokenizer
+        ids = tokenizer.encode(text, bos=False).tolist() or [tokenizer.eos_id]
+        if len(ids) >= (room := model.config.block_size):
+            raise UserError(f"the text has {len(ids)} tokens, and the model sees {room}", fix="give it a shorter one")
+        model.max_seq_length = whole = min(room, len(ids) + max_tokens)
+        model.set_kv_cache(batch_size=1, device=(device := model.lm_head.weight.device))
+        torch.seed() if seed is None else torch.manual_seed(seed)
+        decoder, prompt = DecodeStream(ids, skip_special_tokens=True), torch.tensor(ids, device=device)
+        how: Any = {"temperature": temperature, "top_k": top_k, "include_prompt": False, "include_eos": False}
+        for token in generate_fn(model, prompt, whole, stop_tokens=([tokenizer.eos_id],), **how):
+            yield decoder.step(tokenizer.processor, int(token)) or ""
