@@ -162,8 +162,29 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
         return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
 
 
+class TokensCorpus(_Corpus, title="Token ids"):
+    """Files of token ids, as nanoGPT and LitGPT make them: train.bin and val.bin. They are read where they lie."""
+
+    kind: Literal["tokens"] = Kind("tokens")
+    max_bytes: ClassVar[int | None] = None
+    path: Place = Field(min_length=1)
+    """The folder of the files, on this machine or in a bucket."""
+    train: str = Field("train*.bin", min_length=1)
+    """Pattern of the training split's files in that folder; several are read as one, by name."""
+    validation: str = Field("val*.bin", min_length=1)
+    """Pattern of the validation split's files."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """The type of an id, little-endian; empty is uint16 for a tokenizer of up to 65,536 ids, and uint32 for others."""
+
+    @property
+    def label(self) -> str:
+        return slug(self.path.rstrip("/").rsplit("/", 1)[-1]) or self.kind
+
+
 # Prefect's form opens the first branch that has most of the names given: one whose names another has too comes first.
-Corpus = Annotated[StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus, Field(discriminator="kind")]
+Corpus = Annotated[
+    StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus | TokensCorpus, Field(discriminator="kind")
+]
 
 
 class TrainedTokenizer(Settings, title="Train on the corpus"):
@@ -251,6 +272,18 @@ class DataConfig(Settings, title="Data"):
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
     """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if isinstance(self.corpus, TokensCorpus):
+            if isinstance(self.tokenizer, TrainedTokenizer):
+                raise ValueError(
+                    "data.corpus.kind=tokens needs the tokenizer that made the ids; name it in data.tokenizer, "
+                    "for example {kind: hub, name: openai-community/gpt2}"
+                )
+            if self.filters != Filters():
+                raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
+        return self
 
 
 class ModelConfig(Settings, title="Model"):

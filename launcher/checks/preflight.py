@@ -32,7 +32,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Script
 from litgpt_demo import catalogue
-from litgpt_demo.config import OpenWebTextCorpus
+from litgpt_demo.config import OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -203,7 +203,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if not isinstance(corpus, OpenWebTextCorpus) and first.file is not None and first.size <= _OPENED:
+            texts = not isinstance(corpus, OpenWebTextCorpus | TokensCorpus)
+            if texts and first.file is not None and first.size <= _OPENED:
                 begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
                 deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
             return None
@@ -221,7 +222,7 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     from litgpt_demo.data.shards import plan_shards
     from litgpt_demo.data.workers import Work
 
-    if not any(source.file is None for source in planned.sources):
+    if isinstance(planned.data.corpus, TokensCorpus) or all(source.file is not None for source in planned.sources):
         return ""
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)

@@ -132,11 +132,11 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
     train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
     return [
         ("Name", dataset.name),
-        ("Text", bytes_text(dataset.text_bytes)),
+        ("Text", bytes_text(dataset.text_bytes) if dataset.text_bytes else NOTHING),
         ("Training", f"{count_text(train.tokens)} tokens in {count_text(train.documents)} documents"),
         ("Validation", f"{count_text(validation.tokens)} tokens in {count_text(validation.documents)} documents"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens else NOTHING),
+        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens and dataset.text_bytes else NOTHING),
         ("Key", dataset.key),
     ]
 

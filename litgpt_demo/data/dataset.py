@@ -13,21 +13,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, TokensCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, sources
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
-from litgpt_demo.documents import FileRecord, bring, read_manifest
+from litgpt_demo.documents import FileRecord, bring, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
-from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 from litgpt_demo.storage.local import explaining
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ UNKNOWN = "unknown"
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
+_APART = {"corpus", "tokenizer"}  # of DataConfig: what the key takes of these is in their own functions
 _BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
 _READERS = 4
+_HEAD = 4096  # first bytes of a file that show what it is
 
 
 class Split(Settings):
@@ -68,6 +71,9 @@ class DatasetManifest(Settings):
     """The number of documents that were skipped because they were not text."""
     bad_places: tuple[str, ...]
     """The places and problems of skipped documents; of very many, the first ones."""
+    home: str | None = Field(None, exclude_if=lambda home: home is None)
+    """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
+    else made are read where they are."""
     document_lengths: tuple[int, ...]
     """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
@@ -77,7 +83,7 @@ class DatasetManifest(Settings):
     validation_fraction: float
     split_seed: int
     text_bytes: int
-    """UTF-8 bytes of all documents."""
+    """UTF-8 bytes of all documents; 0 where they are not known, as of tokens that somebody else made."""
     train: Split
     validation: Split
     tokenizer: tuple[FileRecord, ...]
@@ -85,6 +91,16 @@ class DatasetManifest(Settings):
     @property
     def files(self) -> tuple[FileRecord, ...]:
         return self.train.files + self.validation.files + self.tokenizer
+
+    @property
+    def of_tokens(self) -> bool:
+        """Return whether its corpus was token ids: who made them need not have closed every document."""
+        return isinstance(self.corpus, dict) and "tokens" in self.corpus
+
+    @property
+    def elsewhere(self) -> tuple[FileRecord, ...]:
+        """Return the files that lie in `home`."""
+        return () if self.home is None else self.train.files + self.validation.files
 
     @property
     def documents(self) -> int:
@@ -122,9 +138,9 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     left_out = list[str]()
     found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
-    told = set(DataConfig.model_fields) - {"corpus", "tokenizer"}
+    told = set[str]() if isinstance(data.corpus, TokensCorpus) else set(DataConfig.model_fields) - _APART
     if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
-        told.remove("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
+        told.discard("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
     # The version of Unicode says what a letter is, where that decides which documents pass.
     unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
     rest = data.model_dump(mode="json", include=told)
@@ -162,9 +178,13 @@ def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest 
     if manifest is None:
         return None
     there = set(storage.list())
+    if manifest.home is not None:
+        home = open_storage(manifest.home)
+        there |= {record.path for record in manifest.elsewhere if home.exists(record.path)}
     if missing := sorted({record.path for record in manifest.files} - there):
         raise DataError(
-            f"{storage.address()} has a manifest but {', '.join(missing)} is missing; "
+            f"{storage.address()} has a manifest but {', '.join(missing)} is missing"
+            f"{f' in {manifest.home}' if manifest.home else ''}; "
             "something removed them: delete the folder and run again"
         )
     return manifest
@@ -179,12 +199,16 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
         )
 
 
-def stage(address: str, scratch: Path) -> Path:
-    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last."""
-    storage, manifest = open_storage(address), open_dataset(address)
-    folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
-    if storage.local_path() is None:
-        open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
+def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
+    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
+    Without `train`, its training split stays away."""
+    storage, manifest, target = open_storage(address), open_dataset(address), scratch / address.rsplit("/", 1)[-1]
+    wanted = [record for record in manifest.files if train or record not in manifest.train.files]
+    folder = bring(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
+    if manifest.home is not None:
+        bring(open_storage(manifest.home), [one for one in wanted if one in manifest.elsewhere], lambda: target)
+    if storage.local_path() is None:  # what came from several places lies together now
+        write_manifest(open_storage(str(folder)), manifest.model_copy(update={"home": None}))
     return folder
 
 
@@ -227,7 +251,10 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
     import numpy as np
 
-    paths = [folder / record.path for record in split.files]
+    if manifest.home is not None and is_remote(manifest.home):
+        what = f"{folder} is read where it lies, and its tokens lie in {manifest.home}"
+        raise UserError(what, fix="set platform.stage to copy")
+    paths = [folder / (manifest.home or "") / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
 
@@ -235,13 +262,15 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
 
 
-class _Content(NamedTuple):
+class Content(NamedTuple):
     """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
 
     record: FileRecord
     largest: int
     ends: int
     last: int
+    head: bytes
+    """The first of its bytes."""
 
 
 def verify_dataset(address: str) -> DatasetManifest:
@@ -253,7 +282,9 @@ def verify_dataset(address: str) -> DatasetManifest:
     """
     manifest, storage, problems = open_dataset(address), open_storage(address), list[str]()
     with ThreadPoolExecutor(_READERS) as pool:
-        contents = pool.map(lambda record: _content(storage, record, manifest), manifest.files)
+        home = open_storage(manifest.home or address)
+        places = [home if record in manifest.elsewhere else storage for record in manifest.files]
+        contents = pool.map(partial(content_of, manifest), places, manifest.files)
         found = {record.path: content for record, content in zip(manifest.files, contents, strict=True) if content}
     if manifest.format != FORMAT:
         problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
@@ -272,11 +303,11 @@ def verify_dataset(address: str) -> DatasetManifest:
         if (ends := sum(content.ends for content in of_split)) != split.documents:
             closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
             problems.append(f"{closes}, its manifest says {split.documents}")
-        for record, largest, _, last in of_split:
+        for record, largest, _, last, _ in of_split:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
-            if record.size and last != manifest.end_of_text:
+            if record.size and last != manifest.end_of_text and not manifest.of_tokens:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
@@ -286,11 +317,11 @@ def verify_dataset(address: str) -> DatasetManifest:
     return manifest
 
 
-def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
+def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) -> Content | None:
     """Everything about the file in one reading; None if there is no such file."""
     import numpy as np
 
-    size, crc32c, hashed, largest, ends, last = 0, 0, sha256(), -1, 0, -1
+    size, crc32c, hashed, largest, ends, last, head = 0, 0, sha256(), -1, 0, -1, b""
     with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
         if (path := storage.local_path(record.path)) is None:
             path = Path(folder, "file")
@@ -299,6 +330,7 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
             return None
         with explaining(str(path)), path.open("rb") as file:
             while block := file.read(_BLOCK):
+                head = head or block[:_HEAD]
                 size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
                 if record.sha256 is not None:
                     hashed.update(block)
@@ -306,7 +338,7 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
-        digest = record.sha256 and hashed.hexdigest()
+        digest = None if record.sha256 is None else hashed.hexdigest()
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
-        return _Content(now, largest, ends, last)
+        return Content(now, largest, ends, last, head)
     return None

@@ -30,17 +30,19 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from litgpt_demo.config import DataConfig, OpenWebTextCorpus
-from litgpt_demo.data.corpus import corpus_identity
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
 from litgpt_demo.data.dataset import (
     FORMAT,
     DatasetManifest,
     PlannedDataset,
     Split,
+    content_of,
     finished_dataset,
     plan_dataset,
     warnings_of,
 )
+from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import Shard, plan_shards
 from litgpt_demo.data.workers import (
     SHARDS,
@@ -153,7 +155,8 @@ def prepare(
     try:
         if (done := finished_dataset(root, planned)) is None:
             try:
-                done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
+                make = _counted if isinstance(planned.data.corpus, TokensCorpus) else _prepared
+                done = make(planned, work, each or in_threads(threads_for(root.root)), report)
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
                 # Another preparation of it may have ended meanwhile, and swept what this one had begun.
@@ -200,6 +203,90 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                     done.result()
                 return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
     raise AssertionError("every document was read and counted, and there are others")
+
+
+# --- tokens that somebody else made -----------------------------------------------------------------------------------
+
+# First bytes of files of ids that have a header: litdata's predecessor in LitGPT, and llm.c and modded-nanogpt.
+_HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "little"): "llm.c"}
+
+
+def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+    """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
+    out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
+    data, corpus = planned.data, planned.data.corpus
+    assert isinstance(corpus, TokensCorpus)
+    home, (tokenizer, tokenizer_files) = token_home(corpus), settle_tokenizer(planned, work, lambda *_: None)
+    copied, dtype = is_remote(home) != is_remote(work.root), tokenizer.dtype
+    if corpus.dtype is not None:
+        dtype = "<u2" if corpus.dtype == "uint16" else "<u4"
+    manifest = DatasetManifest(
+        format=FORMAT,
+        name=planned.name,
+        key=planned.key,
+        corpus=corpus_identity(corpus, planned.sources),
+        filters=data.filters,
+        dropped={},
+        bad_documents=0,
+        bad_places=(),
+        home=None if copied else home,
+        document_lengths=(),
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        end_of_text=tokenizer.end_of_text,
+        dtype=dtype,
+        validation_fraction=data.validation_fraction,
+        split_seed=data.split_seed,
+        text_bytes=0,
+        train=Split(documents=0, tokens=0, files=()),
+        validation=Split(documents=0, tokens=0, files=()),
+        tokenizer=tokenizer_files,
+    )
+    splits, progress = (
+        {True: manifest.train, False: manifest.validation},
+        Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources)),
+    )
+    counting = each(partial(_count, work, manifest), planned.sources)
+    for source, counted in zip(planned.sources, counting, strict=True):
+        before = splits[trains := not selects(source.name, corpus.validation)]
+        splits[trains] = Split(
+            documents=before.documents + counted.documents,
+            tokens=before.tokens + counted.tokens,
+            files=before.files + counted.files,
+        )
+        progress = replace(
+            progress,
+            documents=progress.documents + counted.documents,
+            text_bytes=progress.text_bytes + source.size,
+            tokens=progress.tokens + counted.tokens,
+            seconds=monotonic() - progress.began,
+        )
+        report(progress)
+    return manifest.model_copy(update={"train": splits[True], "validation": splits[False]})
+
+
+def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
+    """Return what one file of ids holds; a step for workers."""
+    home, width = manifest.home, np.dtype(manifest.dtype).itemsize
+    if home is None:
+        with local_copy(source, work.make_scratch()) as path:
+            work.storage.upload(path, source.name)
+    place = work.storage if home is None else open_storage(home)
+    record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
+    found, where, fix = content_of(manifest, place, record), source.address, "name the one that made the ids"
+    if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
+        raise DataError(f"{where} has changed since it was listed; run again to list it anew")
+    if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
+        raise UserError(f"{where} is a file of {kind}, which has a header", fix="give flat ids, as nanoGPT's train.bin")
+    if not record.size or record.size % width:
+        raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
+    first = np.frombuffer(found.head, dtype="<u2", count=min(256, record.size // 2))
+    if width == 2 and len(first) > 8 and first.any() and not first[1::2].any():
+        raise UserError(f"{where} looks like ids of 4 bytes: every other one of 2 is 0", fix="data.corpus.dtype=uint32")
+    if found.largest >= manifest.vocab_size:
+        what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
+        raise UserError(f"data.tokenizer: {what}", fix=f"{fix}, or the data.corpus.dtype that they have")
+    return Split(documents=found.ends, tokens=record.size // width, files=(found.record,))
 
 
 # --- which documents, and which of them for validation ----------------------------------------------------------------
