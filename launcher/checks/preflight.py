@@ -197,6 +197,8 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
     if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
+    if planned.parts and size > WHOLE:
+        return next((found for found in map(rehearse, planned.parts) if isinstance(found, Finding)), None)
     try:
         with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
             if size <= WHOLE:
@@ -222,6 +224,8 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     from litgpt_demo.data.shards import plan_shards
     from litgpt_demo.data.workers import Work
 
+    if planned.parts:
+        return "; ".join(filter(None, (scratch_for(part, root=root, workers=workers) for part in planned.parts)))
     if isinstance(planned.data.corpus, TokensCorpus) or all(source.file is not None for source in planned.sources):
         return ""
     work = Work(data=planned.data, root=root, path=planned.path)

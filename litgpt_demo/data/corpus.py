@@ -68,8 +68,8 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
     """
     if isinstance(corpus, TokensCorpus):
         held = {source.name: selects(source.name, corpus.validation) for source in sources}
-        files = [[source.name, source.size, source.version, held[source.name]] for source in sources]
-        return {"tokens": corpus.dtype, "files": [*files]}
+        files: list[JsonValue] = [[one.name, one.size, one.version, held[one.name]] for one in sources]
+        return {"tokens": corpus.dtype, "files": files}
     settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
     told = settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
     if isinstance(settings, HubCorpus) and settings.format == "auto":

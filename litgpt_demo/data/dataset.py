@@ -41,7 +41,7 @@ UNKNOWN = "unknown"
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
-_APART = {"corpus", "tokenizer"}  # of DataConfig: what the key takes of these is in their own functions
+_APART = {"corpus", "tokenizer", "mixture", "stages"}  # of DataConfig, told of in a key in their own ways
 _BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
 _READERS = 4
 _HEAD = 4096  # first bytes of a file that show what it is
@@ -54,6 +54,26 @@ class Split(Settings):
     tokens: int
     files: tuple[FileRecord, ...]
     """The files in their order; read as one."""
+
+
+class Ingredient(Settings):
+    """A source of a mixture."""
+
+    name: str
+    dataset: str
+    """The folder of its dataset, beside the mixture's own."""
+    train: int
+    """Tokens of its training split."""
+    validation: int
+    """Tokens of its validation split."""
+
+
+class Mixture(Settings):
+    """The sources that the samples of a training come from, and how many of a PERIOD each gives."""
+
+    sources: tuple[Ingredient, ...]
+    schedule: tuple[tuple[float, tuple[int, ...]], ...]
+    """Shares of PERIOD, from each share of the run on."""
 
 
 class DatasetManifest(Settings):
@@ -74,6 +94,8 @@ class DatasetManifest(Settings):
     home: str | None = Field(None, exclude_if=lambda home: home is None)
     """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
     else made are read where they are."""
+    mixture: Mixture | None = Field(None, exclude_if=lambda mixture: mixture is None)
+    """The datasets that this one mixes: then it has no splits of its own, and the counts are those of all."""
     document_lengths: tuple[int, ...]
     """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
@@ -91,6 +113,10 @@ class DatasetManifest(Settings):
     @property
     def files(self) -> tuple[FileRecord, ...]:
         return self.train.files + self.validation.files + self.tokenizer
+
+    def ingredients(self, address: str) -> list[str]:
+        """Return the addresses of the datasets that are mixed, for the manifest of `address`."""
+        return [f"{address.rpartition('/')[0]}/{one.dataset}" for one in self.mixture.sources] if self.mixture else []
 
     @property
     def of_tokens(self) -> bool:
@@ -126,6 +152,9 @@ class PlannedDataset:
     left_out: tuple[str, ...] = ()
     """What the corpus's paths select and nobody can read, or would read twice: a sentence each."""
 
+    parts: tuple[PlannedDataset, ...] = ()
+    """The datasets that a mixture is made of."""
+
     @property
     def path(self) -> str:
         """Below the root."""
@@ -135,6 +164,16 @@ class PlannedDataset:
 def plan_dataset(data: DataConfig) -> PlannedDataset:
     """Look at the sources and say which dataset they make; reads no text but what the checksums need. A UserError where
     the corpus or the tokenizer is not there."""
+    if data.mixture:
+        parts = tuple(map(plan_dataset, data.parts))
+        schedule: list[JsonValue] = [[after, *shares] for after, shares in data.schedule]
+        if len({part.key for part in parts}) < len(parts):
+            raise UserError("data.mixture has two sources that are one dataset; add their weights up")
+        return PlannedDataset(
+            data=data, sources=sum((part.sources for part in parts), ()), tokenizer=parts[0].tokenizer, name=data.label,
+            key=key_of(FORMAT, [part.key for part in parts], schedule), parts=parts,
+            left_out=sum((part.left_out for part in parts), ()),
+        )  # fmt: skip
     left_out = list[str]()
     found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
@@ -155,9 +194,7 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
     try:
         return plan_dataset(data)
     except (Unreachable, NetworkError) as error:
-        return PlannedDataset(
-            data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
-        )
+        return PlannedDataset(data=data, sources=(), tokenizer=None, name=data.label, key=UNKNOWN, unknown=str(error))
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
@@ -168,15 +205,22 @@ def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
-    yield from unseen_separator(planned.data.corpus, planned.sources)
+    for part in planned.parts or (planned,):
+        yield from unseen_separator(part.data.corpus, part.sources)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
     """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte."""
-    storage = root.within(planned.path)
+    return _finished(root.within(planned.path))
+
+
+def _finished(storage: Storage) -> DatasetManifest | None:
     manifest = read_manifest(storage, DatasetManifest)
     if manifest is None:
         return None
+    for address in manifest.ingredients(storage.address()):
+        if _finished(open_storage(address)) is None:
+            raise DataError(f"{storage.address()} mixes {address}, which is gone; delete the folder and run again")
     there = set(storage.list())
     if manifest.home is not None:
         home = open_storage(manifest.home)
@@ -203,6 +247,8 @@ def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
     """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
     Without `train`, its training split stays away."""
     storage, manifest, target = open_storage(address), open_dataset(address), scratch / address.rsplit("/", 1)[-1]
+    for part in manifest.ingredients(address):
+        stage(part, scratch, train=train)
     wanted = [record for record in manifest.files if train or record not in manifest.train.files]
     folder = bring(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
     if manifest.home is not None:
@@ -281,6 +327,8 @@ def verify_dataset(address: str) -> DatasetManifest:
     Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
     """
     manifest, storage, problems = open_dataset(address), open_storage(address), list[str]()
+    for part in manifest.ingredients(storage.address()):
+        verify_dataset(part)
     with ThreadPoolExecutor(_READERS) as pool:
         home = open_storage(manifest.home or address)
         places = [home if record in manifest.elsewhere else storage for record in manifest.files]
@@ -295,7 +343,8 @@ def verify_dataset(address: str) -> DatasetManifest:
         for name in ("size", "crc32c", "sha256"):
             if (is_now := getattr(here.record, name)) != (said := getattr(record, name)):
                 problems.append(f"{record.path} has {name} {is_now}, its manifest says {said}")
-    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+    own = () if manifest.mixture else (("train", manifest.train), ("validation", manifest.validation))
+    for name, split in own:
         of_split = [found[record.path] for record in split.files if record.path in found]
         tokens = sum(content.record.size for content in of_split) // int(manifest.dtype[-1])  # bytes of an id
         if tokens != split.tokens:

@@ -35,6 +35,8 @@ from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_
 from litgpt_demo.data.dataset import (
     FORMAT,
     DatasetManifest,
+    Ingredient,
+    Mixture,
     PlannedDataset,
     Split,
     content_of,
@@ -155,7 +157,8 @@ def prepare(
     try:
         if (done := finished_dataset(root, planned)) is None:
             try:
-                make = _counted if isinstance(planned.data.corpus, TokensCorpus) else _prepared
+                of_tokens = isinstance(planned.data.corpus, TokensCorpus)
+                make = _mixed if planned.parts else _counted if of_tokens else _prepared
                 done = make(planned, work, each or in_threads(threads_for(root.root)), report)
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
@@ -203,6 +206,47 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                     done.result()
                 return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
     raise AssertionError("every document was read and counted, and there are others")
+
+
+def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+    """Prepare each source of a mixture as a dataset of its own, and say what they are together."""
+    data = planned.data
+    made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
+    _, tokenizer_files = settle_tokenizer(planned, work, lambda *_: None)
+    sources = tuple(
+        Ingredient(
+            name=source.label, dataset=part.path.rpartition("/")[2], train=one.train.tokens,
+            validation=one.validation.tokens,
+        )
+        for source, part, one in zip(data.mixture, planned.parts, made, strict=True)
+    )  # fmt: skip
+    dropped, lengths = sum((Counter(one.dropped) for one in made), Counter[str]()), Counter[int]()
+    for one in made:
+        lengths.update(dict(enumerate(one.document_lengths)))
+
+    def total(splits: Sequence[Split]) -> Split:
+        counts = {name: sum(getattr(split, name) for split in splits) for name in ("documents", "tokens")}
+        return Split(**counts, files=())
+
+    return made[0].model_copy(
+        update={
+            "name": planned.name,
+            "key": planned.key,
+            "corpus": {source.name: one.corpus for source, one in zip(sources, made, strict=True)},
+            "filters": data.filters,
+            "dropped": dict(sorted(dropped.items())),
+            "bad_documents": sum(one.bad_documents for one in made),
+            "bad_places": tuple(place for one in made for place in one.bad_places)[:_PLACES],
+            "home": None,
+            "mixture": Mixture(sources=sources, schedule=data.schedule),
+            "document_lengths": tuple(lengths[power] for power in range(max(lengths, default=-1) + 1)),
+            # Of all or of none: a sum of some would make the text look shorter than it is.
+            "text_bytes": sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
+            "train": total([one.train for one in made]),
+            "validation": total([one.validation for one in made]),
+            "tokenizer": tokenizer_files,
+        }
+    )
 
 
 # --- tokens that somebody else made -----------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from typing import Any
 from litgpt.utils import save_config
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import open_dataset, open_split, stage
+from litgpt_demo.data.batches import open_samples
+from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -155,7 +156,7 @@ def make(
         raise DataError(what, fix="put that back")
     folder = stage(spec.dataset, scratch / "dataset", train=False)
     dataset = open_dataset(str(folder))
-    windows = open_split(folder, dataset, dataset.validation, length=spec.model.sequence_length)
+    windows = open_samples(spec, folder, dataset, "validation")
     tokenizer, weights = folder / "tokenizer", Weights(shards, address)
     config = litgpt_config(spec.model, vocab_size=dataset.vocab_size)
     target = scratch / LITGPT

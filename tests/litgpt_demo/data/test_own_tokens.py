@@ -22,8 +22,8 @@ from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage, open_storage
 
-IDS = np.random.default_rng(1).integers(0, 298, 4000)
-IDS[::100] = 298  # end of text
+IDS = np.random.default_rng(1).integers(0, 256, 4000)
+IDS[99::100] = 298  # end of text
 
 
 def put(place: str, files: dict[str, Any], dtype: str = "<u2") -> str:
