@@ -332,12 +332,9 @@ class DataConfig(Settings, title="Data"):
     @property
     def parts(self) -> tuple[DataConfig, ...]:
         """Return the settings of each source of a mixture, as of a dataset alone."""
-        own, parts = {name: getattr(self, name) for name in type(self).model_fields}, list[DataConfig]()
-        for one in self.mixture:
-            given = {"corpus": one.corpus, "filters": one.filters, "validation_fraction": one.validation_fraction}
-            given = {name: value for name, value in given.items() if value is not None}
-            parts.append(DataConfig(**own | given | {"mixture": (), "stages": ()}))
-        return tuple(parts)
+        whole = dict(self) | {"mixture": (), "stages": ()}
+        own = [{name: value for name, value in one if name in whole and value is not None} for one in self.mixture]
+        return tuple(DataConfig(**whole | given) for given in own)
 
     @property
     def schedule(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
@@ -346,46 +343,34 @@ class DataConfig(Settings, title="Data"):
         return (first, *((stage.after, shares_of(stage.weights)) for stage in self.stages))
 
     @model_validator(mode="after")
-    def _mixes(self) -> Self:
-        if not self.mixture:
-            if self.stages:
-                raise ValueError("data.stages are weights of data.mixture, which is empty; name its sources")
-            return self
-        names, starts = [one.label for one in self.mixture], [stage.after for stage in self.stages]
-        if self.corpus != type(self).model_fields["corpus"].default:
-            raise ValueError("data.corpus and data.mixture are both given; make the corpus a source of the mixture")
-        if isinstance(self.tokenizer, TrainedTokenizer):
+    def _fits(self) -> Self:
+        of_ids, mixture, starts = (
+            isinstance(self.corpus, TokensCorpus),
+            self.mixture,
+            [one.after for one in self.stages],
+        )
+        if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
             raise ValueError(
-                "data.mixture needs a tokenizer that is there before its sources are read; name it in data.tokenizer: "
-                "{kind: hub, …}, or {kind: file, path: …} with the tokenizer.json of a dataset of yours"
+                "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before its "
+                "sources are read; name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
             )
+        if of_ids and self.filters != Filters():
+            raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
+        if mixture and self.corpus != type(self).model_fields["corpus"].default:
+            raise ValueError("data.corpus and data.mixture are both given; make the corpus a source of the mixture")
+        if self.stages and (not mixture or starts != sorted(set(starts))):
+            raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
+        names = [one.label for one in mixture]
         if len(names) > len(set(names)):
             raise ValueError(f"data.mixture has two sources of one name ({', '.join(names)}); give each a `name`")
-        if starts != sorted(set(starts)):
-            raise ValueError(f"data.stages begin after {starts} of the run; put them in their order, each once")
-        for weights in (tuple(one.weight for one in self.mixture), *(stage.weights for stage in self.stages)):
+        for weights in (tuple(one.weight for one in mixture), *(one.weights for one in self.stages)) if mixture else ():
             if len(weights) != len(names) or not any(weights):
                 each = ", ".join(names)
                 raise ValueError(f"data.mixture has weights {weights}; give one for each of {each}, and not 0 to all")
             for name, weight, share in zip(names, weights, shares_of(weights), strict=True):
                 if weight and not share:
                     raise ValueError(f"data.mixture: {name} has less than 1 of {PERIOD} samples; raise its weight")
-        for number, name in enumerate(names):
-            if not any(shares[number] for _, shares in self.schedule):
-                raise ValueError(f"data.mixture: {name} has the weight 0 all along; leave it out")
         _ = self.parts  # each has to be a dataset
-        return self
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if isinstance(self.corpus, TokensCorpus):
-            if isinstance(self.tokenizer, TrainedTokenizer):
-                raise ValueError(
-                    "data.corpus.kind=tokens needs the tokenizer that made the ids; name it in data.tokenizer, "
-                    "for example {kind: hub, name: openai-community/gpt2}"
-                )
-            if self.filters != Filters():
-                raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
         return self
 
 

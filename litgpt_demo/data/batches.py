@@ -73,14 +73,14 @@ def spread(shares: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedWindows:
+class MixedWindows(Windows):
     """One split of every source of a mixture; samples are numbered on from the last one of the source before."""
 
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]] = ()
     names: Sequence[str]
     keys: Sequence[str]
     parts: Sequence[Windows]
     schedule: Schedule
-    length: int
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -116,7 +116,7 @@ class MixedWindows:
 Split: TypeAlias = Literal["train", "validation"]
 
 
-def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, split: Split) -> Windows | MixedWindows:
+def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, split: Split) -> Windows:
     """The samples of a split of the dataset in `folder`; of a mixture, those of its sources, which lie beside it."""
     length, mixture = spec.model.sequence_length, manifest.mixture
     if mixture is None:
@@ -137,17 +137,17 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
     )
 
 
-def validation_numbers(windows: Windows | MixedWindows, most: int) -> dict[str, Numbers]:
+def validation_numbers(windows: Windows, most: int) -> dict[str, Numbers]:
     """The first `most` validation samples by their source, "" where there is one alone."""
     positions = np.arange(min(most, len(windows)), dtype=np.uint64)
-    if isinstance(windows, Windows):
+    if not isinstance(windows, MixedWindows):
         return {"": positions}
     numbers = windows.of_run(positions, seed=None)
     which = windows.source_of(numbers)
     return {windows.names[source]: numbers[which == source] for source in np.unique(which)}
 
 
-def numbers_of(spec: TrainingSpec, windows: Windows | MixedWindows, step: int) -> Numbers:
+def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
     """The samples of a whole step of a run, of all ranks, by their place in the training split."""
     train, key = spec.train, spec.dataset_key
     if isinstance(windows, MixedWindows):

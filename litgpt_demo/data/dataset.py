@@ -119,11 +119,6 @@ class DatasetManifest(Settings):
         return [f"{address.rpartition('/')[0]}/{one.dataset}" for one in self.mixture.sources] if self.mixture else []
 
     @property
-    def of_tokens(self) -> bool:
-        """Return whether its corpus was token ids: who made them need not have closed every document."""
-        return isinstance(self.corpus, dict) and "tokens" in self.corpus
-
-    @property
     def elsewhere(self) -> tuple[FileRecord, ...]:
         """Return the files that lie in `home`."""
         return () if self.home is None else self.train.files + self.validation.files
@@ -170,10 +165,14 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
         if len({part.key for part in parts}) < len(parts):
             raise UserError("data.mixture has two sources that are one dataset; add their weights up")
         return PlannedDataset(
-            data=data, sources=sum((part.sources for part in parts), ()), tokenizer=parts[0].tokenizer, name=data.label,
-            key=key_of(FORMAT, [part.key for part in parts], schedule), parts=parts,
-            left_out=sum((part.left_out for part in parts), ()),
-        )  # fmt: skip
+            data=data,
+            sources=tuple(source for part in parts for source in part.sources),
+            tokenizer=parts[0].tokenizer,
+            name=data.label,
+            key=key_of(FORMAT, [part.key for part in parts], schedule),
+            left_out=tuple(path for part in parts for path in part.left_out),
+            parts=parts,
+        )
     left_out = list[str]()
     found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
@@ -356,7 +355,9 @@ def verify_dataset(address: str) -> DatasetManifest:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
-            if record.size and last != manifest.end_of_text and not manifest.of_tokens:
+            # Who made ids elsewhere need not have closed every document.
+            made_here = not (isinstance(manifest.corpus, dict) and "tokens" in manifest.corpus)
+            if record.size and last != manifest.end_of_text and made_here:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"

@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -208,44 +208,50 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
     raise AssertionError("every document was read and counted, and there are others")
 
 
+def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -> DatasetManifest:
+    """The manifest of a dataset with what is known before it is made, and what is its `own`."""
+    (of_tokenizer, files), nothing = tokenizer, Split(documents=0, tokens=0, files=())
+    known: dict[str, Any] = {
+        "format": FORMAT,
+        "name": planned.name,
+        "key": planned.key,
+        **{name: getattr(planned.data, name) for name in ("filters", "validation_fraction", "split_seed")},
+        **{name: getattr(of_tokenizer, name) for name in ("vocab_size", "end_of_text", "dtype")},
+        "tokenizer_hash": of_tokenizer.hash,
+        "tokenizer": files,
+        "dropped": {},
+        "bad_documents": 0,
+        "bad_places": (),
+        "document_lengths": (),
+        "text_bytes": 0,
+        "train": nothing,
+        "validation": nothing,
+    }
+    return DatasetManifest(**known | own)
+
+
+def _total(splits: Iterable[Split]) -> Split:
+    """The counts of several splits together, with the files of none."""
+    counts = [(split.documents, split.tokens) for split in splits]
+    return Split(documents=sum(one for one, _ in counts), tokens=sum(one for _, one in counts), files=())
+
+
 def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     """Prepare each source of a mixture as a dataset of its own, and say what they are together."""
-    data = planned.data
     made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
-    _, tokenizer_files = settle_tokenizer(planned, work, lambda *_: None)
-    sources = tuple(
-        Ingredient(
-            name=source.label, dataset=part.path.rpartition("/")[2], train=one.train.tokens,
-            validation=one.validation.tokens,
-        )
-        for source, part, one in zip(data.mixture, planned.parts, made, strict=True)
-    )  # fmt: skip
-    dropped, lengths = sum((Counter(one.dropped) for one in made), Counter[str]()), Counter[int]()
-    for one in made:
-        lengths.update(dict(enumerate(one.document_lengths)))
-
-    def total(splits: Sequence[Split]) -> Split:
-        counts = {name: sum(getattr(split, name) for split in splits) for name in ("documents", "tokens")}
-        return Split(**counts, files=())
-
-    return made[0].model_copy(
-        update={
-            "name": planned.name,
-            "key": planned.key,
-            "corpus": {source.name: one.corpus for source, one in zip(sources, made, strict=True)},
-            "filters": data.filters,
-            "dropped": dict(sorted(dropped.items())),
-            "bad_documents": sum(one.bad_documents for one in made),
-            "bad_places": tuple(place for one in made for place in one.bad_places)[:_PLACES],
-            "home": None,
-            "mixture": Mixture(sources=sources, schedule=data.schedule),
-            "document_lengths": tuple(lengths[power] for power in range(max(lengths, default=-1) + 1)),
-            # Of all or of none: a sum of some would make the text look shorter than it is.
-            "text_bytes": sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
-            "train": total([one.train for one in made]),
-            "validation": total([one.validation for one in made]),
-            "tokenizer": tokenizer_files,
-        }
+    sources = list[Ingredient]()
+    for source, one in zip(planned.data.mixture, made, strict=True):
+        tokens = {"train": one.train.tokens, "validation": one.validation.tokens}
+        sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **tokens))
+    return _manifest(
+        planned,
+        settle_tokenizer(planned, work, lambda *_: None),
+        corpus={source.name: one.corpus for source, one in zip(sources, made, strict=True)},
+        mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
+        # Of all or of none: a sum of some would make the text look shorter than it is.
+        text_bytes=sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
+        train=_total(one.train for one in made),
+        validation=_total(one.validation for one in made),
     )
 
 
@@ -258,55 +264,24 @@ _HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "littl
 def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
     out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
-    data, corpus = planned.data, planned.data.corpus
+    corpus = planned.data.corpus
     assert isinstance(corpus, TokensCorpus)
-    home, (tokenizer, tokenizer_files) = token_home(corpus), settle_tokenizer(planned, work, lambda *_: None)
-    copied, dtype = is_remote(home) != is_remote(work.root), tokenizer.dtype
-    if corpus.dtype is not None:
-        dtype = "<u2" if corpus.dtype == "uint16" else "<u4"
-    manifest = DatasetManifest(
-        format=FORMAT,
-        name=planned.name,
-        key=planned.key,
-        corpus=corpus_identity(corpus, planned.sources),
-        filters=data.filters,
-        dropped={},
-        bad_documents=0,
-        bad_places=(),
-        home=None if copied else home,
-        document_lengths=(),
-        tokenizer_hash=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        dtype=dtype,
-        validation_fraction=data.validation_fraction,
-        split_seed=data.split_seed,
-        text_bytes=0,
-        train=Split(documents=0, tokens=0, files=()),
-        validation=Split(documents=0, tokens=0, files=()),
-        tokenizer=tokenizer_files,
+    home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
+    elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
+    dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
+    tokenizer = settle_tokenizer(planned, work, lambda *_: None)
+    manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
+    progress = Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources))
+    splits: dict[bool, list[Split]] = {True: [], False: []}
+    for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
+        splits[selects(source.name, corpus.validation)].append(split)
+        done = progress.text_bytes + source.size
+        report(progress := replace(progress, text_bytes=done, seconds=monotonic() - progress.began))
+    train, validation = (
+        _total(some).model_copy(update={"files": tuple(file for split in some for file in split.files)})
+        for some in (splits[False], splits[True])
     )
-    splits, progress = (
-        {True: manifest.train, False: manifest.validation},
-        Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources)),
-    )
-    counting = each(partial(_count, work, manifest), planned.sources)
-    for source, counted in zip(planned.sources, counting, strict=True):
-        before = splits[trains := not selects(source.name, corpus.validation)]
-        splits[trains] = Split(
-            documents=before.documents + counted.documents,
-            tokens=before.tokens + counted.tokens,
-            files=before.files + counted.files,
-        )
-        progress = replace(
-            progress,
-            documents=progress.documents + counted.documents,
-            text_bytes=progress.text_bytes + source.size,
-            tokens=progress.tokens + counted.tokens,
-            seconds=monotonic() - progress.began,
-        )
-        report(progress)
-    return manifest.model_copy(update={"train": splits[True], "validation": splits[False]})
+    return manifest.model_copy(update={"train": train, "validation": validation})
 
 
 def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
@@ -317,7 +292,7 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
             work.storage.upload(path, source.name)
     place = work.storage if home is None else open_storage(home)
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
-    found, where, fix = content_of(manifest, place, record), source.address, "name the one that made the ids"
+    found, where = content_of(manifest, place, record), source.address
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
     if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
@@ -329,7 +304,7 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
         raise UserError(f"{where} looks like ids of 4 bytes: every other one of 2 is 0", fix="data.corpus.dtype=uint32")
     if found.largest >= manifest.vocab_size:
         what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
-        raise UserError(f"data.tokenizer: {what}", fix=f"{fix}, or the data.corpus.dtype that they have")
+        raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
     return Split(documents=found.ends, tokens=record.size // width, files=(found.record,))
 
 
@@ -483,27 +458,17 @@ def _published(
     data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
     if data.filters.drop_duplicates:
         dropped["duplicate"] = sum(survey.documents for survey in surveys) - sum(entry.documents for entry in encoded)
-    of_tokenizer, tokenizer_files = tokenizer
-    manifest = DatasetManifest(
-        format=FORMAT,
-        name=planned.name,
-        key=planned.key,
+    manifest = _manifest(
+        planned,
+        tokenizer,
         corpus=corpus_identity(data.corpus, planned.sources),
-        filters=data.filters,
         dropped=dict(sorted((+dropped).items())),
         bad_documents=sum(survey.bad for survey in surveys),
         bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
         document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
-        tokenizer_hash=of_tokenizer.hash,
-        vocab_size=of_tokenizer.vocab_size,
-        end_of_text=of_tokenizer.end_of_text,
-        dtype=of_tokenizer.dtype,
-        validation_fraction=data.validation_fraction,
-        split_seed=data.split_seed,
         text_bytes=sum(entry.text_bytes for entry in encoded),
         train=_joined(work, "train", [entry.train for entry in encoded], files),
         validation=_joined(work, "val", [entry.validation for entry in encoded], files),
-        tokenizer=tokenizer_files,
     )
     check_totals(planned, manifest)
     return manifest

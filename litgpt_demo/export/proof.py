@@ -19,7 +19,7 @@ from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import MixedWindows, validation_numbers
+from litgpt_demo.data.batches import validation_numbers
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -42,7 +42,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-def probe_of(validation: Windows | MixedWindows) -> Tensor:
+def probe_of(validation: Windows) -> Tensor:
     """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it."""
     numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
     return torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy())
@@ -84,12 +84,7 @@ def _give_back() -> None:
 
 @torch.no_grad()
 def opened_by_litgpt(
-    folder: Path,
-    own: Tensor,
-    inputs: Tensor,
-    validation: Windows | MixedWindows,
-    spec: TrainingSpec,
-    checkpoint: CheckpointManifest,
+    folder: Path, own: Tensor, inputs: Tensor, validation: Windows, spec: TrainingSpec, checkpoint: CheckpointManifest
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 

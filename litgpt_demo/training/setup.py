@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import MixedWindows, Numbers, numbers_of, open_samples, share_of
+from litgpt_demo.data.batches import Numbers, numbers_of, open_samples, share_of
 from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
@@ -92,8 +92,8 @@ class Data:
     """The two splits of a dataset, as samples."""
 
     manifest: DatasetManifest
-    train: Windows | MixedWindows
-    validation: Windows | MixedWindows
+    train: Windows
+    validation: Windows
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
@@ -109,7 +109,7 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 class Feed:
     """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
 
-    def __init__(self, spec: TrainingSpec, windows: Windows | MixedWindows, device: torch.device, *, rank: int) -> None:
+    def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
@@ -136,7 +136,7 @@ class Feed:
         return read_samples(self._windows, mine, self._device)
 
 
-def read_samples(windows: Windows | MixedWindows, numbers: Numbers, device: torch.device) -> Samples:
+def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
     """Samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
     inputs, targets = (torch.from_numpy(part.copy()) for part in windows.read(numbers))
     return (inputs.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (inputs, targets)
