@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from fractions import Fraction
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -176,8 +177,29 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
         return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
 
 
+class TokensCorpus(_Corpus, title="Token ids"):
+    """Files of token ids, as nanoGPT and LitGPT make them: train.bin and val.bin. They are read where they lie."""
+
+    kind: Literal["tokens"] = Kind("tokens")
+    max_bytes: ClassVar[int | None] = None
+    path: Place = Field(min_length=1)
+    """The folder of the files, on this machine or in a bucket."""
+    train: str = Field("train*.bin", min_length=1)
+    """Pattern of the training split's files in that folder; several are read as one, by name."""
+    validation: str = Field("val*.bin", min_length=1)
+    """Pattern of the validation split's files."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """The type of an id, little-endian; empty is uint16 for a tokenizer of up to 65,536 ids, and uint32 for others."""
+
+    @property
+    def label(self) -> str:
+        return slug(self.path.rstrip("/").rsplit("/", 1)[-1]) or self.kind
+
+
 # Prefect's form opens the first branch that has most of the names given: one whose names another has too comes first.
-Corpus = Annotated[StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus, Field(discriminator="kind")]
+Corpus = Annotated[
+    StdlibCorpus | FileCorpus | OpenWebTextCorpus | HubCorpus | TokensCorpus, Field(discriminator="kind")
+]
 
 
 class TrainedTokenizer(Settings, title="Train on the corpus"):
@@ -241,6 +263,51 @@ class Filters(Settings, title="Filters"):
         return self
 
 
+PERIOD = 1000
+"""Samples in which a mixture has the same number of each source's, wherever one begins to count."""
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return how many of PERIOD samples each weight has, by largest remainder; of equal ones the first is larger."""
+    exact = [PERIOD * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    shares = [math.floor(share) for share in exact]
+    order = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
+    for number in order[: PERIOD - sum(shares)]:
+        shares[number] += 1
+    return tuple(shares)
+
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class MixtureSource(Settings, title="Source"):
+    """A source of a mixture. It is prepared as a dataset of its own, and found done by that dataset's key."""
+
+    corpus: Corpus
+    """The source of the text."""
+    weight: Weight
+    """Its share of the samples is this over the sum of all weights, rounded to thousandths."""
+    name: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+    """Its name in metrics and reports; empty is that of its dataset."""
+    filters: Filters | None = None
+    """Filters of its documents; empty is `data.filters`."""
+    validation_fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of its documents kept for validation; empty is `data.validation_fraction`."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.corpus.label
+
+
+class MixtureStage(Settings, title="Stage"):
+    """Other weights from some point of the run on, as at its end, where it anneals on the best text."""
+
+    after: float = Field(gt=0, lt=1)
+    """The share of the run's tokens after which these weights hold."""
+    weights: tuple[Weight, ...]
+    """A weight for each source, in their order; 0 leaves one out."""
+
+
 MAX_DOCUMENT_BYTES = 1 << 30
 
 
@@ -265,6 +332,60 @@ class DataConfig(Settings, title="Data"):
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
     """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
+
+    mixture: tuple[MixtureSource, ...] = Field((), max_length=32, exclude_if=lambda sources: not sources)
+    """Several sources instead of `corpus`, and the weight of each."""
+    stages: tuple[MixtureStage, ...] = Field((), exclude_if=lambda stages: not stages)
+    """Other weights of the mixture for later parts of the run."""
+
+    @property
+    def label(self) -> str:
+        """The name of the dataset."""
+        return slug("-".join(one.label for one in self.mixture)) or self.corpus.label
+
+    @property
+    def parts(self) -> tuple[DataConfig, ...]:
+        """Return the settings of each source of a mixture, as of a dataset alone."""
+        whole = dict(self) | {"mixture": (), "stages": ()}
+        own = [{name: value for name, value in one if name in whole and value is not None} for one in self.mixture]
+        return tuple(DataConfig(**whole | given) for given in own)
+
+    @property
+    def schedule(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        """Return the shares of a mixture's sources from each share of the run on."""
+        first = (0.0, shares_of([one.weight for one in self.mixture]))
+        return (first, *((stage.after, shares_of(stage.weights)) for stage in self.stages))
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        of_ids, mixture, starts = (
+            isinstance(self.corpus, TokensCorpus),
+            self.mixture,
+            [one.after for one in self.stages],
+        )
+        if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
+            raise ValueError(
+                "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before its "
+                "sources are read; name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
+            )
+        if of_ids and self.filters != Filters():
+            raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
+        if mixture and self.corpus != type(self).model_fields["corpus"].default:
+            raise ValueError("data.corpus and data.mixture are both given; make the corpus a source of the mixture")
+        if self.stages and (not mixture or starts != sorted(set(starts))):
+            raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
+        names = [one.label for one in mixture]
+        if len(names) > len(set(names)):
+            raise ValueError(f"data.mixture has two sources of one name ({', '.join(names)}); give each a `name`")
+        for weights in (tuple(one.weight for one in mixture), *(one.weights for one in self.stages)) if mixture else ():
+            if len(weights) != len(names) or not any(weights):
+                each = ", ".join(names)
+                raise ValueError(f"data.mixture has weights {weights}; give one for each of {each}, and not 0 to all")
+            for name, weight, share in zip(names, weights, shares_of(weights), strict=True):
+                if weight and not share:
+                    raise ValueError(f"data.mixture: {name} has less than 1 of {PERIOD} samples; raise its weight")
+        _ = self.parts  # each has to be a dataset
+        return self
 
 
 class ModelConfig(Settings, title="Model"):

@@ -29,7 +29,8 @@ Row: TypeAlias = Mapping[str, Any]
   also attempt, node_started (since the epoch), gate_seconds and stage_seconds, which came before.
 - `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second, step_seconds, data_seconds, memory, and mfu where
   it is known; the first of an attempt has first_step_seconds, in which that step also compiled.
-- `evaluation`: validation_loss, perplexity, seconds.
+- `evaluation`: validation_loss, perplexity, seconds. Of a mixture, also validation_loss.<source>, and steps have
+  tokens.<source>.
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
 - `skip`: why, windows; a step without an update. `leave`: why; training ends here, to be gone on with.

@@ -40,7 +40,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @step_task(Step.DATASET.task)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
     """Make the dataset under `root`, by the `workers`, or find it done by its key."""
-    emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
+    emit(StepStarted(step=Step.DATASET, what=f"{planned.name}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
     what = (

@@ -32,7 +32,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Script
 from litgpt_demo import catalogue
-from litgpt_demo.config import OpenWebTextCorpus
+from litgpt_demo.config import OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -196,13 +196,16 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
     if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
+    if planned.parts and size > WHOLE:
+        return next((found for found in map(rehearse, planned.parts) if isinstance(found, Finding)), None)
     try:
         with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
             if size <= WHOLE:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if not isinstance(corpus, OpenWebTextCorpus) and first.file is not None and first.size <= _OPENED:
+            texts = not isinstance(corpus, OpenWebTextCorpus | TokensCorpus)
+            if texts and first.file is not None and first.size <= _OPENED:
                 begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
                 deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
             return None
@@ -220,7 +223,9 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     from litgpt_demo.data.shards import plan_shards
     from litgpt_demo.data.workers import Work
 
-    if not any(source.file is None for source in planned.sources):
+    if planned.parts:
+        return "; ".join(filter(None, (scratch_for(part, root=root, workers=workers) for part in planned.parts)))
+    if isinstance(planned.data.corpus, TokensCorpus) or all(source.file is not None for source in planned.sources):
         return ""
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)

@@ -32,7 +32,7 @@ def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
     """Rows of a table artifact: the totals of a preparation of `seconds`."""
     rows: list[tuple[str, str]] = []
     for name, split in (("Training", manifest.train), ("Validation", manifest.validation)):
-        first, *others = (file.path for file in split.files)
+        first, *others = [file.path for file in split.files] or ["those of its sources"]
         rows += [
             (f"{name}: files", f"{first} and {len(others):,} more" if others else first),
             (f"{name}: size", bytes_text(sum(file.size for file in split.files))),

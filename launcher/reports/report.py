@@ -132,13 +132,27 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
     train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
     return [
         ("Name", dataset.name),
-        ("Text", bytes_text(dataset.text_bytes)),
+        ("Text", bytes_text(dataset.text_bytes) if dataset.text_bytes else NOTHING),
         ("Training", f"{count_text(train.tokens)} tokens in {count_text(train.documents)} documents"),
         ("Validation", f"{count_text(validation.tokens)} tokens in {count_text(validation.documents)} documents"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens else NOTHING),
+        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens and dataset.text_bytes else NOTHING),
         ("Key", dataset.key),
     ]
+
+
+def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
+    """Return what came from each source of a mixture: its share at each stage, its tokens, its validation loss."""
+    found: Pairs = []
+    for number, source in enumerate(dataset.mixture.sources if dataset.mixture else ()):
+        assert dataset.mixture is not None
+        told = [", then ".join(f"{shares[number] / 10:g} %" for _, shares in dataset.mixture.schedule)]
+        if seen := [*curve(rows, "step", f"tokens.{source.name}").values()]:
+            told.append(f"{count_text(int(seen[-1]))} of its {count_text(source.train)} tokens seen")
+        if losses := [*curve(rows, "evaluation", f"validation_loss.{source.name}").values()]:
+            told.append(f"validation loss {loss_text(losses[-1])}")
+        found.append((f"Source {source.name}", "; ".join(told)))
+    return found
 
 
 def places(report: RunReport) -> Pairs:
@@ -183,7 +197,8 @@ def markdown(report: RunReport) -> str:
     if report.ledger is not None and (spent := report.ledger.rows()):
         parts += ["### Where the time went", _markdown_table(tuple(spent[0]), [tuple(row.values()) for row in spent])]
     if report.dataset is not None:
-        parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
+        facts = [*dataset_facts(report.dataset), *source_facts(report.dataset, report.rows)]
+        parts += ["### Dataset", _markdown_table(("What", "Value"), facts)]
     parts += ["### Where everything is", _markdown_table(("What", "Address"), places(report))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -268,7 +283,7 @@ def html(report: RunReport) -> str:
         final=final,
         figures=further,
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
-        dataset=dataset_facts(dataset) if dataset else None,
+        dataset=[*dataset_facts(dataset), *source_facts(dataset, report.rows)] if dataset else None,
         lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
         usage=usage(report.address, final, huggingface=final.huggingface is not None) if final else "",
         places=places(report),

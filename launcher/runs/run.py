@@ -120,6 +120,9 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
         where = f"{name} of {run.root.address(run.dataset.path)}"
         require_sample(split.tokens, length=config.model.sequence_length, where=where)
+    for source in dataset.mixture.sources if dataset.mixture else ():
+        where = f"the smaller split of {source.name}, of data.mixture,"
+        require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
     if problem := config.train.schedule_problem(steps, f"the run's {steps} steps"):
         raise UserError(problem[0], fix=problem[1])

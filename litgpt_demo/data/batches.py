@@ -1,5 +1,7 @@
 """The tokens of each step: a pure function of (dataset key, seed, step).
 
+Of a mixture a fixed sequence of PERIOD sources, over and over, says which source each sample of the run comes from, so
+that any PERIOD samples in a row have the same number of each. Its own samples come in an order of their own.
 Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees. The samples of a
 step whose loss was no number are shown as text:
 
@@ -11,14 +13,17 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from operator import mul
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import Windows, open_dataset, open_split, stage
+from litgpt_demo.config import PERIOD, TrainingSpec, shares_of
+from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset, open_split, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
@@ -26,9 +31,127 @@ from litgpt_demo.storage import open_storage
 Numbers = npt.NDArray[np.uint64]
 
 
+class Schedule:
+    """Which source of a mixture each sample of a run comes from."""
+
+    def __init__(self, schedule: Sequence[tuple[float, Sequence[int]]], *, samples: int) -> None:
+        """Of a run of `samples` samples; the schedule is a manifest's."""
+        self._starts = [round(after * samples) for after, _ in schedule]
+        self._tables = [spread(shares) for _, shares in schedule]
+        self._count = len(schedule[0][1])
+
+    def seen(self, samples: int) -> npt.NDArray[np.int64]:
+        """Return how many of the first samples come from each source."""
+        total = np.zeros(self._count, dtype=np.int64)
+        for start, end, table in zip(self._starts, [*self._starts[1:], samples], self._tables, strict=True):
+            periods, rest = divmod(max(0, min(end, samples) - start), PERIOD)
+            for part, times in ((table, periods), (table[:rest], 1)):
+                total += times * np.bincount(part, minlength=self._count)
+        return total
+
+    def at(self, positions: Numbers) -> tuple[npt.NDArray[np.int64], Numbers]:
+        """Return the source of each of these samples, and how many of that source's samples come before it."""
+        numbers = positions.astype(np.int64)
+        sources, before = np.empty_like(numbers), np.empty_like(numbers)
+        stages = np.searchsorted(self._starts, numbers, side="right") - 1
+        for number in np.unique(stages):
+            start, table, here = self._starts[number], self._tables[number], stages == number
+            each = np.stack([np.cumsum(table == source) for source in range(self._count)])
+            periods, rest = np.divmod(numbers[here] - start, PERIOD)
+            sources[here] = which = table[rest]
+            before[here] = self.seen(start)[which] + periods * each[which, -1] + each[which, rest] - 1
+        return sources, before.astype(np.uint64)
+
+
+def spread(shares: Sequence[int]) -> npt.NDArray[np.int64]:
+    """A sequence of PERIOD sources with so many of each, as evenly spread as it goes: next is the one most behind."""
+    given, wanted, table = np.zeros(len(shares), dtype=np.int64), np.array(shares), np.empty(PERIOD, dtype=np.int64)
+    for place in range(PERIOD):
+        table[place] = source = int(np.argmax(wanted * (place + 1) - PERIOD * given))
+        given[source] += 1
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedWindows(Windows):
+    """One split of every source of a mixture; samples are numbered on from the last one of the source before."""
+
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]] = ()
+    names: Sequence[str]
+    keys: Sequence[str]
+    parts: Sequence[Windows]
+    schedule: Schedule
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def read(self, numbers: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets, each of shape (len(numbers), length)."""
+        found = np.empty((2, len(numbers), self.length), dtype=np.int64)
+        which = self.source_of(numbers)
+        for source in np.unique(which):
+            here = which == source
+            found[:, here] = self.parts[source].read(numbers[here] - self._starts[source])
+        return found[0], found[1]
+
+    def source_of(self, numbers: Numbers) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self._starts, numbers, side="right") - 1
+
+    def of_run(self, positions: Numbers, *, seed: int | None) -> Numbers:
+        """The samples at these places of a run; without a seed each source's in their order, again from its first."""
+        sources, before = self.schedule.at(positions)
+        numbers = np.empty_like(before)
+        for source in np.unique(sources):
+            here, size = sources == source, len(self.parts[source])
+            key = f"{self.keys[source]}/{seed}"
+            own = before[here] % np.uint64(size) if seed is None else shuffled(before[here], size, key)
+            numbers[here] = own + self._starts[source]
+        return numbers
+
+    @property
+    def _starts(self) -> Numbers:
+        return np.cumsum([0, *map(len, self.parts[:-1])], dtype=np.uint64)
+
+
+Split: TypeAlias = Literal["train", "validation"]
+
+
+def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, split: Split) -> Windows:
+    """The samples of a split of the dataset in `folder`; of a mixture, those of its sources, which lie beside it."""
+    length, mixture = spec.model.sequence_length, manifest.mixture
+    if mixture is None:
+        return open_split(folder, manifest, getattr(manifest, split), length=length)
+    schedule = mixture.schedule
+    if split == "validation":  # one measure for the whole run: each source as often as the run has it in all
+        ends = [*(after for after, _ in schedule[1:]), 1.0]
+        spans = [end - after for end, (after, _) in zip(ends, schedule, strict=True)]
+        each = zip(*(shares for _, shares in schedule), strict=True)
+        schedule = ((0.0, shares_of([sum(map(mul, spans, shares)) for shares in each])),)
+    there = [(Path(address), open_dataset(address)) for address in manifest.ingredients(str(folder))]
+    return MixedWindows(
+        names=[source.name for source in mixture.sources],
+        keys=[one.key for _, one in there],
+        parts=[open_split(place, one, getattr(one, split), length=length) for place, one in there],
+        schedule=Schedule(schedule, samples=spec.steps * spec.train.global_batch),
+        length=length,
+    )
+
+
+def validation_numbers(windows: Windows, most: int) -> dict[str, Numbers]:
+    """The first `most` validation samples by their source, "" where there is one alone."""
+    positions = np.arange(min(most, len(windows)), dtype=np.uint64)
+    if not isinstance(windows, MixedWindows):
+        return {"": positions}
+    numbers = windows.of_run(positions, seed=None)
+    which = windows.source_of(numbers)
+    return {windows.names[source]: numbers[which == source] for source in np.unique(which)}
+
+
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
     """The samples of a whole step of a run, of all ranks, by their place in the training split."""
     train, key = spec.train, spec.dataset_key
+    if isinstance(windows, MixedWindows):
+        return windows.of_run(positions_of(step, train.global_batch), seed=train.seed)
     return batch_numbers(
         step=step, global_batch=train.global_batch, windows=len(windows), dataset_key=key, seed=train.seed
     )
@@ -36,12 +159,21 @@ def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
 
 def batch_numbers(*, step: int, global_batch: int, windows: int, dataset_key: str, seed: int) -> Numbers:
     """The samples of optimizer step `step` (from 0): the next slice of a permutation of all, a new one each epoch."""
-    positions = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.uint64)
+    return shuffled(positions_of(step, global_batch), windows, f"{dataset_key}/{seed}")
+
+
+def positions_of(step: int, global_batch: int) -> Numbers:
+    """The places of a step's samples among all of the run."""
+    return np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.uint64)
+
+
+def shuffled(positions: Numbers, windows: int, seed: str) -> Numbers:
+    """Return where a permutation of all windows sends these positions, a new one for each epoch."""
     epochs = positions // np.uint64(windows)
     numbers = np.empty_like(positions)
     for epoch in np.unique(epochs):
         these = epochs == epoch
-        numbers[these] = permuted(positions[these] % np.uint64(windows), windows, f"{dataset_key}/{seed}/{epoch}")
+        numbers[these] = permuted(positions[these] % np.uint64(windows), windows, f"{seed}/{epoch}")
     return numbers
 
 
@@ -96,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = open_storage(spec.dataset).local_path() or stage(spec.dataset, Path(scratch))
         manifest, tokenizer = open_dataset(str(folder)), Tokenizer.from_file(f"{folder}/tokenizer/tokenizer.json")
-        windows = open_split(folder, manifest, manifest.train, length=spec.model.sequence_length)
+        windows = open_samples(spec, folder, manifest, "train")
         numbers = numbers_of(spec, windows, args.step - 1)
         for number, tokens in zip(numbers, windows.read(numbers)[0], strict=True):
             text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, TokensCorpus
 from litgpt_demo.data.reading import Layout, Source, ending_of
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected, redacted, translating
@@ -48,6 +48,9 @@ def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
     """
     if isinstance(corpus, StdlibCorpus):
         return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
+    if isinstance(corpus, TokensCorpus):
+        train = (one for one in _token_sources(corpus, corpus.train) if not selects(one.name, corpus.validation))
+        return [*train, *_token_sources(corpus, corpus.validation)]
     if isinstance(corpus, FileCorpus):
         found = _file_sources(corpus, [] if left_out is None else left_out)
     else:
@@ -63,6 +66,10 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
 
     Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
     """
+    if isinstance(corpus, TokensCorpus):
+        held = {source.name: selects(source.name, corpus.validation) for source in sources}
+        files: list[JsonValue] = [[one.name, one.size, one.version, held[one.name]] for one in sources]
+        return {"tokens": corpus.dtype, "files": files}
     settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
     told = settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
     if isinstance(settings, HubCorpus) and settings.format == "auto":
@@ -130,6 +137,26 @@ def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
         return list(pool.map(_Place.source, places.values()))
 
 
+def token_home(corpus: TokensCorpus) -> str:
+    """Return the address of the folder of token files, written out."""
+    return corpus.path.rstrip("/") if is_remote(corpus.path) else str(Path(corpus.path).expanduser().absolute())
+
+
+def _token_sources(corpus: TokensCorpus, pattern: str) -> list[Source]:
+    """Return the files of a split, by their paths below the folder, in that order. A UserError where there is none."""
+    home, left_out = token_home(corpus), list[str]()
+    where = f"{home}/{pattern}"
+    places = list(_in_bucket(where) if is_remote(home) else _on_this_machine(where, left_out))
+    if not places:
+        raise UserError(
+            f"data.corpus.path={corpus.path} has no file {pattern}",
+            fix="name the files of ids by data.corpus.train and data.corpus.validation, as in fineweb_val_*.bin",
+        )
+    places = [place._replace(name=place.address.removeprefix(f"{home}/")) for place in places]
+    with ThreadPoolExecutor(_READERS) as pool:
+        return sorted(pool.map(_Place.source, places), key=lambda source: source.name)
+
+
 def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
     """A card, a licence or an index beside the data would be trained on, and nobody would see it: a UserError."""
     layout, formats = Layout.of(corpus), dict[str, list[str]]()
@@ -174,7 +201,7 @@ def _on_this_machine(path: str, left_out: list[str]) -> Iterator[_Place]:
                 if file.is_dir():
                     if deeper and (hidden or _BESIDE.match(file.name) is None):
                         (links if file.is_symlink() else folders).append(f"{name}/")
-                elif _matches(name, pattern):
+                elif selects(name, pattern):
                     if file.is_file():
                         yield _Place(os.path.abspath(file), name)  # noqa: PTH100
                     else:
@@ -191,7 +218,7 @@ def _in_bucket(address: str) -> Iterator[_Place]:
         return
     for stored in open_storage(base).inventory(odd=True):
         name = re.sub(r"(^|/)(\.{0,2}/)+", r"\1", stored.path)
-        if not _matches(name, pattern or "**"):
+        if not selects(name, pattern or "**"):
             continue
         if name != stored.path or re.search(r"[\0\r\n]", name):
             raise UserError(
@@ -208,7 +235,7 @@ def _fixed_part(path: str) -> tuple[str, str]:
     return ("/".join(parts[:wild]) or "/") if wild else ".", "/".join(parts[wild:])
 
 
-def _matches(name: str, pattern: str) -> bool:
+def selects(name: str, pattern: str) -> bool:
     """Whether a pattern selects the file called `name`, as Python's recursive glob would.
 
     `*`, `?` and `[…]` stay inside a component, the component `**` is any number of folders, and a name that begins with
@@ -219,10 +246,10 @@ def _matches(name: str, pattern: str) -> bool:
         return name == pattern
     visible = _BESIDE.match(first) is None
     if pattern == "**":
-        return visible and (not deeper or _matches(deeper, pattern))
+        return visible and (not deeper or selects(deeper, pattern))
     if here == "**":
-        return _matches(name, later) or (visible and _matches(deeper, pattern))
-    return fnmatch.fnmatchcase(first, here) and (visible or here.startswith(first[0])) and _matches(deeper, later)
+        return selects(name, later) or (visible and selects(deeper, pattern))
+    return fnmatch.fnmatchcase(first, here) and (visible or here.startswith(first[0])) and selects(deeper, later)
 
 
 # --- the Hugging Face Hub ---------------------------------------------------------------------------------------------
@@ -294,7 +321,7 @@ def _hub_sources(corpus: HubCorpus) -> list[Source]:
         info = api.dataset_info(corpus.name, revision=corpus.revision, files_metadata=True, timeout=60)
     files, found = info.siblings or [], list[Source]()
     for file in files:
-        if not _matches(name := file.rfilename, corpus.files):
+        if not selects(name := file.rfilename, corpus.files):
             continue
         if name.startswith("/") or ".." in name.split("/"):
             what = f"{hub} lists {name!r}, which leads out of the folder of downloads"

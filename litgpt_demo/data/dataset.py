@@ -13,21 +13,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, TokensCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, sources
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
-from litgpt_demo.documents import FileRecord, bring, read_manifest
+from litgpt_demo.documents import FileRecord, bring, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
-from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 from litgpt_demo.storage.local import explaining
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ UNKNOWN = "unknown"
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
+_APART = {"corpus", "tokenizer", "mixture", "stages"}  # of DataConfig, told of in a key in their own ways
 _BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
 _READERS = 4
+_HEAD = 4096  # first bytes of a file that show what it is
 
 
 class Split(Settings):
@@ -51,6 +54,26 @@ class Split(Settings):
     tokens: int
     files: tuple[FileRecord, ...]
     """The files in their order; read as one."""
+
+
+class Ingredient(Settings):
+    """A source of a mixture."""
+
+    name: str
+    dataset: str
+    """The folder of its dataset, beside the mixture's own."""
+    train: int
+    """Tokens of its training split."""
+    validation: int
+    """Tokens of its validation split."""
+
+
+class Mixture(Settings):
+    """The sources that the samples of a training come from, and how many of a PERIOD each gives."""
+
+    sources: tuple[Ingredient, ...]
+    schedule: tuple[tuple[float, tuple[int, ...]], ...]
+    """Shares of PERIOD, from each share of the run on."""
 
 
 class DatasetManifest(Settings):
@@ -68,6 +91,11 @@ class DatasetManifest(Settings):
     """The number of documents that were skipped because they were not text."""
     bad_places: tuple[str, ...]
     """The places and problems of skipped documents; of very many, the first ones."""
+    home: str | None = Field(None, exclude_if=lambda home: home is None)
+    """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
+    else made are read where they are."""
+    mixture: Mixture | None = Field(None, exclude_if=lambda mixture: mixture is None)
+    """The datasets that this one mixes: then it has no splits of its own, and the counts are those of all."""
     document_lengths: tuple[int, ...]
     """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
@@ -77,7 +105,7 @@ class DatasetManifest(Settings):
     validation_fraction: float
     split_seed: int
     text_bytes: int
-    """UTF-8 bytes of all documents."""
+    """UTF-8 bytes of all documents; 0 where they are not known, as of tokens that somebody else made."""
     train: Split
     validation: Split
     tokenizer: tuple[FileRecord, ...]
@@ -85,6 +113,15 @@ class DatasetManifest(Settings):
     @property
     def files(self) -> tuple[FileRecord, ...]:
         return self.train.files + self.validation.files + self.tokenizer
+
+    def ingredients(self, address: str) -> list[str]:
+        """Return the addresses of the datasets that are mixed, for the manifest of `address`."""
+        return [f"{address.rpartition('/')[0]}/{one.dataset}" for one in self.mixture.sources] if self.mixture else []
+
+    @property
+    def elsewhere(self) -> tuple[FileRecord, ...]:
+        """Return the files that lie in `home`."""
+        return () if self.home is None else self.train.files + self.validation.files
 
     @property
     def documents(self) -> int:
@@ -110,6 +147,9 @@ class PlannedDataset:
     left_out: tuple[str, ...] = ()
     """What the corpus's paths select and nobody can read, or would read twice: a sentence each."""
 
+    parts: tuple[PlannedDataset, ...] = ()
+    """The datasets that a mixture is made of."""
+
     @property
     def path(self) -> str:
         """Below the root."""
@@ -119,12 +159,26 @@ class PlannedDataset:
 def plan_dataset(data: DataConfig) -> PlannedDataset:
     """Look at the sources and say which dataset they make; reads no text but what the checksums need. A UserError where
     the corpus or the tokenizer is not there."""
+    if data.mixture:
+        parts = tuple(map(plan_dataset, data.parts))
+        schedule: list[JsonValue] = [[after, *shares] for after, shares in data.schedule]
+        if len({part.key for part in parts}) < len(parts):
+            raise UserError("data.mixture has two sources that are one dataset; add their weights up")
+        return PlannedDataset(
+            data=data,
+            sources=tuple(source for part in parts for source in part.sources),
+            tokenizer=parts[0].tokenizer,
+            name=data.label,
+            key=key_of(FORMAT, [part.key for part in parts], schedule),
+            left_out=tuple(path for part in parts for path in part.left_out),
+            parts=parts,
+        )
     left_out = list[str]()
     found = sources(data.corpus, left_out)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
-    told = set(DataConfig.model_fields) - {"corpus", "tokenizer"}
+    told = set[str]() if isinstance(data.corpus, TokensCorpus) else set(DataConfig.model_fields) - _APART
     if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
-        told.remove("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
+        told.discard("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
     # The version of Unicode says what a letter is, where that decides which documents pass.
     unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
     rest = data.model_dump(mode="json", include=told)
@@ -139,9 +193,7 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
     try:
         return plan_dataset(data)
     except (Unreachable, NetworkError) as error:
-        return PlannedDataset(
-            data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
-        )
+        return PlannedDataset(data=data, sources=(), tokenizer=None, name=data.label, key=UNKNOWN, unknown=str(error))
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
@@ -152,19 +204,30 @@ def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )
-    yield from unseen_separator(planned.data.corpus, planned.sources)
+    for part in planned.parts or (planned,):
+        yield from unseen_separator(part.data.corpus, part.sources)
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
     """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte."""
-    storage = root.within(planned.path)
+    return _finished(root.within(planned.path))
+
+
+def _finished(storage: Storage) -> DatasetManifest | None:
     manifest = read_manifest(storage, DatasetManifest)
     if manifest is None:
         return None
+    for address in manifest.ingredients(storage.address()):
+        if _finished(open_storage(address)) is None:
+            raise DataError(f"{storage.address()} mixes {address}, which is gone; delete the folder and run again")
     there = set(storage.list())
+    if manifest.home is not None:
+        home = open_storage(manifest.home)
+        there |= {record.path for record in manifest.elsewhere if home.exists(record.path)}
     if missing := sorted({record.path for record in manifest.files} - there):
         raise DataError(
-            f"{storage.address()} has a manifest but {', '.join(missing)} is missing; "
+            f"{storage.address()} has a manifest but {', '.join(missing)} is missing"
+            f"{f' in {manifest.home}' if manifest.home else ''}; "
             "something removed them: delete the folder and run again"
         )
     return manifest
@@ -179,12 +242,18 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
         )
 
 
-def stage(address: str, scratch: Path) -> Path:
-    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last."""
-    storage, manifest = open_storage(address), open_dataset(address)
-    folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
-    if storage.local_path() is None:
-        open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
+def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
+    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
+    Without `train`, its training split stays away."""
+    storage, manifest, target = open_storage(address), open_dataset(address), scratch / address.rsplit("/", 1)[-1]
+    for part in manifest.ingredients(address):
+        stage(part, scratch, train=train)
+    wanted = [record for record in manifest.files if train or record not in manifest.train.files]
+    folder = bring(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
+    if manifest.home is not None:
+        bring(open_storage(manifest.home), [one for one in wanted if one in manifest.elsewhere], lambda: target)
+    if storage.local_path() is None:  # what came from several places lies together now
+        write_manifest(open_storage(str(folder)), manifest.model_copy(update={"home": None}))
     return folder
 
 
@@ -227,7 +296,10 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
     import numpy as np
 
-    paths = [folder / record.path for record in split.files]
+    if manifest.home is not None and is_remote(manifest.home):
+        what = f"{folder} is read where it lies, and its tokens lie in {manifest.home}"
+        raise UserError(what, fix="set platform.stage to copy")
+    paths = [folder / (manifest.home or "") / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
 
@@ -235,13 +307,15 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
 
 
-class _Content(NamedTuple):
+class Content(NamedTuple):
     """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
 
     record: FileRecord
     largest: int
     ends: int
     last: int
+    head: bytes
+    """The first of its bytes."""
 
 
 def verify_dataset(address: str) -> DatasetManifest:
@@ -252,8 +326,12 @@ def verify_dataset(address: str) -> DatasetManifest:
     Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
     """
     manifest, storage, problems = open_dataset(address), open_storage(address), list[str]()
+    for part in manifest.ingredients(storage.address()):
+        verify_dataset(part)
     with ThreadPoolExecutor(_READERS) as pool:
-        contents = pool.map(lambda record: _content(storage, record, manifest), manifest.files)
+        home = open_storage(manifest.home or address)
+        places = [home if record in manifest.elsewhere else storage for record in manifest.files]
+        contents = pool.map(partial(content_of, manifest), places, manifest.files)
         found = {record.path: content for record, content in zip(manifest.files, contents, strict=True) if content}
     if manifest.format != FORMAT:
         problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
@@ -264,7 +342,8 @@ def verify_dataset(address: str) -> DatasetManifest:
         for name in ("size", "crc32c", "sha256"):
             if (is_now := getattr(here.record, name)) != (said := getattr(record, name)):
                 problems.append(f"{record.path} has {name} {is_now}, its manifest says {said}")
-    for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+    own = () if manifest.mixture else (("train", manifest.train), ("validation", manifest.validation))
+    for name, split in own:
         of_split = [found[record.path] for record in split.files if record.path in found]
         tokens = sum(content.record.size for content in of_split) // int(manifest.dtype[-1])  # bytes of an id
         if tokens != split.tokens:
@@ -272,11 +351,13 @@ def verify_dataset(address: str) -> DatasetManifest:
         if (ends := sum(content.ends for content in of_split)) != split.documents:
             closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
             problems.append(f"{closes}, its manifest says {split.documents}")
-        for record, largest, _, last in of_split:
+        for record, largest, _, last, _ in of_split:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
-            if record.size and last != manifest.end_of_text:
+            # Who made ids elsewhere need not have closed every document.
+            made_here = not (isinstance(manifest.corpus, dict) and "tokens" in manifest.corpus)
+            if record.size and last != manifest.end_of_text and made_here:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
@@ -286,11 +367,11 @@ def verify_dataset(address: str) -> DatasetManifest:
     return manifest
 
 
-def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
+def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) -> Content | None:
     """Everything about the file in one reading; None if there is no such file."""
     import numpy as np
 
-    size, crc32c, hashed, largest, ends, last = 0, 0, sha256(), -1, 0, -1
+    size, crc32c, hashed, largest, ends, last, head = 0, 0, sha256(), -1, 0, -1, b""
     with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
         if (path := storage.local_path(record.path)) is None:
             path = Path(folder, "file")
@@ -299,6 +380,7 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
             return None
         with explaining(str(path)), path.open("rb") as file:
             while block := file.read(_BLOCK):
+                head = head or block[:_HEAD]
                 size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
                 if record.sha256 is not None:
                     hashed.update(block)
@@ -306,7 +388,7 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
-        digest = record.sha256 and hashed.hexdigest()
+        digest = None if record.sha256 is None else hashed.hexdigest()
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
-        return _Content(now, largest, ends, last)
+        return Content(now, largest, ends, last, head)
     return None

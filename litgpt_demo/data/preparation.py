@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -30,17 +30,21 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from litgpt_demo.config import DataConfig, OpenWebTextCorpus
-from litgpt_demo.data.corpus import corpus_identity
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
 from litgpt_demo.data.dataset import (
     FORMAT,
     DatasetManifest,
+    Ingredient,
+    Mixture,
     PlannedDataset,
     Split,
+    content_of,
     finished_dataset,
     plan_dataset,
     warnings_of,
 )
+from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import Shard, plan_shards
 from litgpt_demo.data.workers import (
     SHARDS,
@@ -153,7 +157,9 @@ def prepare(
     try:
         if (done := finished_dataset(root, planned)) is None:
             try:
-                done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
+                of_tokens = isinstance(planned.data.corpus, TokensCorpus)
+                make = _mixed if planned.parts else _counted if of_tokens else _prepared
+                done = make(planned, work, each or in_threads(threads_for(root.root)), report)
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
                 # Another preparation of it may have ended meanwhile, and swept what this one had begun.
@@ -200,6 +206,106 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                     done.result()
                 return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
     raise AssertionError("every document was read and counted, and there are others")
+
+
+def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -> DatasetManifest:
+    """The manifest of a dataset with what is known before it is made, and what is its `own`."""
+    (of_tokenizer, files), nothing = tokenizer, Split(documents=0, tokens=0, files=())
+    known: dict[str, Any] = {
+        "format": FORMAT,
+        "name": planned.name,
+        "key": planned.key,
+        **{name: getattr(planned.data, name) for name in ("filters", "validation_fraction", "split_seed")},
+        **{name: getattr(of_tokenizer, name) for name in ("vocab_size", "end_of_text", "dtype")},
+        "tokenizer_hash": of_tokenizer.hash,
+        "tokenizer": files,
+        "dropped": {},
+        "bad_documents": 0,
+        "bad_places": (),
+        "document_lengths": (),
+        "text_bytes": 0,
+        "train": nothing,
+        "validation": nothing,
+    }
+    return DatasetManifest(**known | own)
+
+
+def _total(splits: Iterable[Split]) -> Split:
+    """The counts of several splits together, with the files of none."""
+    counts = [(split.documents, split.tokens) for split in splits]
+    return Split(documents=sum(one for one, _ in counts), tokens=sum(one for _, one in counts), files=())
+
+
+def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+    """Prepare each source of a mixture as a dataset of its own, and say what they are together."""
+    made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
+    sources = list[Ingredient]()
+    for source, one in zip(planned.data.mixture, made, strict=True):
+        tokens = {"train": one.train.tokens, "validation": one.validation.tokens}
+        sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **tokens))
+    return _manifest(
+        planned,
+        settle_tokenizer(planned, work, lambda *_: None),
+        corpus={source.name: one.corpus for source, one in zip(sources, made, strict=True)},
+        mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
+        # Of all or of none: a sum of some would make the text look shorter than it is.
+        text_bytes=sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
+        train=_total(one.train for one in made),
+        validation=_total(one.validation for one in made),
+    )
+
+
+# --- tokens that somebody else made -----------------------------------------------------------------------------------
+
+# First bytes of files of ids that have a header: litdata's predecessor in LitGPT, and llm.c and modded-nanogpt.
+_HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "little"): "llm.c"}
+
+
+def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+    """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
+    out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
+    corpus = planned.data.corpus
+    assert isinstance(corpus, TokensCorpus)
+    home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
+    elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
+    dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
+    tokenizer = settle_tokenizer(planned, work, lambda *_: None)
+    manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
+    progress = Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources))
+    splits: dict[bool, list[Split]] = {True: [], False: []}
+    for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
+        splits[selects(source.name, corpus.validation)].append(split)
+        done = progress.text_bytes + source.size
+        report(progress := replace(progress, text_bytes=done, seconds=monotonic() - progress.began))
+    train, validation = (
+        _total(some).model_copy(update={"files": tuple(file for split in some for file in split.files)})
+        for some in (splits[False], splits[True])
+    )
+    return manifest.model_copy(update={"train": train, "validation": validation})
+
+
+def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
+    """Return what one file of ids holds; a step for workers."""
+    home, width = manifest.home, np.dtype(manifest.dtype).itemsize
+    if home is None:
+        with local_copy(source, work.make_scratch()) as path:
+            work.storage.upload(path, source.name)
+    place = work.storage if home is None else open_storage(home)
+    record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
+    found, where = content_of(manifest, place, record), source.address
+    if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
+        raise DataError(f"{where} has changed since it was listed; run again to list it anew")
+    if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
+        raise UserError(f"{where} is a file of {kind}, which has a header", fix="give flat ids, as nanoGPT's train.bin")
+    if not record.size or record.size % width:
+        raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
+    first = np.frombuffer(found.head, dtype="<u2", count=min(256, record.size // 2))
+    if width == 2 and len(first) > 8 and first.any() and not first[1::2].any():
+        raise UserError(f"{where} looks like ids of 4 bytes: every other one of 2 is 0", fix="data.corpus.dtype=uint32")
+    if found.largest >= manifest.vocab_size:
+        what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
+        raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
+    return Split(documents=found.ends, tokens=record.size // width, files=(found.record,))
 
 
 # --- which documents, and which of them for validation ----------------------------------------------------------------
@@ -352,27 +458,17 @@ def _published(
     data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
     if data.filters.drop_duplicates:
         dropped["duplicate"] = sum(survey.documents for survey in surveys) - sum(entry.documents for entry in encoded)
-    of_tokenizer, tokenizer_files = tokenizer
-    manifest = DatasetManifest(
-        format=FORMAT,
-        name=planned.name,
-        key=planned.key,
+    manifest = _manifest(
+        planned,
+        tokenizer,
         corpus=corpus_identity(data.corpus, planned.sources),
-        filters=data.filters,
         dropped=dict(sorted((+dropped).items())),
         bad_documents=sum(survey.bad for survey in surveys),
         bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
         document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
-        tokenizer_hash=of_tokenizer.hash,
-        vocab_size=of_tokenizer.vocab_size,
-        end_of_text=of_tokenizer.end_of_text,
-        dtype=of_tokenizer.dtype,
-        validation_fraction=data.validation_fraction,
-        split_seed=data.split_seed,
         text_bytes=sum(entry.text_bytes for entry in encoded),
         train=_joined(work, "train", [entry.train for entry in encoded], files),
         validation=_joined(work, "val", [entry.validation for entry in encoded], files),
-        tokenizer=tokenizer_files,
     )
     check_totals(planned, manifest)
     return manifest

@@ -356,7 +356,8 @@ def _only(bad: BadDocument) -> Batch:
 
 def _bad(source: Source, index: int, place: str, told: TrainLitgptError) -> BadDocument:
     """The error that a document is alone says what; here it is told where."""
-    error = type(told)(f"{source.address}, {place}: {told.what}", fix=told.fix)
+    ids = "; if it holds token ids, as nanoGPT's train.bin, set data.corpus.kind=tokens" * source.name.endswith(".bin")
+    error = type(told)(f"{source.address}, {place}: {told.what}", fix=f"{told.fix}{ids}")
     return BadDocument(index=index, place=f"{source.name}, {place}", reason=told.what, error=error)
 
 

@@ -104,6 +104,7 @@ def _card(
     """The card, in the Hub's form: YAML for its search, then markdown."""
     proof, config = final.huggingface, lineage["config"]
     checkpoint, software = lineage["checkpoint"], lineage["software"]
+    mixed = [source.name for source in dataset.mixture.sources] if dataset.mixture else []
     corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
     known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
     used = [f"{one.get('world_size', 1):,} processes on {one.get('device_name', '?')}" for one in lineage["hardware"]]
@@ -131,7 +132,7 @@ def _card(
         _fenced(usage("", final, huggingface=proof is not None), "python"),
         "## Data",
         _table(
-            ("Corpus", ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)),
+            ("Corpus", ", ".join(mixed or (f"{name}: {value}" for name, value in corpus.items() if value is not None))),
             ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
             ("Training split", f"{dataset.train.tokens:,} tokens"),
             ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),

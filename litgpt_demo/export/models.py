@@ -20,7 +20,8 @@ from typing import Any
 from litgpt.utils import save_config
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.dataset import open_dataset, open_split
+from litgpt_demo.data.batches import open_samples
+from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -153,10 +154,9 @@ def make(
     if dataset.key != spec.dataset_key:
         what = f"{spec.dataset} is the dataset {dataset.key}, this run was trained on {spec.dataset_key}"
         raise DataError(what, fix="put that back")
-    # All but the training split.
-    files = dataset.validation.files + dataset.tokenizer
-    folder = bring(open_storage(spec.dataset), files, lambda: scratch / "dataset")
-    windows = open_split(folder, dataset, dataset.validation, length=spec.model.sequence_length)
+    folder = stage(spec.dataset, scratch / "dataset", train=False)
+    dataset = open_dataset(str(folder))
+    windows = open_samples(spec, folder, dataset, "validation")
     tokenizer, weights = folder / "tokenizer", Weights(shards, address)
     config = litgpt_config(spec.model, vocab_size=dataset.vocab_size)
     target = scratch / LITGPT

@@ -19,6 +19,7 @@ from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
+from litgpt_demo.data.batches import validation_numbers
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -106,7 +107,7 @@ def opened_by_litgpt(
     trainers_windows = min(spec.train.evaluation_windows, len(validation))
     windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
     total = 0.0
-    for number in range(windows):
+    for number in np.concatenate([*validation_numbers(validation, windows).values()]):
         batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
         total += float(chunked_cross_entropy(llm.model(batch), targets))
     loss, trainers = total / windows, checkpoint.validation_loss

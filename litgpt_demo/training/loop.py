@@ -135,12 +135,13 @@ class Loop:
             validation_loss = None
             if evaluates:
                 began = monotonic()
-                validation_loss = evaluate(training, done=self.done)
+                validation_loss, by_source = evaluate(training, done=self.done)
                 if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
                     what = f"the validation loss of step {self.done} is {validation_loss}"
                     raise UserError(f"{what}. {self._advice()}")
                 report.pause(seconds := monotonic() - began)
                 figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
+                figures |= {f"validation_loss.{source}": loss for source, loss in by_source.items()}
                 report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
             if saves or last or self.why_left:
                 training.heart.beat(self.done, "saving", allow=_LONG)

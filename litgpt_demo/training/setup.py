@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Numbers, numbers_of, share_of
-from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset, open_split
+from litgpt_demo.data.batches import Numbers, numbers_of, open_samples, share_of
+from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import LossGPT, decay_groups, initialise, litgpt_config
@@ -102,8 +102,8 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
     if manifest.key != spec.dataset_key:
         what = f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}"
         raise DataError(what, fix="stage that one")
-    opened = partial(open_split, folder, manifest, length=spec.model.sequence_length)
-    return Data(manifest=manifest, train=opened(manifest.train), validation=opened(manifest.validation))
+    opened = partial(open_samples, spec, folder, manifest)
+    return Data(manifest=manifest, train=opened("train"), validation=opened("validation"))
 
 
 class Feed:

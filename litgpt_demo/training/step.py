@@ -9,13 +9,13 @@ from hashlib import blake2b
 from time import monotonic
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo.data.batches import validation_numbers
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 FIRST_PASS = 900.0
@@ -132,22 +132,24 @@ class Exchange:
 
 
 @torch.no_grad()
-def evaluate(training: Training, *, done: int) -> float:
-    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks."""
+def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
+    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks; and of a
+    mixture that of each source, by name."""
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
-    count = min(train.evaluation_windows, len(windows))
-    numbers = np.arange(count, dtype=np.uint64)[fabric.global_rank :: fabric.world_size]
-    sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
+    groups = validation_numbers(windows, train.evaluation_windows)
+    sums = torch.zeros(len(groups), 2, dtype=torch.float64, device=fabric.device)
     training.model.eval()
-    # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
-    each = math.ceil(math.ceil(count / fabric.world_size) / train.micro_batch)
-    for index in range(each):
-        training.heart.beat(done, "evaluating", allow=max(FIRST_PASS, train.hang_after))
-        part = numbers[index * train.micro_batch : (index + 1) * train.micro_batch]
-        samples = read_samples(windows, part if len(part) else np.zeros(1, dtype=np.uint64), fabric.device)
-        loss = training.model(*to_device(samples, fabric.device)).double()
-        sums += torch.stack([loss * len(part), torch.full_like(loss, len(part))])
+    for group, numbers in zip(sums, groups.values(), strict=True):
+        mine = numbers[fabric.global_rank :: fabric.world_size]
+        # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
+        for index in range(math.ceil(math.ceil(len(numbers) / fabric.world_size) / train.micro_batch)):
+            training.heart.beat(done, "evaluating", allow=max(FIRST_PASS, train.hang_after))
+            part = mine[index * train.micro_batch : (index + 1) * train.micro_batch]
+            samples = read_samples(windows, part if len(part) else numbers[:1], fabric.device)
+            loss = training.model(*to_device(samples, fabric.device)).double()
+            group += torch.stack([loss * len(part), torch.full_like(loss, len(part))])
     training.model.train()
     if fabric.world_size > 1:
         dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+    total, count = sums.sum(0).tolist()
+    return total / count, {name: float(loss / each) for name, (loss, each) in zip(groups, sums, strict=True) if name}

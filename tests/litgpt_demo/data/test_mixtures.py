@@ -1,0 +1,176 @@
+"""Mixtures: exact shares, batches that depend on key, seed and step alone, and each source a dataset of its own."""
+
+import signal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import TEXTS, corpus_in, large_vocabulary
+from hypothesis import given
+from hypothesis import strategies as st
+from test_own_tokens import IDS, put
+from training_runs import alike, rows, train_elsewhere, write_run
+
+from litgpt_demo.config import PERIOD, DataConfig, shares_of
+from litgpt_demo.data.batches import MixedWindows, Schedule, validation_numbers
+from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
+from litgpt_demo.data.preparation import prepare
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.export.models import export
+from litgpt_demo.storage import open_storage
+
+WEIGHTS = st.lists(st.integers(0, 10_000) | st.floats(0, 1e3), min_size=1, max_size=6).filter(any)
+
+
+@given(WEIGHTS)
+def test_shares_are_the_weights_exact_to_one_sample_of_a_thousand(weights: list[float]) -> None:
+    shares, whole = shares_of(weights), sum(map(Fraction, weights))
+    assert sum(shares) == PERIOD
+    assert all(abs(share - PERIOD * Fraction(each) / whole) < 1 for share, each in zip(shares, weights, strict=True))
+    assert shares_of([8 * weight for weight in weights]) == shares
+
+
+SIZED = st.integers(1, 4).map(lambda size: st.tuples(*[st.integers(0, 99)] * size).filter(any))
+
+
+@given(
+    SIZED.flatmap(lambda weights: st.lists(weights, min_size=1, max_size=3)),
+    st.lists(st.floats(0.01, 0.99), min_size=2, max_size=2, unique=True).map(sorted),
+    st.integers(0, 9000),
+    st.integers(0, 8000),
+)
+def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_source_is_left_out_or_seen_twice(
+    stages: list[tuple[int, ...]], afters: list[float], samples: int, first: int
+) -> None:
+    starts = [0.0, *afters][: len(stages)]
+    shares = [shares_of(weights) for weights in stages]
+    schedule = Schedule(list(zip(starts, shares, strict=True)), samples=samples)
+    sources, before = schedule.at(np.arange(samples, dtype=np.uint64))
+    begins = [round(start * samples) for start in starts]
+    for own, begin, end in zip(shares, begins, [*begins[1:], samples], strict=True):
+        if begin <= first and first + PERIOD <= end:
+            assert np.bincount(sources[first : first + PERIOD], minlength=len(own)).tolist() == list(own)
+    for source in range(len(stages[0])):
+        assert before[sources == source].tolist() == list(range(np.count_nonzero(sources == source)))
+    some = min(first, samples)
+    assert schedule.seen(some).tolist() == np.bincount(sources[:some], minlength=len(stages[0])).tolist()
+    part = schedule.at(np.arange(some // 3, some, dtype=np.uint64))
+    assert [one.tolist() for one in part] == [sources[some // 3 : some].tolist(), before[some // 3 : some].tolist()]
+
+
+def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_samples_once() -> None:
+    tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
+    parts = [Windows(files=[one], length=4) for one in tokens]
+    schedule = Schedule([(0.0, shares_of([3, 1])), (0.5, shares_of([0, 1]))], samples=4000)
+    mixed = MixedWindows(names=["a", "b"], keys=["k", "l"], parts=parts, schedule=schedule, length=4)
+    numbers = mixed.of_run(np.arange(4000, dtype=np.uint64), seed=1)
+    inputs, targets = mixed.read(numbers)
+    assert ((inputs[:, 0] >= 500) == (mixed.source_of(numbers) == 1)).all()
+    assert (targets == inputs + 1).all()
+    assert sorted(numbers[mixed.source_of(numbers) == 0][:10].tolist()) == list(range(10))
+    assert sorted(numbers[mixed.source_of(numbers) == 1][3:6].tolist()) == [10, 11, 12]
+    validation = validation_numbers(mixed, 8)
+    assert {name: found.tolist() for name, found in validation.items()} == {"a": [0, 1, 2, 3, 4, 5], "b": [10, 11]}
+
+
+def mixture(folder: Path, place: str, **fields: Any) -> DataConfig:
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(folder / "tokenizer"))}
+    texts = {"kind": "files", "paths": [str(corpus_in(folder / "texts", TEXTS * 4))], "separator": "\n---\n"}
+    sources = [
+        {"corpus": {"kind": "tokens", "path": place}, "weight": 3},
+        {"corpus": texts, "weight": 1, "name": "prose", "validation_fraction": 0.2},
+    ]
+    return DataConfig.model_validate({"mixture": sources, "tokenizer": tokenizer, **fields})
+
+
+STAGES = [{"after": 0.5, "weights": [1, 4]}]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished mixture of ids and of texts; read only."""
+    folder = tmp_path_factory.mktemp("mixed")
+    data = mixture(folder, put(str(folder / "ids"), {"train.bin": IDS[:3000], "val.bin": IDS[3000:]}), stages=STAGES)
+    planned = plan_dataset(data)
+    prepare(planned, open_storage(str(folder / "root")))
+    return folder / "root" / planned.path
+
+
+def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tells_of_each_source(
+    mixed: Path, tmp_path: Path, one_thread: None
+) -> None:
+    ranks = {"whole": 1, "killed": 1, "two": 2, "four": 4}
+    runs = {name: write_run(tmp_path / name, mixed, world_size=count) for name, count in ranks.items()}
+    codes = train_elsewhere(*((run, ranks[name], 8 * (name == "killed")) for name, run in runs.items()))
+    assert codes == [[0], [-signal.SIGKILL], [0] * 2, [0] * 4]
+    assert train_elsewhere((runs["killed"], 1, 0)) == [[0]]
+    alike(runs["two"], runs["whole"])
+    alike(runs["four"], runs["whole"])
+    by_source = [f"{name}.{source}" for name in ("tokens", "validation_loss") for source in ("ids", "prose")]
+    told = {
+        name: [{key: row.get(key) for key in ("step", "loss", *by_source)} for row in rows(run, "step", "evaluation")]
+        for name, run in runs.items()
+    }
+    assert told["killed"] == told["whole"]
+    last, evaluated = rows(runs["whole"], "step")[-1], rows(runs["whole"], "evaluation")[-1]
+    # 96 samples of 32 tokens: three of four in the first half are ids, and one of five in the second half.
+    assert (last["tokens.ids"], last["tokens.prose"]) == (32 * (36 + 10), 32 * (12 + 38))
+    both = [evaluated["validation_loss.ids"], evaluated["validation_loss.prose"]]
+    assert min(both) < evaluated["validation_loss"] < max(both)
+    final = export(open_storage(str(runs["whole"])))
+    assert final.validation_loss == pytest.approx(evaluated["validation_loss"], rel=1e-4)
+
+
+def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(root: str, tmp_path: Path) -> None:
+    storage, place = open_storage(root), put(f"{root}/ids", {"train.bin": IDS[:3000], "val.bin": IDS[3000:]})
+    data = mixture(tmp_path, place)
+    planned = plan_dataset(data)
+    for part in planned.parts:
+        assert plan_dataset(part.data).key == part.key
+    alone = prepare(planned.parts[1], storage)
+    manifest = prepare(planned, storage)
+    assert finished_dataset(storage, planned) == manifest == verify_dataset(storage.address(planned.path))
+    assert manifest.mixture is not None
+    assert [one.name for one in manifest.mixture.sources] == ["ids", "prose"]
+    assert manifest.train.tokens == 3000 + alone.train.tokens
+    folder = stage(storage.address(planned.path), tmp_path / "scratch")
+    for address in open_dataset(str(folder)).ingredients(str(folder)):
+        assert open_dataset(address).home in {None, f"{root}/ids"}
+    same, other = (
+        plan_dataset(data.model_copy(update={"mixture": tuple(
+            source.model_copy(update={"weight": weight}) for source, weight in zip(data.mixture, weights, strict=True)
+        )})).key
+        for weights in ((6, 2), (2, 6))
+    )  # fmt: skip
+    assert (same == planned.key, other == planned.key) == (True, False)
+    assert plan_dataset(mixture(tmp_path, place, stages=STAGES)).key != planned.key
+    storage.remove(planned.parts[1].path)
+    with pytest.raises(DataError, match=r"mixes .*texts-\w+, which is gone"):
+        finished_dataset(storage, planned)
+    twice = data.model_copy(update={"mixture": (data.mixture[0], data.mixture[0])})
+    with pytest.raises(UserError, match="two sources that are one dataset"):
+        plan_dataset(twice)
+
+
+SOURCE: dict[str, Any] = {"corpus": {"kind": "files", "paths": ["a"]}, "weight": 1}
+OTHER: dict[str, Any] = SOURCE | {"name": "other"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"stages": STAGES}, "they need data.mixture"),
+        ({"mixture": [SOURCE], "corpus": SOURCE["corpus"]}, "data.corpus and data.mixture are both given"),
+        ({"mixture": [SOURCE, OTHER], "tokenizer": {"kind": "train"}}, "a mixture one that is there before"),
+        ({"mixture": [SOURCE, SOURCE]}, r"two sources of one name \(a, a\)"),
+        ({"mixture": [SOURCE, OTHER], "stages": [{"after": 0.9, "weights": [1]}]}, "one for each of a, other"),
+        ({"mixture": [SOURCE, OTHER], "stages": [*STAGES, *STAGES]}, r"begin after \[0.5, 0.5\]"),
+        ({"mixture": [SOURCE, OTHER | {"weight": 1e-4}]}, "other has less than 1 of 1000 samples"),
+        ({"mixture": [SOURCE | {"weight": 0}]}, "not 0 to all"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        DataConfig.model_validate({"tokenizer": {"kind": "hub"}, **fields})

@@ -1,0 +1,107 @@
+"""Token ids that somebody else made: read where they lie, counted, checked, and refused where they do not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import contents, large_vocabulary
+from training_runs import NewRun, rows, train
+
+from litgpt_demo.config import DataConfig
+from litgpt_demo.data.dataset import (
+    DatasetManifest,
+    finished_dataset,
+    open_dataset,
+    open_split,
+    plan_dataset,
+    stage,
+    verify_dataset,
+)
+from litgpt_demo.data.preparation import prepare
+from litgpt_demo.errors import DataError, TrainLitgptError
+from litgpt_demo.storage import Storage, open_storage
+
+IDS = np.random.default_rng(1).integers(0, 256, 4000)
+IDS[99::100] = 298  # end of text
+
+
+def put(place: str, files: dict[str, Any], dtype: str = "<u2") -> str:
+    for name, ids in files.items():
+        open_storage(place).write(name, ids if isinstance(ids, bytes) else ids.astype(dtype).tobytes())
+    return place
+
+
+def data_at(place: str, folder: Path, **fields: Any) -> DataConfig:
+    tokenizer = {"kind": "file", "path": str(large_vocabulary(folder / "tokenizer"))}
+    return DataConfig.model_validate({"corpus": {"kind": "tokens", "path": place, **fields}, "tokenizer": tokenizer})
+
+
+def made(data: DataConfig, root: str) -> tuple[DatasetManifest, str]:
+    planned = plan_dataset(data)
+    manifest = prepare(planned, open_storage(root))
+    assert finished_dataset(open_storage(root), planned) == manifest
+    return manifest, open_storage(root).address(planned.path)
+
+
+@pytest.mark.parametrize("lies", ["folder", "bucket"])
+@pytest.mark.parametrize("under", ["folder", "bucket"])
+def test_ids_are_staged_from_where_they_lie_and_copied_only_into_or_out_of_a_bucket(
+    bucket: Storage, tmp_path: Path, lies: str, under: str
+) -> None:
+    places = {"folder": str(tmp_path / "data"), "bucket": bucket.address("data")}
+    files = {"train-0.bin": IDS[:1500], "train-1.bin": IDS[1500:3000], "val.bin": IDS[3000:], "meta.pkl": b"pickle"}
+    put(places[lies], files, "<u4")
+    manifest, address = made(data_at(places[lies], tmp_path, dtype="uint32"), places[under] + "-root")
+    assert (manifest.home, manifest.dtype) == (places[lies] if lies == under else None, "<u4")
+    assert (manifest.train.tokens, manifest.train.documents, manifest.validation.tokens) == (3000, 30, 1000)
+    assert verify_dataset(address) == manifest
+    folder = stage(address, tmp_path / "scratch")
+    there = open_dataset(str(folder))
+    inputs, _ = open_split(folder, there, there.train, length=2999).read(np.zeros(1, dtype=np.uint64))
+    assert inputs.ravel().tolist() == IDS[:2999].tolist()
+    listed = {name for name in open_storage(address).list() if name.endswith(".bin")}
+    assert listed == (set() if lies == under else {"train-0.bin", "train-1.bin", "val.bin"})
+
+
+def test_a_run_trains_on_the_files_of_nanogpt_and_notices_when_they_change(tmp_path: Path, new_run: NewRun) -> None:
+    place = put(str(tmp_path / "openwebtext"), {"train.bin": IDS[:3000], "val.bin": IDS[3000:]})
+    before = contents(Path(place))
+    data, root = data_at(place, tmp_path), str(tmp_path / "root")
+    planned, (_, address) = plan_dataset(data), made(data, root)
+    run = new_run("run", dataset=Path(address), max_steps=4)
+    train(run)
+    assert len(rows(run, "step")) == 4
+    assert contents(Path(place)) == before
+    put(place, {"train.bin": IDS[1:3001]})
+    with pytest.raises(DataError, match=r"train\.bin has crc32c"):
+        stage(address, tmp_path)
+    (Path(place) / "val.bin").unlink()
+    with pytest.raises(DataError, match=r"val\.bin is missing in .*openwebtext; .*run again"):
+        finished_dataset(open_storage(root), planned)
+
+
+@pytest.mark.parametrize(
+    ("files", "dtype", "told"),
+    [
+        ({"train.bin": IDS + 10}, "<u2", r"train\.bin holds the id 308, and the last of the tokenizer is 299"),
+        ({"train.bin": IDS}, "<u4", r"looks like ids of 4 bytes.*data\.corpus\.dtype=uint32"),
+        ({"train.bin": b"abc"}, "<u2", r"has 3 bytes, which are no ids of 2; set data\.corpus\.dtype"),
+        ({"train.bin": b"LITPKDS\0" * 20}, "<u2", "is a file of LitGPT's packed dataset, which has a header"),
+        ({"chunk-0-0.bin": IDS}, "<u2", r"has no file train\*\.bin.*data\.corpus\.train"),
+    ],
+)
+def test_what_is_no_file_of_the_tokenizers_ids_is_refused(tmp_path: Path, files: Any, dtype: str, told: str) -> None:
+    place = put(str(tmp_path / "data"), {**files, "val.bin": IDS[:100]}, dtype)
+    with pytest.raises(TrainLitgptError, match=told):
+        made(data_at(place, tmp_path), str(tmp_path / "root"))
+    assert not [*(tmp_path / "root").glob("datasets/*/manifest.json")]
+
+
+def test_ids_need_the_tokenizer_that_made_them_and_text_is_no_longer_mistaken_for_them(tmp_path: Path) -> None:
+    place = put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS})
+    with pytest.raises(ValueError, match="token ids need the tokenizer that made them"):
+        DataConfig.model_validate({"corpus": {"kind": "tokens", "path": place}})
+    as_text = DataConfig.model_validate({"corpus": {"kind": "files", "paths": [place]}})
+    with pytest.raises(DataError, match=r"train\.bin, byte .* set data\.corpus\.kind=tokens"):
+        made(as_text, str(tmp_path / "root"))
