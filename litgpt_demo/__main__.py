@@ -17,6 +17,7 @@ from litgpt_demo.proxies import settle_proxies
 COMMANDS = {
     "node": "litgpt_demo.node.main",
     "train": "litgpt_demo.training.loop",
+    "compare": "litgpt_demo.training.starting",
     "prepare": "litgpt_demo.data.preparation",
     "windows": "litgpt_demo.data.batches",
     "collect": "litgpt_demo.export.models",

@@ -388,7 +388,7 @@ class DataConfig(Settings, title="Data"):
         return self
 
 
-class ModelConfig(Settings, title="Model"):
+class ModelConfig(Settings, title="Model", serialize_by_alias=True):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
 
     name: str | None = "pythia-14m"
@@ -397,9 +397,16 @@ class ModelConfig(Settings, title="Model"):
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
+    origin: Place | None = Field(None, alias="from", exclude_if=lambda origin: origin is None)
+    """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
+    `owner/name`. Empty starts from random ones."""
+    with_optimizer: bool = Field(False, exclude_if=lambda wanted: not wanted)
+    """Take over the optimizer's averages too, which a run has: for a learning rate that decays from there on."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
+        if self.with_optimizer and self.origin is None:
+            raise ValueError("model.with_optimizer=true takes over what model.from names, and that is empty; give it")
         fields = catalogue.settings(self.name, self.config)
         block_size = fields.get("block_size", self.sequence_length)
         if self.sequence_length > block_size:
@@ -687,6 +694,25 @@ def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in train.items() if name != "warn_slower"}
 
 
+class Origin(Settings):
+    """The weights that a training starts from, as they were found."""
+
+    kind: Literal["checkpoint", "litgpt", "huggingface"]
+    name: str
+    """The place where they were found: an address, or `owner/name@commit` of the Hub."""
+    address: str
+    """The folder where they are read."""
+    files: dict[str, tuple[int, str]]
+    """Name of each file to its bytes and their crc32c."""
+    optimizer: bool = False
+    """The optimizer's state is taken over too."""
+
+    @property
+    def key(self) -> str:
+        """Their part in a run's key: wherever they lie, the same weights are the same."""
+        return key_of(self.kind, {name: list(file) for name, file in self.files.items()}, self.optimizer)
+
+
 class TrainingSpec(Settings):
     """A run with everything resolved: the `training` part of its config.json, which every rank reads."""
 
@@ -699,6 +725,8 @@ class TrainingSpec(Settings):
     train: TrainConfig
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
+    origin: Origin | None = Field(None, exclude_if=lambda origin: origin is None)
+    """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
     """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""
 

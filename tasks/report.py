@@ -223,6 +223,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             step=final.step,
             tokens=final.tokens,
             validation_loss=final.validation_loss,
+            origin=run.origin,
             attempts=made.attempts,
             files=(*models, FileRecord.of(stored)),
         )

@@ -44,6 +44,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.origins import bring_origin
 from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
@@ -69,6 +70,9 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
+        if run.origin is not None:
+            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
+            spec = spec.model_copy(update={"origin": found})
         await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(

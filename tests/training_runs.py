@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 from corpora import corpus_in, prepared
 
-from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.config import DataConfig, ModelConfig, Origin, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.metrics import curve, rows_of
@@ -77,14 +77,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def write_run(folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL, **train: Any) -> Path:
+def write_run(
+    folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL, origin: Origin | None = None,
+    **train: Any,
+) -> Path:  # fmt: skip
     """A run's folder as the launcher leaves it before training."""
     asked = TrainConfig.model_validate(TRAIN | train)
     manifest: DatasetManifest = open_dataset(str(dataset))
     steps = asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
     spec = TrainingSpec(
         run=folder.name, dataset=str(dataset), dataset_key=manifest.key, model=model, train=asked, steps=steps,
-        world_size=world_size,
+        world_size=world_size, origin=origin,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))

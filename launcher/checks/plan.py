@@ -283,7 +283,7 @@ def _look(work: Run | Script) -> Sight:
 
 def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
     """All that blocks each of these; what several have in common is looked at once."""
-    places, workers, corpora = (dict[str, list[Finding]]() for _ in range(3))
+    places, workers, corpora, origins = (dict[str, list[Finding]]() for _ in range(4))
     rehearsals: dict[str, preflight.Rehearsal] = {}
     blocked = []
     for sight in sights:
@@ -300,6 +300,9 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *corpora[planned.key]]
         found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
+        if (model := key_of(config.model, planned.key)) not in origins:  # by a process that takes seconds
+            origins[model] = list(preflight.check_origin(sight.run, dataset, vocab_size=sight.vocabulary))
+        found += origins[model]
         rehearsed = dataset or rehearsals[planned.key]
         if isinstance(rehearsed, Finding):
             found.append(rehearsed)

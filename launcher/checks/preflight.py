@@ -8,10 +8,12 @@ larger one on this machine the start is read.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import posixpath
 import shutil
 import socket
+import subprocess
 import tempfile
 from bisect import bisect_left
 from collections import deque
@@ -30,12 +32,14 @@ from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
-from launcher.runs.run import Script
-from litgpt_demo import catalogue
+from launcher.runs.run import Run, Script
+from litgpt_demo import PYTHON, catalogue
 from litgpt_demo.config import OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
+from litgpt_demo.storage.private import environment_of_readers
+from litgpt_demo.training.origins import tokenizer_problem
 
 PROBE = ".access-check"
 _GIB = 2**30
@@ -94,6 +98,31 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
     yield from check_memory(config, vocab_size=vocab_size)
     yield from config.platform.missing_secrets(job.secrets)
+
+
+def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int | None) -> Iterator[Finding]:
+    """Compare the weights that a training starts from with its tokenizer, and with its model in a process of its own:
+    torch stays out of this one."""
+    if (origin := run.origin) is None or run.dataset.unknown:
+        return
+    known = run.root.address(run.dataset.path) if dataset is not None else None
+    if problem := tokenizer_problem(origin, run.dataset, known):
+        yield Finding("error", "model.from.tokenizer", *problem)
+    remote = run.config.platform.in_containers or is_remote(run.config.root)
+    if origin.kind == "checkpoint" and remote and not is_remote(origin.address):
+        what = f"model.from: {origin.address} is on this machine, where no node finds it"
+        yield Finding("error", "model.from.place", what, "copy that run's folder into a bucket, and name it there")
+    if vocab_size is not None:
+        model = run.config.model.model_dump(mode="json")
+        question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}
+        command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
+        done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
+        if done.returncode:
+            said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+            fix = "look at that folder: are its files whole?"
+            yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
+        else:
+            yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
 
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:

@@ -352,7 +352,7 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
     spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
     name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_key}")
     dataset = PlannedDataset(data=config.data, sources=(), tokenizer=None, name=name, key=spec.dataset_key)
-    return Run(config=config, dataset=dataset, key=record.key)
+    return Run(config=config, dataset=dataset, key=record.key, origin=spec.origin)
 
 
 def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import Field, JsonValue, TypeAdapter
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
 from litgpt_demo import catalogue
-from litgpt_demo.config import Settings, TrainingSpec, key_of
+from litgpt_demo.config import Origin, Settings, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
     UNKNOWN,
     DatasetManifest,
@@ -28,6 +28,7 @@ from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.origins import find_origin
 
 FORMAT = 1
 """Part of every run's key: raise it when the same settings mean another training."""
@@ -40,6 +41,8 @@ class Run:
     config: RunConfig
     dataset: PlannedDataset
     key: str
+    origin: Origin | None = None
+    """The weights that it starts from; None for random ones."""
 
     @property
     def name(self) -> str:
@@ -86,30 +89,38 @@ def plan_run(config: RunConfig) -> Run:
     The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
     do not depend on them, and a run that lost half its machines must be able to go on with the other half.
     """
-    return as_started(run_of(config, plan_dataset(config.data)))
+    return as_started(run_of(config, plan_dataset(config.data), origin_of(config)))
+
+
+def origin_of(config: RunConfig) -> Origin | None:
+    """Return the weights that the config's model starts from."""
+    return find_origin(config.model.origin, config.model.with_optimizer, config.root)
 
 
 def preview_run(config: RunConfig) -> Run:
     """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is."""
-    run = run_of(config, preview_dataset(config.data))
+    run = run_of(config, preview_dataset(config.data), origin_of(config))
     try:
         return run if run.dataset.unknown else as_started(run)
     except TrainLitgptError:  # what is said of the root itself is said by its own check
         return run
 
 
-def run_of(config: RunConfig, dataset: PlannedDataset, *, in_old_keys: bool = False) -> Run:
-    """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
+def run_of(
+    config: RunConfig, dataset: PlannedDataset, origin: Origin | None = None, *, in_old_keys: bool = False
+) -> Run:
+    """Return the run of a config whose dataset and weights to start from are found already: finding reads them all."""
     train = config.train.outcome(in_old_keys=in_old_keys)
     fields = catalogue.settings(config.model.name, config.model.config)
-    model: JsonValue = {"fields": fields, "length": config.model.sequence_length}
+    model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
+    model |= {} if origin is None else {"origin": origin.key}
     key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
-    return Run(config=config, dataset=dataset, key=key)
+    return Run(config=config, dataset=dataset, key=key, origin=origin)
 
 
 def as_started(run: Run) -> Run:
     """Return the run under the key that it has in the index: one of an earlier version goes on under its old key."""
-    old = run_of(run.config, run.dataset, in_old_keys=True)
+    old = run_of(run.config, run.dataset, run.origin, in_old_keys=True)
     return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
@@ -133,6 +144,7 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         model=config.model,
         train=config.train,
         steps=steps,
+        origin=run.origin,
         world_size=config.world_size,
     )
 
@@ -208,6 +220,8 @@ class RunManifest(Settings):
     tokens: int
     validation_loss: float | None
     """Nats per token."""
+    origin: Origin | None = Field(None, exclude_if=lambda origin: origin is None)
+    """The weights that it started from, with their checksums."""
     attempts: int
     files: tuple[FileRecord, ...]
 

@@ -18,6 +18,7 @@ from launcher.runs.run import Run, as_started, run_of
 from launcher.runs.search import Search
 from litgpt_demo.config import DataConfig, key_of
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
+from litgpt_demo.training.origins import find_origin
 
 MOST_TRIALS = 10_000
 """More are a mistake in the grid, and would take minutes only to be listed."""
@@ -84,8 +85,12 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset] = plan_dataset) -> list[Run]:
     """Return the runs of these trials; `plan` looks at a corpus once, however many of them read it."""
-    planned = cache(plan)
-    return [as_started(run_of(trial.config, planned(trial.config.data))) for trial in every]
+    planned, found = cache(plan), cache(find_origin)
+    configs = [trial.config for trial in every]
+    return [
+        as_started(run_of(one, planned(one.data), found(one.model.origin, one.model.with_optimizer, one.root)))
+        for one in configs
+    ]
 
 
 def begun_before(sweep: SweepConfig, index: Index) -> list[dict[str, Any]]:

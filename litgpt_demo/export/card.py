@@ -113,7 +113,8 @@ def _card(
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
         f"# {_text(spec.run)}",
-        f"{_text(spec.model.name or 'A GPT')} with {final.parameters:,} parameters, trained from scratch on "
+        f"{_text(spec.model.name or 'A GPT')} with {final.parameters:,} parameters, trained from "
+        f"{_text(spec.origin.name) if spec.origin else 'scratch'} on "
         f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues "
         "text; it follows no instructions, and says what its training data would.",
         "## Results",

@@ -27,10 +27,10 @@ from litgpt_demo.documents import FileRecord, bring, differences, parse_json, wr
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
 from litgpt_demo.export.card import cost_of, write_card
-from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage

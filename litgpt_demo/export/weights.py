@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from litgpt.utils import incremental_save
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from litgpt_demo.models.huggingface import Rename, Tensors
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training.reading import WEIGHTS, load_weights, read_index
-
-Tensors: TypeAlias = dict[str, Tensor]
-Rename: TypeAlias = Callable[[Tensors], Tensors]
-"""A function from tensors of one block, by LitGPT's names, to the same by another library's."""
 
 # Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
 SHARD_BYTES = 5_000_000_000

@@ -108,7 +108,10 @@ def _wrong(place: Storage, records: Iterable[FileRecord]) -> list[str]:
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
     """Refuse a checkpoint of another model or dataset: a training goes on from its own."""
     where, what = run.address(folder_of(manifest.step)), ""
-    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
+    # Wherever the weights lie that it starts from: its key holds their checksums.
+    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json", exclude={"origin"})
+    if isinstance(theirs, dict):
+        theirs = {name: value for name, value in theirs.items() if name != "from"}
     if manifest.dataset_key != spec.dataset_key:
         what = f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
     elif theirs not in (None, ours):

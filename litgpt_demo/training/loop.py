@@ -37,6 +37,7 @@ from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
+from litgpt_demo.training.starting import start_from
 from litgpt_demo.training.step import FIRST_PASS, Exchange, StepResult, evaluate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
@@ -68,6 +69,9 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
     try:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed = resume(training, tell=warn)
+        if not resumed and training.spec.origin is not None:
+            training.heart.beat(0, "loading the weights that it starts from", allow=_LONG)
+            start_from(training, training.spec.origin)
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:

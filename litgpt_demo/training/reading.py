@@ -32,6 +32,9 @@ State: TypeAlias = dict[str, Any]
 WEIGHTS = "model."
 """The beginning of a weight's name in an index, of which all other names are training's alone."""
 
+OPTIMIZER = "training"
+"""The beginning of the names of the files that hold no weights."""
+
 # What torch 2.13 puts into an index, as the index names it; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
 _STORED = {

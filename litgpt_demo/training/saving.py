@@ -40,7 +40,7 @@ from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import WEIGHTS, State, files_of_state, load_shards, training_state
+from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
 Written: TypeAlias = list[WriteResult]
@@ -273,7 +273,7 @@ class Shards:
             # What is written lies in host memory already: nothing to be copied ahead.
             writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
             # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
-            for kind, weights in (("", True), ("training", False)):
+            for kind, weights in (("", True), (OPTIMIZER, False)):
                 items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
                 prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
                 plan = replace(self._plan, items=items, storage_data=prefix)

@@ -7,7 +7,7 @@ Written against huggingface_hub's own source (hf_api.dataset_info, file_download
     GET  /datasets/{owner}/{name}/resolve/{revision}/{path}            a small file
     GET  /large/{sha256}                                               a large (LFS) file, with ranges
 
-and of a model repository the two that fetch a file, /{owner}/{name}/resolve/{revision}/{path}.
+and of a model repository the same, /api/models/… and /{owner}/{name}/resolve/{revision}/{path}.
 """
 
 import json
@@ -90,7 +90,7 @@ class _Handler(Answering):
         match [unquote(part) for part in url.path.split("/")[1:]]:
             case _ if self.hub.failing is not None:
                 self.answer(self.hub.failing)
-            case ["api", "datasets", owner, name, "revision", revision]:
+            case ["api", "datasets" | "models", owner, name, "revision", revision]:
                 if (repository := self._repository(f"{owner}/{name}", revision)) is not None:
                     blobs = [repository.entry(path) for path in repository.files]
                     names = blobs if url.query == "blobs=true" else [{"rfilename": path} for path in repository.files]

@@ -20,7 +20,7 @@ from strict_platform import StrictPlatform
 from waiting import until
 
 from flows.train_litgpt import train_litgpt
-from launcher.config import RunConfig
+from launcher.config import RunConfig, overridden, validated
 from launcher.errors import ConfigProblem, JobCancelled
 from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
@@ -139,6 +139,37 @@ def test_a_second_run_finds_every_step_done_and_writes_nothing(
     assert again.final == trained.final
     assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
     assert files_of(trained.config.root) == before
+
+
+def test_a_run_continues_the_weights_of_another_one_and_writes_their_checksums_down(
+    trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path, corpus: Path
+) -> None:
+    first, data = plan_run(trained.config), trained.config.data.model_dump(mode="json")
+
+    def continued(**changes: Any) -> RunConfig:
+        document = trained.config.model_dump(mode="json")
+        return validated(RunConfig, overridden(document, {"model.from": first.name, **changes}), where="it")
+
+    config = continued(**{"name": "continued", "train.max_steps": 4})
+    done = run_again(config)
+    run, manifest = plan_run(config), read_manifest(plan_run(config).storage, RunManifest)
+    assert manifest.origin == run.origin
+    assert (run.origin.name, first.key != run.key) == (first.storage.address("checkpoints/step-00000008"), True)
+    assert done.final.validation_loss < trained.final.validation_loss
+    assert json.loads(run.storage.read("final/lineage.json"))["training"]["origin"]["files"] == {
+        name: list(file) for name, file in run.origin.files.items()
+    }
+    assert "trained from" in run.storage.read("final/MODEL_CARD.md").decode()
+    shorter = {**data, "corpus": {**data["corpus"], "max_bytes": 30_000}}
+    for changes, words in [
+        (
+            {"data": shorter},
+            "data.tokenizer is to be trained anew, and the weights of model.from know",
+        ),
+        ({"model.config.n_head": 4}, "n_head 4, and the weights of .* have 2"),
+    ]:
+        with pytest.raises(ConfigProblem, match=words):
+            run_again(continued(**changes))
 
 
 def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(

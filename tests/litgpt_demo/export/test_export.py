@@ -19,7 +19,8 @@ from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export import models as making
 from litgpt_demo.export.models import export, main
-from litgpt_demo.export.weights import Tensors, Weights
+from litgpt_demo.export.weights import Weights
+from litgpt_demo.models.huggingface import Tensors
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 

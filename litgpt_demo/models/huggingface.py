@@ -9,17 +9,21 @@ config.json is in the form that the Hub's files have, which transformers 4 and 5
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from litgpt.config import Config
+from litgpt.scripts import convert_hf_checkpoint as maps_back
 from litgpt.scripts import convert_lit_checkpoint as maps
-
-from litgpt_demo.export.weights import Rename, Tensors
+from torch import Tensor
 
 Fields = dict[str, Any]
+Tensors: TypeAlias = dict[str, Tensor]
+Rename: TypeAlias = Callable[[Tensors], Tensors]
+"""A function from tensors of one block, by one library's names, to the same by another's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class HuggingFaceModel:
     fields: Fields
     """config.json without token ids and dtype."""
     rename: Rename
+    """From LitGPT's names to transformers'."""
+    back: Rename
+    """From transformers' names to LitGPT's; a KeyError where a name is none of this architecture's."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,20 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
         if family.model_type == "olmo2":
             # LitGPT's map back from OLMo 2 knows the norm after attention by a name that its model does not have.
             tensors = {name.replace("post_attention_norm", "norm_2"): tensor for name, tensor in tensors.items()}
-        family.weights(replace(config, name=family.known_as or config.name), renamed, tensors)
+        family.weights(known, renamed, tensors)
         return renamed
+
+    def back(tensors: Tensors) -> Tensors:
+        # LitGPT takes an output projection that is not among the tensors for one that is tied to the embedding.
+        renamed: Fields = {"lm_head.weight": None, "transformer.wte.weight": None}
+        way_back(state_dict=renamed, hf_weights=tensors, **{one: given[one] for one in given if one in needs})
+        return {name: tensor for name, tensor in renamed.items() if tensor is not None}
+
+    known = replace(config, name=family.known_as or config.name)
+    map_name: str = getattr(family.weights, "func", family.weights).__name__  # of a partial one, what it calls
+    way_back: Callable[..., None] = getattr(maps_back, map_name.replace("_llama", "_hf_llama"))
+    given: Fields = {"config": known, "qkv_weights": {}}
+    needs = inspect.signature(way_back).parameters
 
     sizes = {
         "architectures": [family.architecture],
@@ -76,7 +95,8 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
         "tie_word_embeddings": False,
         "use_cache": True,
     }
-    return HuggingFaceModel(architecture=family.architecture, fields=sizes | family.fields(config), rename=rename)
+    fields = sizes | family.fields(config)
+    return HuggingFaceModel(architecture=family.architecture, fields=fields, rename=rename, back=back)
 
 
 def _traits(config: Config) -> Fields:

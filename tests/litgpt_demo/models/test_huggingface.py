@@ -13,9 +13,9 @@ from litgpt.model import GPT
 from litgpt_demo import catalogue
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
-from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.export.proof import opened_by_transformers
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
+from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 
 SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
 
@@ -83,6 +83,12 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         with torch.no_grad():
             ours = model(ids)
             torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-5 * float(ours.abs().max()), msg=name)
+        # And back, as weights that a training starts from.
+        from safetensors.torch import load_file
+
+        back = found.back(load_file(folder / "model.safetensors"))
+        assert back.keys() == model.state_dict().keys(), name
+        assert all(torch.equal(back[one], tensor) for one, tensor in model.state_dict().items()), name
 
 
 def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""The weights that `model.from` names, found and pinned by their checksums, without torch.
+
+A checkpoint of a run is read where it lies. A folder is copied to weights/<key>/ below the root before a job begins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from litgpt_demo.config import Origin
+from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.data.dataset import PlannedDataset, open_dataset
+from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import ObjectInfo, Storage, is_remote, open_storage
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
+
+CONFIGS = {"litgpt": "model_config.yaml", "huggingface": "config.json"}
+"""The file that says which model the weights of a folder are of."""
+_TOKENIZER = "tokenizer.json"
+_SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
+    """Find the weights that a model starts `from`, and read their checksums; None where it starts from random ones.
+
+    The Hub's are fetched into its client's own cache. A UserError where there is nothing to start from.
+    """
+    if name is None:
+        return None
+    place, is_path = open_storage(name), is_remote(name) or name.startswith(("/", "~", "."))
+    # A run's name goes before that of a folder here, and both go before a name on the Hub.
+    own = [] if is_path else [open_storage(root).within(f"runs/{name}")]
+    found = next(filter(None, (_of_run(one, name) or _of_folder(one) for one in (*own, place))), None)
+    if found is None and not is_path and (hub := _HUB.fullmatch(name)) and not place.list():
+        from huggingface_hub import snapshot_download
+
+        with asking_hub(hub[1], hub[2] or "main"):
+            patterns = ["config.json", "tokenizer*.json", "*.safetensors", _INDEX]
+            there = snapshot_download(hub[1], revision=hub[2], allow_patterns=patterns, endpoint=hub_endpoint())
+        if (found := _of_folder(open_storage(there))) is not None:  # the folder has the name of the commit
+            found = found.model_copy(update={"name": f"{hub[1]}@{Path(there).name}"})
+    if found is None:
+        fix = "give a run, a checkpoint of one, a folder with lit_model.pth and model_config.yaml, or with config.json "
+        fix += f"and {_SAFETENSORS}, as transformers' save_pretrained writes it, or owner/name of such a one on the Hub"
+        raise UserError(f"model.from={name} holds no weights to start from", fix=fix)
+    if optimizer and found.kind != "checkpoint":
+        fix = "leave it out, or name a run, or a checkpoint of one"
+        raise UserError(f"model.with_optimizer=true, and model.from={name} has no optimizer's state", fix=fix)
+    return found.model_copy(update={"optimizer": optimizer})
+
+
+def _of_run(place: Storage, name: str) -> Origin | None:
+    """The checkpoint at `place`, or the last one of the run there, which has to have come to its end."""
+    if not place.exists(checkpoints.INDEX):
+        if not (there := checkpoints.committed(place)):
+            return None
+        if not checkpoints.reached_end(there[0], spec := read_spec(place)):
+            steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(one.step)}" for one in there)
+            what = f"model.from={name} has reached step {there[0].step} of {spec.steps}"
+            raise UserError(what, fix=f"name one of its checkpoints: {steps}")
+        place = place.within(checkpoints.folder_of(there[0].step))
+    manifest = read_manifest(place, CheckpointManifest)
+    return None if manifest is None else _origin("checkpoint", place, manifest.files)
+
+
+def _of_folder(place: Storage) -> Origin | None:
+    """The weights of LitGPT or transformers at `place`, with the file that says what they are of."""
+    kind, names = "litgpt", ["lit_model.pth"]
+    if not place.exists(names[0]):
+        kind, names = "huggingface", [_SAFETENSORS]
+        if place.exists(_INDEX):
+            names = sorted({str(one) for one in json.loads(place.read(_INDEX))["weight_map"].values()})
+    try:
+        return _origin(kind, place, [place.stat(one) for one in (*names, CONFIGS[kind])])
+    except FileNotFoundError as error:
+        if not place.exists(names[0]):
+            return None
+        fix = "copy the whole folder there, as it was written"
+        raise UserError(f"model.from: {error.filename} is missing", fix=fix) from error
+
+
+def _origin(kind: str, place: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> Origin:
+    where, known = place.address(), {file.path: (file.size, file.crc32c) for file in files}
+    return Origin.model_validate({"kind": kind, "name": where, "address": where, "files": known})
+
+
+def records_of(origin: Origin) -> list[FileRecord]:
+    """Return the files that the weights are, as the run was made of them."""
+    return [FileRecord(path=path, size=size, crc32c=crc32c) for path, (size, crc32c) in origin.files.items()]
+
+
+def bring_origin(origin: Origin, root: Storage) -> Origin:
+    """Copy a folder's weights below the root, where every node finds them, unless they are there; a DataError where
+    they have changed since they were found."""
+    if origin.kind == "checkpoint":
+        return origin
+    source, place = open_storage(origin.address), root.within(f"weights/{origin.key}")
+    copy = origin.model_copy(update={"address": place.address()})
+    if read_manifest(place, Origin) is None:
+        for record in records_of(origin):
+            with tempfile.TemporaryDirectory(prefix="weights-") as folder:
+                if (path := source.local_path(record.path)) is None:
+                    source.download(record.path, path := Path(folder, "file"))
+                if FileRecord.of(place.upload(path, record.path)) != record:
+                    what = f"{source.address(record.path)} has changed while the run was being submitted"
+                    raise DataError(what, fix="submit it again")
+        write_manifest(place, copy)
+    return copy
+
+
+def tokenizer_problem(origin: Origin, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:
+    """What is wrong and what would do, where ids of the dataset mean other texts than they do to the weights.
+
+    `dataset` is the address of the finished one, None where it is yet to be made.
+    """
+    from tokenizers import Tokenizer
+
+    folder, ours = origin.address, planned.tokenizer and planned.tokenizer.files[_TOKENIZER]
+    try:
+        if origin.kind == "checkpoint":
+            source = read_spec(open_storage(origin.address.rpartition("/checkpoints/")[0])).dataset
+            if open_dataset(source).key == planned.key:
+                return None
+            folder = f"{source}/tokenizer"
+        theirs = open_storage(folder).read(_TOKENIZER)
+    except (FileNotFoundError, DataError) as error:
+        what = f"the tokenizer of model.from is not there, so that nobody knows what ids mean to its weights: {error}"
+        return what, f"put its {_TOKENIZER} there"
+    if dataset is not None:
+        ours = open_storage(dataset).read(f"tokenizer/{_TOKENIZER}")
+    fix = f"take its own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"
+    if ours is None:
+        return "data.tokenizer is to be trained anew, and the weights of model.from know another one's ids", fix
+    one, other = (Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True) for content in (ours, theirs))
+    wrong = len({*one.values()} & {one[text] for text in one if other.get(text) != one[text]})
+    return (f"{wrong:,} ids of data.tokenizer mean other texts to the weights of {origin.name}", fix) if wrong else None

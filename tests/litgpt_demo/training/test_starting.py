@@ -1,0 +1,187 @@
+"""Trainings that start from weights: whatever wrote them, the first step begins with exactly these."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import Repository, running_hub
+from litgpt.model import GPT
+from litgpt.utils import save_config
+from safetensors.torch import load_file, save_file
+from states import training_of
+from training_runs import MODEL, NewRun, rows, train, train_elsewhere
+
+from litgpt_demo.config import ModelConfig, Origin
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import folder_of
+from litgpt_demo.training.origins import bring_origin, find_origin
+from litgpt_demo.training.starting import Question, start_from
+
+IDS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
+LLAMA = {
+    "n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": 2, "norm_class_name": "RMSNorm", "bias": False,
+    "mlp_class_name": "LLaMAMLP", "intermediate_size": 48, "parallel_residual": False, "rotary_percentage": 1.0,
+    "padded_vocab_size": 300, "vocab_size": 300, "norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def found(name: Path | str, root: str = "nowhere", *, optimizer: bool = False) -> Origin:
+    origin = find_origin(str(name), optimizer, root)
+    assert origin is not None
+    return origin
+
+
+def asked(origin: Origin, model: ModelConfig = MODEL, **config: Any) -> list[tuple[str, str]]:
+    """What is wrong with these weights for a model, with changes."""
+    changed = model.model_copy(update={"config": {**model.config, **config}})
+    return Question(model=changed, vocab_size=300, origin=origin).answer()
+
+
+def logits(run: Path, origin: Origin) -> torch.Tensor:
+    """Of the model with which the first step of a run begins."""
+    training = training_of(run)
+    start_from(training, origin)
+    training.feed.close()
+    with torch.no_grad():
+        return training.model.module(IDS)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig, torch.Tensor]:
+    """A tiny Llama that ties its output to its embedding, as transformers saves it; with its logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    ))  # fmt: skip
+    folder = tmp_path_factory.mktemp("transformers") / "llama"
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return folder, ModelConfig(name=None, config=LLAMA, sequence_length=32), model(IDS).logits
+
+
+def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_asked(
+    finished: Path, new_run: NewRun
+) -> None:
+    origin = found(finished)
+    assert asked(origin) == []
+    assert found(finished / folder_of(12)) == origin
+    continued = training_of(new_run("same"))
+    start_from(continued, origin)
+    continued.feed.close()
+    weights, state = continued.model.module, continued.optimizer.optimizer.state
+    assert not state
+    again = training_of(new_run("averages"))
+    start_from(again, found(finished, optimizer=True))
+    again.feed.close()
+    assert {float(one["step"]) for one in again.optimizer.optimizer.state.values()} == {12.0}
+    last = next(row for row in rows(finished, "evaluation") if row["step"] == 12)["validation_loss"]
+    for model in (weights, again.model.module):
+        windows = again.data.validation
+        batch = [torch.from_numpy(part) for part in windows.read(torch.arange(7).numpy().astype("uint64"))]
+        with torch.no_grad():
+            assert float(model(*batch)) == pytest.approx(last, abs=1e-5)
+
+
+def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goes_on_from_its_own_checkpoint(
+    finished: Path, new_run: NewRun, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(finished, tmp_path / "source"))
+    settings: dict[str, Any] = {"origin": found(source), "max_steps": 6, "checkpoint_every": 4}
+    alone, sharded = new_run("alone", **settings), new_run("sharded", world_size=2, strategy="fsdp", **settings)
+    train(alone)
+    assert train_elsewhere((sharded, 2, 6)) != [[0, 0]]  # a rank dies while it saves step 6
+    shutil.rmtree(source)
+    assert train_elsewhere((sharded, 2, 0)) == [[0, 0]]
+    one, other = ({row["step"]: row["loss"] for row in rows(run, "step")} for run in (alone, sharded))
+    assert one == pytest.approx(other, rel=1e-4)
+    assert [row["step"] for row in rows(sharded, "start")] == [0, 4]
+    assert one[1] < rows(finished, "step")[0]["loss"] - 0.5
+    with pytest.raises(DataError, match="is missing"):
+        train(new_run("late", **settings))
+
+
+def test_nodes_fetch_from_a_bucket_what_they_start_from(finished: Path, new_run: NewRun, bucket: Storage) -> None:
+    for path in (finished / folder_of(12)).iterdir():
+        bucket.upload(path, f"{folder_of(12)}/{path.name}")
+    origin = found(bucket.address(folder_of(12)))
+    assert asked(origin) == []
+    run = new_run("fetched", world_size=2, origin=origin, max_steps=3)
+    assert train_elsewhere((run, 2, 0), nodes=2) == [[0, 0]]
+    assert rows(run, "step")[0]["loss"] < rows(finished, "step")[0]["loss"] - 0.5
+    assert not list(run.rglob("origin-*"))
+
+
+def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
+    of_transformers: tuple[Path, ModelConfig, torch.Tensor], new_run: NewRun, tmp_path: Path
+) -> None:
+    config = litgpt_config(MODEL, vocab_size=300)
+    torch.manual_seed(5)
+    gpt = GPT(config)
+    folder = tmp_path / "litgpt"
+    folder.mkdir()
+    save_config(config, folder)
+    torch.save({"model": gpt.state_dict()}, folder / "lit_model.pth")
+    root = open_storage(str(tmp_path / "root"))
+    with torch.no_grad():
+        for place, model, theirs in [(folder, MODEL, gpt(IDS)), of_transformers]:
+            assert asked(found(place), model) == []
+            copied = bring_origin(found(place), root)
+            assert copied.address == f"{root.address()}/weights/{copied.key}"
+            torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
+
+
+def test_a_model_of_the_hub_is_pinned_to_its_commit(
+    of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, model, _ = of_transformers
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    repository = Repository(files, large={"model.safetensors"})
+    with running_hub({"someone/llama": repository}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        origin = found("someone/llama")
+        assert origin.name == f"someone/llama@{repository.commit}"
+        assert (origin.key, asked(origin, model)) == (found(folder).key, [])
+        with pytest.raises(UserError, match="check the name"):
+            found("someone/else")
+
+
+def test_each_thing_that_does_not_fit_is_named_with_what_would_do(
+    of_transformers: tuple[Path, ModelConfig, torch.Tensor], finished: Path, new_run: NewRun, tmp_path: Path
+) -> None:
+    origin = found(finished)
+    ((what, fix),) = asked(origin, parallel_residual=False)
+    assert "has parallel_residual False, and the weights of" in what
+    assert fix.startswith("set model.config.parallel_residual=True")
+    folder, model, _ = of_transformers
+    wrong = asked(found(folder), model, rope_base=500, padded_vocab_size=320, n_query_groups=4)
+    names = [what.split()[3] for what, _ in wrong]
+    assert sorted(names) == ["num_key_value_heads", "padded_vocab_size", "rope_parameters"]
+    ((what, _),) = asked(found(folder), MODEL)
+    assert "is a llama, and the model is a gpt_neox to transformers" in what
+    tensors, spoilt = load_file(folder / "model.safetensors"), Path(shutil.copytree(folder, tmp_path / "spoilt"))
+    lost = "model.layers.1.mlp.up_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, spoilt / "model.safetensors")
+    ((what, _),) = asked(found(spoilt), model)
+    assert what.startswith("transformer.h.1.mlp.fc_2.weight: no such tensor in")
+    save_file({**tensors, "model.layers.1.extra": tensors[lost].clone()}, spoilt / "model.safetensors")
+    with pytest.raises(DataError, match=r"has a tensor 'model.layers.\{\}.extra', and this model has none"):
+        asked(found(spoilt), model)
+    with pytest.raises(DataError, match="extra"):
+        logits(new_run("begun", model=model), found(spoilt))
+    half = Path(shutil.copytree(finished, tmp_path / "half"))
+    shutil.rmtree(half / folder_of(12))
+    with pytest.raises(UserError, match=r"has reached step 8 of 12; name one of its checkpoints: .*step-00000008"):
+        found(half)
+    for name, words in [(tmp_path / "none", "holds no weights to start from"), ("nothing", "holds no weights")]:
+        with pytest.raises(UserError, match=words):
+            found(name)
+    with pytest.raises(UserError, match="has no optimizer's state"):
+        found(folder, optimizer=True)
