@@ -365,8 +365,8 @@ class DataConfig(Settings, title="Data"):
         )
         if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
             raise ValueError(
-                "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before its "
-                "sources are read; name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
+                "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before "
+                "its sources are read; name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
             )
         if of_ids and self.filters != Filters():
             raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
