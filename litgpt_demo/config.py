@@ -358,11 +358,8 @@ class DataConfig(Settings, title="Data"):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        of_ids, mixture, starts = (
-            isinstance(self.corpus, TokensCorpus),
-            self.mixture,
-            [one.after for one in self.stages],
-        )
+        of_ids, mixture = isinstance(self.corpus, TokensCorpus), self.mixture
+        names, starts = [one.label for one in mixture], [stage.after for stage in self.stages]
         if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
             raise ValueError(
                 "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before "
@@ -374,7 +371,6 @@ class DataConfig(Settings, title="Data"):
             raise ValueError("data.corpus and data.mixture are both given; make the corpus a source of the mixture")
         if self.stages and (not mixture or starts != sorted(set(starts))):
             raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
-        names = [one.label for one in mixture]
         if len(names) > len(set(names)):
             raise ValueError(f"data.mixture has two sources of one name ({', '.join(names)}); give each a `name`")
         for weights in (tuple(one.weight for one in mixture), *(one.weights for one in self.stages)) if mixture else ():
