@@ -490,7 +490,7 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
     Args:
         whole: the default of the whole section, which may have other values than the section's own.
     """
-    for name in model.model_json_schema()["properties"]:
+    for name in model.model_json_schema(by_alias=False)["properties"]:
         field = model.model_fields[name]
         value = getattr(whole, name) if isinstance(whole, model) else field.default
         default, text, sections = "", field.description, list(_sections(field.annotation))
@@ -499,7 +499,7 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
         elif not field.is_required() and (not sections or value is None):
             default = json.dumps(value, ensure_ascii=False)
         if not sections or value is None:
-            yield {"setting": f"{prefix}{name}", "default": default, "meaning": " ".join((text or "").split())}
+            yield {"setting": f"{prefix}{field.alias or name}", "default": default, "meaning": " ".join((text or "").split())}
         for section in sections:
             yield from _settings_of(section, f"{prefix}{name}.", value)
 
