@@ -493,13 +493,14 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
     for name in model.model_json_schema(by_alias=False)["properties"]:
         field = model.model_fields[name]
         value = getattr(whole, name) if isinstance(whole, model) else field.default
-        default, text, sections = "", field.description, list(_sections(field.annotation))
+        default, text, sections = "", field.description or "", list(_sections(field.annotation))
         if name == "kind":
-            default, text = get_args(field.annotation)[0], model.__doc__
+            default, text = get_args(field.annotation)[0], model.__doc__ or ""
         elif not field.is_required() and (not sections or value is None):
             default = json.dumps(value, ensure_ascii=False)
         if not sections or value is None:
-            yield {"setting": f"{prefix}{field.alias or name}", "default": default, "meaning": " ".join((text or "").split())}
+            setting = f"{prefix}{field.alias or name}"
+            yield {"setting": setting, "default": default, "meaning": " ".join(text.split())}
         for section in sections:
             yield from _settings_of(section, f"{prefix}{name}.", value)
 

@@ -12,7 +12,7 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 33_036,
+    "source": 33_037,
     "launcher": 15_296,
     "launcher/platforms/kubernetes": 2_913,
     "litgpt_demo": 13_448,
