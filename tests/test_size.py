@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 33_037,
+    "source": 33_041,
     "launcher": 15_296,
     "launcher/platforms/kubernetes": 2_913,
     "litgpt_demo": 13_448,
     "bench": 800,
-    "tests": 26_054,
+    "tests": 26_055,
     "test data": 3_610,
 }
 
