@@ -34,13 +34,13 @@ class Writer:
 
     def __init__(self, run: Storage) -> None:
         spec, kind = read_spec(run), "cuda" if torch.cuda.is_available() else "cpu"
-        empty = Fabric(accelerator=kind, devices=1, precision="32-true").init_module(empty_init=True)
+        fabric = Fabric(accelerator=kind, devices=1, precision="32-true")
         with tempfile.TemporaryDirectory(prefix="litgpt-generate-") as temporary:
             scratch = Path(temporary)
             if (final := exported(run)) is not None:
                 files = [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{LITGPT}/")]
                 folder = bring(run.within(FINAL), files, lambda: scratch) / LITGPT.removeprefix(f"{FINAL}/")
-                with empty:
+                with fabric.init_module(empty_init=True):
                     self._model = GPT(Config.from_file(folder / "model_config.yaml"))
                 with refusing(run.address(LITGPT)):
                     weights = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
@@ -50,7 +50,7 @@ class Writer:
                 found, shards = verified_checkpoint(run, spec, scratch, step=None, newest=True)
                 dataset = open_dataset(spec.dataset)
                 folder = bring(open_storage(spec.dataset), dataset.tokenizer, lambda: scratch / "dataset") / "tokenizer"
-                with empty:
+                with fabric.init_module(empty_init=True):
                     self._model = GPT(litgpt_config(spec.model, vocab_size=dataset.vocab_size))
                 load_weights(shards, self._model.state_dict())
                 self.step = found.step
