@@ -345,7 +345,7 @@ class Lines:
     def __init__(self, job: Job, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
         self._job, self._live, self._on_row, self._logger = job, live, on_row, get_run_logger()
         self._status: JobStatus | None = None
-        self._loss: float | None = None
+        self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
         self._warned: set[str] = set()
@@ -390,9 +390,13 @@ class Lines:
                 emit(MetricsRow(row=row))
                 self._live.add(row)
                 self._on_row(row)
-                self._loss = row.get("loss", self._loss)
-                if row["kind"] == "checkpoint":
-                    reach("checkpoint.committed", self._job.name, self._job.root, step=row["step"], loss=self._loss)
+                if "loss" in row:
+                    self._losses[row["step"]] = row["loss"]
+                if row["kind"] == "checkpoint":  # which is told when it is written, and some steps were done meanwhile
+                    before = [loss for step, loss in self._losses.items() if step <= row["step"]]
+                    self._losses = {step: loss for step, loss in self._losses.items() if step > row["step"]}
+                    at, loss = (self._job.name, self._job.root), before[-1] if before else None
+                    reach("checkpoint.committed", *at, step=row["step"], loss=loss)
                 continue
             short = _cut(line)
             self.tail.append(short)

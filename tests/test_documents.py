@@ -48,11 +48,12 @@ def test_a_port_is_told_to_make() -> None:
         assert "deployments.bootstrap serve --port 4300" in would
 
 
-def test_each_command_of_ours_is_understood_and_its_config_stands() -> None:
+def test_each_command_of_ours_is_understood_and_its_config_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.main import get_command
 
-    from cli.main import app, read_config
+    from cli.main import app, console, read_config
 
+    monkeypatch.setattr("cli.main.console", console)  # --json takes another one
     verbs = get_command(app).commands  # type: ignore[attr-defined]
     for words in commands("train-litgpt"):
         verb, *arguments = words[1:]

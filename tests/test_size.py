@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 31_840,
+    "source": 31_844,
     "launcher": 15_221,
     "launcher/platforms/kubernetes": 2_913,
     "litgpt_demo": 12_360,
     "bench": 800,
-    "tests": 25_356,
+    "tests": 25_453,
     "test data": 3_610,
 }
 
