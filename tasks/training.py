@@ -393,10 +393,10 @@ class Lines:
                 if "loss" in row:
                     self._losses[row["step"]] = row["loss"]
                 if row["kind"] == "checkpoint":  # which is told when it is written, and some steps were done meanwhile
-                    before = [loss for step, loss in self._losses.items() if step <= row["step"]]
-                    self._losses = {step: loss for step, loss in self._losses.items() if step > row["step"]}
-                    at, loss = (self._job.name, self._job.root), before[-1] if before else None
-                    reach("checkpoint.committed", *at, step=row["step"], loss=loss)
+                    loss = None
+                    for step in [step for step in self._losses if step <= row["step"]]:
+                        loss = self._losses.pop(step)
+                    reach("checkpoint.committed", self._job.name, self._job.root, step=row["step"], loss=loss)
                 continue
             short = _cut(line)
             self.tail.append(short)
