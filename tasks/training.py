@@ -44,7 +44,6 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.origins import bring_origin
 from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
@@ -70,9 +69,6 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
-        if run.origin is not None:
-            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
-            spec = spec.model_copy(update={"origin": found})
         await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
@@ -397,10 +393,10 @@ class Lines:
                 if "loss" in row:
                     self._losses[row["step"]] = row["loss"]
                 if row["kind"] == "checkpoint":  # which is told when it is written, and some steps were done meanwhile
-                    before = [loss for step, loss in self._losses.items() if step <= row["step"]]
-                    self._losses = {step: loss for step, loss in self._losses.items() if step > row["step"]}
-                    at, loss = (self._job.name, self._job.root), before[-1] if before else None
-                    reach("checkpoint.committed", *at, step=row["step"], loss=loss)
+                    loss = None
+                    for step in [step for step in self._losses if step <= row["step"]]:
+                        loss = self._losses.pop(step)
+                    reach("checkpoint.committed", self._job.name, self._job.root, step=row["step"], loss=loss)
                 continue
             short = _cut(line)
             self.tail.append(short)

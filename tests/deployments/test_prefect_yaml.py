@@ -129,6 +129,12 @@ def test_automations_are_ones_that_prefect_accepts() -> None:
     zombies, crashed, cancelled, bad = (found[name].trigger for name in names)
     # Orchestrators give a sign of life every 3 minutes; a server that was away must not look like their death.
     assert zombies.within.total_seconds() >= 1200
+    # A flow run that a worker took and had not begun when it died is pending, and never gave a sign.
+    named = ("Pending", "Submitting", "InfrastructurePending", "Running")
+    assert zombies.after == {f"prefect.flow-run.{sign}" for sign in ("heartbeat", *named)}
+    # Each begins the wait anew, and an end ends it.
+    ends = ("Completed", "Failed", "Cancelled", "Crashed")
+    assert zombies.expect == zombies.after | {f"prefect.flow-run.{end}" for end in ends}
     assert crashed.expect == {"prefect.flow-run.Crashed"}
     assert cancelled.expect == {"prefect.flow-run.Cancelled"}
     assert set(bad.match_related["prefect.resource.name"]) == {*KINDS}
