@@ -31,6 +31,7 @@ from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
+from launcher.evaluation import evaluations
 from launcher.formatting import bytes_text
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
@@ -39,7 +40,7 @@ from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.sweeps import trials
-from litgpt_demo.config import Settings
+from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
@@ -307,6 +308,18 @@ def collect(
 
 
 @app.command()
+def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
+    """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
+    asked = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
+    final = _watched("flows.evaluate:evaluate", {"run": target, "evaluation": asked, "root": root})
+    run = open_storage(target if "/" in target else f"{root}/runs/{target}")
+    found = evaluations(run, final.step)
+    _answer([row for one in found for row in one.table])
+    for name, value in (pair for one in found for pair in one.pairs):
+        _say(escape(f"  {name}: {value}"))
+
+
+@app.command()
 def submit(
     deployment: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
     overrides: Overrides = None,
@@ -463,8 +476,8 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
         whole: the default of the whole section, which may have other values than the section's own.
     """
     for name in model.model_json_schema()["properties"]:
-        field = model.model_fields[name]
-        value = getattr(whole, name) if isinstance(whole, model) else field.default
+        own, field = next((own, one) for own, one in model.model_fields.items() if name in (own, one.alias))
+        value = getattr(whole, own) if isinstance(whole, model) else field.default
         default, text, sections = "", field.description, list(_sections(field.annotation))
         if name == "kind":
             default, text = get_args(field.annotation)[0], model.__doc__
