@@ -31,6 +31,7 @@ from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed
+from launcher.evaluation import evaluations
 from launcher.formatting import bytes_text
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
@@ -39,7 +40,7 @@ from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.sweeps import trials
-from litgpt_demo.config import Settings
+from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
@@ -332,6 +333,18 @@ def generate(
     for piece in (text, first, *pieces):
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+@app.command()
+def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
+    """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
+    asked = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
+    final = _watched("flows.evaluate:evaluate", {"run": target, "evaluation": asked, "root": root})
+    run = open_storage(target if "/" in target else f"{root}/runs/{target}")
+    found = evaluations(run, final.step)
+    _answer([row for one in found for row in one.table])
+    for name, value in (pair for one in found for pair in one.pairs):
+        _say(escape(f"  {name}: {value}"))
 
 
 @app.command()

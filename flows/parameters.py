@@ -81,7 +81,8 @@ def takes(
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
         async def begun(**given: Any) -> T:
-            begin(SCRIPT_STEPS if not issubclass(kind, RunConfig) else (Step.DATASET,) if only else TRAINING_STEPS)
+            all_steps = TRAINING_STEPS + ((Step.EVALUATION,) if given.get("evaluation") else ())
+            begin(SCRIPT_STEPS if not issubclass(kind, RunConfig) else (Step.DATASET,) if only else all_steps)
             return await flow(config_from(kind, given))
 
         parameters, lines, kinds = [], [], inspect.Parameter
@@ -197,7 +198,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
 def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
     for name, section in sections.items():
-        given, there = section.model_fields_set, section.model_dump().keys()
+        given, there = section.model_fields_set, section.model_dump(by_alias=False).keys()
         if deployed() and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))

@@ -22,6 +22,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
+from tasks.evaluation import evaluate
 from tasks.preflight import build_image, get_credentials, is_under_way
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit, reach
@@ -63,6 +64,8 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 
         await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
         final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
+    if config.evaluation is not None:
+        final = await evaluate(run.storage.address(), config.evaluation)
     address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
     get_run_logger().info("report: %s", address)  # a command prints where it is at its end
     reach("run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address)

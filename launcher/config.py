@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, Type
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
 
@@ -24,6 +25,7 @@ from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import (
     Count,
     DataConfig,
+    EvaluationConfig,
     Kind,
     ModelConfig,
     Place,
@@ -130,6 +132,8 @@ class RunConfig(Settings):
     """The model."""
     train: TrainConfig = TrainConfig()
     """The training."""
+    evaluation: EvaluationConfig | None = None
+    """The tasks that the collected model is scored by; empty asks none."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
@@ -464,7 +468,7 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             there = _settings_in(kind, section)
             sections = {} if section else {one: field.annotation for one, field in kind.model_fields.items()}
             kinds = [(one, part) for one, whole in sections.items() for part in (whole, *get_args(whole))]
-            known = {inner: f"{one}.{inner}" for one, part in kinds for inner in getattr(part, "model_fields", ())}
+            known = {inner: f"{one}.{inner}" for one, part in kinds for inner in _fields_of(part)}
             known |= dict(zip(there, there, strict=True))
             near = difflib.get_close_matches(str(name), known, n=1 if name in known else 2)
             near = [known[one] for one in near]
@@ -492,9 +496,14 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
         if len(branches) > 1 and chosen:
             branches = chosen
             continue
-        annotation = branches[0].model_fields[str(part)].annotation
+        annotation = _fields_of(branches[0])[str(part)].annotation
         branches = [option for option in get_args(annotation) or (annotation,) if issubclass(option, Settings)]
-    return list(branches[0].model_fields)
+    return list(_fields_of(branches[0]))
+
+
+def _fields_of(kind: Any) -> dict[str, FieldInfo]:
+    """The settings of a section by the names that they are written by; a plain type has none."""
+    return {field.alias or name: field for name, field in getattr(kind, "model_fields", {}).items()}
 
 
 # --- YAML as people write it ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class Step(StrEnum):
     CREDENTIALS = "credentials", "get-credentials"
     TRAINING = "training", "train"
     CHECKPOINTS = "checkpoints", "collect-checkpoints"
+    EVALUATION = "evaluation", "evaluate"
     SCRIPT = "script", "run-script"
 
     def __new__(cls, name: str, task: str) -> Self:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from fractions import Fraction
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -683,6 +684,26 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
         unset = {name for name in self.LATER if getattr(self, name) == type(self).model_fields[name].default}
         return self.model_dump(mode="json", exclude={*left_out, *unset})
+
+
+class EvaluationConfig(Settings, title="Evaluation"):
+    """The tasks of lm-evaluation-harness that the collected model is scored by. They need the extra `evaluate`."""
+
+    tasks: tuple[str, ...] = Field(min_length=1)
+    """Names of tasks, groups or tags: `lm-eval ls tasks` lists them."""
+    task_folder: Place | None = None
+    """A folder of this machine with task files of your own, and their data, named relative to it. A task file may run
+    Python: give one that you trust."""
+    limit: PositiveCount | None = None
+    """Samples of each task, from its start; empty takes all."""
+    few_shot: Count | None = Field(None, ge=0)
+    """Solved examples that stand before each question; empty takes the task's own number."""
+    batch_size: Count = Field(8, gt=0)
+    """Samples that are asked at once."""
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.task_folder is None else Path(self.task_folder).expanduser().resolve()
 
 
 def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/
                      checkpoints/step-00000100/  profile/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
-                     report.html  manifest.json
+                     evaluations/<key>.json  report.html  manifest.json
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ FINAL = "final"
 LITGPT = f"{FINAL}/litgpt"
 HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
+EVALUATIONS = "evaluations"
 
 NODE_REPORT = r"node-[0-9]{1,6}\.json"
 """The name of the report that a node leaves at its end in an attempt's folder, as a regular expression."""

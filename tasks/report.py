@@ -27,6 +27,7 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 
 from launcher.curves import summary
+from launcher.evaluation import evaluations
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
@@ -210,6 +211,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
         avoided=times[-1].record.exclude_nodes if times else (),
         seconds=trained_seconds(rows),
         ledger=ledger(times, rows, read_document(storage).price),
+        evaluations=evaluations(storage, final.step),
     )
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 

@@ -32,7 +32,7 @@ from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
-from litgpt_demo.runs import FINAL, read_metrics
+from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
 
@@ -90,6 +90,7 @@ def plan_of(config: AnyConfig) -> Plan:
         trial_rows = _trial_rows(config, dict(zip(works, sights, strict=True)))
     else:
         (sight,) = sights
+        steps += [] if config.evaluation is None else [Step.EVALUATION]
         figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=sight.tokens(sight.steps))
     datasets = {sight.run.dataset.path: sight for sight in sights}
     rows = [sight.row(step) for sight in datasets.values() for step in steps]
@@ -218,6 +219,9 @@ class Sight:
                 where = run.storage.address(FINAL)
                 if not self.blind and (done := exported(run.storage)) is not None:
                     would = f"nothing: done, loss {loss_text(done.validation_loss)}"
+            case Step.EVALUATION:
+                asked, where = run.config.evaluation, run.storage.address(EVALUATIONS)
+                would = f"score final/huggingface by {', '.join(asked.tasks)}" if asked else ""
         return {"step": step, "would": would, "where": where}
 
     def preparation(self) -> str:

@@ -34,7 +34,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -96,6 +96,8 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
         yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
+    if config.evaluation is not None:
+        yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)
     yield from config.platform.missing_secrets(job.secrets)
 
@@ -123,6 +125,16 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
             yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
         else:
             yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
+    """Check that there is a harness to score the model by, and the folder of the user's own tasks."""
+    if missing := [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]:
+        what = f"evaluation needs {' and '.join(missing)}, which is not installed here"
+        yield Finding("error", "evaluation.missing", what, 'pip install "train-litgpt[evaluate]"')
+    if asked.folder is not None and not asked.folder.is_dir():
+        what = f"evaluation.task_folder={asked.task_folder} is not a folder of this machine"
+        yield Finding("error", "evaluation.task_folder", what, "give the folder with the YAML files of your tasks")
 
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.curves import Progress, downsample, smoothed, summary
+from launcher.evaluation import Evaluation
 from launcher.formatting import ACTIVE, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
@@ -55,6 +56,8 @@ class RunReport:
     avoided: Sequence[str] = ()
     """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
+    evaluations: Sequence[Evaluation] = ()
+    """The scores of the collected model."""
 
     @cached_property
     def progress(self) -> Progress:
@@ -123,6 +126,7 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Loaded back", loaded_back),
         ("In transformers", in_transformers),
+        *(pair for one in report.evaluations for pair in one.pairs),
     ]
     known = ([(name, value) for name, value in pairs if value != NOTHING] for pairs in (first, further))
     return next(known), next(known)

@@ -1,0 +1,87 @@
+"""Scores of a trained model by the harness itself, on a task that needs no network."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from litgpt import LLM
+from prefect import get_client
+from prefect.client.schemas.sorting import ArtifactSort
+
+from flows.evaluate import evaluate
+from launcher.checks.plan import plan_of
+from launcher.config import RunConfig, overridden, validated
+from launcher.errors import ConfigProblem
+from launcher.events import Event, Listener, StepDone
+from launcher.runs.run import RunManifest, plan_run
+from litgpt_demo.documents import read_manifest
+
+TEXTS = [("The first", " of them"), ("She said", " that it was"), ("A house", " and a tree")]
+
+needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason='pip install "train-litgpt[evaluate]"')
+
+
+def with_task(config: RunConfig, folder: Path) -> RunConfig:
+    """The same config, and a task of its own in `folder`."""
+    (folder / "words.jsonl").write_text("".join(json.dumps({"text": a, "goes_on": b}) + "\n" for a, b in TEXTS))
+    task = {
+        "task": "words", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "words.jsonl"}},
+        "test_split": "test", "output_type": "loglikelihood", "doc_to_text": "{{text}}", "target_delimiter": "",
+        "doc_to_target": "{{goes_on}}", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    }  # fmt: skip
+    (folder / "words.yaml").write_text(yaml.safe_dump(task))
+    asked = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}}
+    return validated(RunConfig, overridden(config.model_dump(mode="json"), asked), where="it")
+
+
+@needs_harness
+@pytest.mark.prefect
+def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own_log_likelihoods(
+    trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path
+) -> None:
+    config, storage = with_task(trained.config, tmp_path), plan_run(trained.config).storage
+    assert plan_run(config).key == plan_run(trained.config).key
+    assert [row["step"] for row in plan_of(config).steps][-1] == "evaluation"
+    done = run_again(config)
+    [path] = storage.list("evaluations")
+    scores = {score["metric"]: score for score in json.loads(storage.read(path))["scores"]}
+    assert scores["acc"]["samples"] == 3
+    assert scores["perplexity"]["error"] is not None
+    llm, nats = LLM.load(str(storage.local_path("final/litgpt")), distribute=None), list[float]()
+    llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    for text, goes_on in TEXTS:
+        known, whole = (llm.preprocessor.tokenizer.encode(one).long() for one in (text, text + goes_on))
+        with torch.no_grad():
+            logits = llm.model(whole[None]).float().log_softmax(-1)[0]
+        nats.append(-sum(float(logits[at - 1, whole[at]]) for at in range(len(known), len(whole))))
+    assert math.log(scores["perplexity"]["value"]) == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+    shown = f"{scores['perplexity']['value']:.4f}"
+    assert all(shown in storage.read(file).decode() for file in ("final/MODEL_CARD.md", "report.html"))
+    with get_client(sync_client=True) as client:
+        artifacts = {one.key: one.data for one in client.read_artifacts(sort=ArtifactSort.CREATED_DESC)}
+    assert json.loads(str(artifacts[f"scores-{done.final.run}"]))[0]["value"] == scores["perplexity"]["value"]
+    manifest = read_manifest(storage, RunManifest)
+    assert {("final/" + file.path, file.crc32c) for file in done.final.files} <= {
+        (file.path, file.crc32c) for file in manifest.files
+    }
+    events, card = list[Event](), storage.read("final/MODEL_CARD.md")
+    with Listener(events.append):
+        asyncio.run(evaluate(done.final.run, config.evaluation, root=config.root))
+    assert [event.reused for event in events if isinstance(event, StepDone)] == [True]
+    assert storage.read("final/MODEL_CARD.md") == card
+
+
+def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[..., RunConfig]) -> None:
+    told = {one.code: one for one in plan_of(tiny({"evaluation": {"tasks": ["words"], "task_folder": "no"}})).findings}
+    assert "task_folder=no is not a folder" in told["evaluation.task_folder"].what
+    if find_spec("lm_eval") is None:
+        assert "train-litgpt[evaluate]" in str(told["evaluation.missing"].fix)
+    with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
+        tiny({"evaluation": {"tasks": []}})
