@@ -29,7 +29,7 @@ from litgpt_demo.training.setup import open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 MODEL = ModelConfig(name="pythia-31m", sequence_length=512)
-TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision="bf16-mixed", keep_last=1, keep_best=0)
+TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision="32-true", keep_last=1, keep_best=0)
 
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -75,6 +75,7 @@ def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPa
     taken = Settings()
     assert taken.runner.crash_on_cancellation_failure
     assert taken.worker.query_seconds == 2
+    assert taken.client.retry_extra_codes == {500}
     assert not taken.server.analytics_enabled
     # A worker hands them to its flow runs.
     handed = taken.to_environment_variables(exclude_unset=True)

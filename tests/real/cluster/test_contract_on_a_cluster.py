@@ -23,6 +23,7 @@ from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
+import test_platform_contract
 from test_platform_contract import *  # noqa: F403  the same tests, with the place of this file
 from test_platform_contract import Place
 
@@ -36,10 +37,11 @@ def platform_of(kubeconfig: str, **settings: Any) -> Iterator[GkePlatform]:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     kubeconfig, image, claim, shared = real_cluster.needed(
         "KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED"
     )
+    monkeypatch.setattr(test_platform_contract, "IMAGE", image)
 
     def jobs() -> set[JobId]:
         """This suite's, all of which are called contract-…: also of a run that was interrupted."""
@@ -56,7 +58,7 @@ def place() -> Iterator[Place]:
         TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder,
     ):
         cancelled()
-        yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=lambda: len(jobs()), image=image)
+        yield Place(platform=platform, folder=Path(folder), live_jobs=lambda: len(jobs()), written=jobs)
         cancelled()
 
 
