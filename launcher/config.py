@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
@@ -45,30 +45,24 @@ else:
     PlatformConfig = Annotated[reduce(or_, settings_classes()), Field(discriminator="kind")]
 
 
-class ThreadWorkers(Settings):
+class ThreadWorkers(Settings, title="Threads"):
     """Threads of the process that runs the flow. The tokenizer leaves Python's lock, so they use every core."""
-
-    model_config = ConfigDict(title="Threads")
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
     """The number of workers; empty is one per core, two where the root is a bucket."""
 
 
-class ProcessWorkers(Settings):
+class ProcessWorkers(Settings, title="Processes"):
     """Processes of this machine."""
-
-    model_config = ConfigDict(title="Processes")
 
     kind: Literal["processes"] = Kind("processes")
     count: PositiveCount | None = None
     """The number of workers; empty means one per core."""
 
 
-class DaskWorkers(Settings):
+class DaskWorkers(Settings, title="Dask cluster"):
     """The workers of a Dask cluster, which must see the root and have this package installed."""
-
-    model_config = ConfigDict(title="Dask cluster")
 
     kind: Literal["dask"] = Kind("dask")
     scheduler: str = Field(pattern=r"^(tcp|tls|ucx|ws|wss)://")
@@ -88,10 +82,8 @@ Workers = Annotated[
 ]
 
 
-class StartSettings(Settings):
+class StartSettings(Settings, title="Start"):
     """The choice of what happens to other jobs of the same name. It changes nothing in what a job computes."""
-
-    model_config = ConfigDict(title="Start")
 
     others: Literal["refuse", "keep", "cancel"] = "refuse"
     """The answer to a live job of the same name, but of another dataset, model or script: refuse to start, keep it
@@ -159,10 +151,8 @@ class RunConfig(Settings):
         return self
 
 
-class CodeSettings(Settings):
+class CodeSettings(Settings, title="Code"):
     """A folder of your own code, which nodes get as it is: a change to it needs no new image."""
-
-    model_config = ConfigDict(title="Code")
 
     mount: Place = Field(min_length=1)
     """A folder of the machine where the flow runs: a deployment's worker has another, so that one takes an absolute
@@ -261,10 +251,8 @@ Space: TypeAlias = Choice | Number | Integer
 Objective: TypeAlias = Literal["validation_loss", "tokens_per_second", "cost"]
 
 
-class SweepSettings(Settings):
+class SweepSettings(Settings, title="Sweep"):
     """The settings that the trials of a sweep vary, and how they are found."""
-
-    model_config = ConfigDict(title="Sweep")
 
     grid: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from launcher.machines import machine_named, require_gpus
 from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
@@ -21,10 +21,10 @@ UID = 1000
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings):
+class GkePlatformConfig(
+    tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings, title="GKE or any Kubernetes"
+):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
-
-    model_config = ConfigDict(title="GKE or any Kubernetes")
 
     opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
 

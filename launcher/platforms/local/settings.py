@@ -6,17 +6,15 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import Count, Kind
 from litgpt_demo.errors import Finding
 
 
-class LocalPlatformConfig(PlatformSettings):
+class LocalPlatformConfig(PlatformSettings, title="This machine"):
     """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
-
-    model_config = ConfigDict(title="This machine")
 
     opens: ClassVar[str] = "launcher.platforms.local.platform:LocalPlatform.of"
     on_this_machine: ClassVar[bool] = True
