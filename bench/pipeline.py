@@ -27,9 +27,9 @@ from prefect.settings import get_current_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from launcher.config import RunConfig, ScriptConfig, config_document, validated
-from launcher.platforms.local.platform import LocalPlatform
-from launcher.runs.attempts import claim_of
-from launcher.runs.run import plan_run, training_spec, write_config
+from launcher.platforms import default_settings
+from launcher.runs.attempts import claim_at
+from launcher.runs.run import plan_run, plan_script, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.node import agent, rendezvous
 from litgpt_demo.training.checkpoints import committed
@@ -45,7 +45,7 @@ def bare(root: Path, settings: list[str]) -> float:
     run = plan_run(validated(RunConfig, config_document(CONFIG, [f"root={root}", *settings]), where="here"))
     write_config(run, training_spec(run, prepare(run.dataset, run.root)))
     job = run.job(attempt=1, image=None)
-    environment = os.environ | LocalPlatform().render(job).body["nodes"][0]["env"]
+    environment = os.environ | default_settings().open().render(job).body["nodes"][0]["env"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     began, nodes = time.monotonic(), []
@@ -75,7 +75,7 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
     script.write_text(TICK)
     settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(root / "ticks"), "script": str(script)}
     config.write_text(json.dumps(settings))  # JSON is YAML
-    attempts, environment, shown = claim_of(ScriptConfig.model_validate(settings)).attempts, os.environ | environment, 0
+    attempts, environment, shown = claim_at(plan_script(ScriptConfig(**settings))).attempts, os.environ | environment, 0
     try:
         for _ in range(2):
             command, began = [*CLI, "run", str(config)], time.monotonic()

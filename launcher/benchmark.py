@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings
 from launcher.formatting import NOTHING
@@ -15,10 +15,8 @@ from litgpt_demo.config import Count, Place, Settings
 from litgpt_demo.node.gate import Result
 
 
-class MeasureSettings(Settings):
+class MeasureSettings(Settings, title="Measurement"):
     """The settings of a measurement: how much is measured, and the floor that the result is compared with."""
-
-    model_config = ConfigDict(title="Measurement")
 
     seconds: Count = Field(60, ge=4, le=3600)
     """Seconds for one measurement; half of them for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""

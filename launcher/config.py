@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
@@ -45,30 +45,24 @@ else:
     PlatformConfig = Annotated[reduce(or_, settings_classes()), Field(discriminator="kind")]
 
 
-class ThreadWorkers(Settings):
+class ThreadWorkers(Settings, title="Threads"):
     """Threads of the process that runs the flow. The tokenizer leaves Python's lock, so they use every core."""
-
-    model_config = ConfigDict(title="Threads")
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
     """The number of workers; empty is one per core, two where the root is a bucket."""
 
 
-class ProcessWorkers(Settings):
+class ProcessWorkers(Settings, title="Processes"):
     """Processes of this machine."""
-
-    model_config = ConfigDict(title="Processes")
 
     kind: Literal["processes"] = Kind("processes")
     count: PositiveCount | None = None
     """The number of workers; empty means one per core."""
 
 
-class DaskWorkers(Settings):
+class DaskWorkers(Settings, title="Dask cluster"):
     """The workers of a Dask cluster, which must see the root and have this package installed."""
-
-    model_config = ConfigDict(title="Dask cluster")
 
     kind: Literal["dask"] = Kind("dask")
     scheduler: str = Field(pattern=r"^(tcp|tls|ucx|ws|wss)://")
@@ -88,10 +82,8 @@ Workers = Annotated[
 ]
 
 
-class StartSettings(Settings):
+class StartSettings(Settings, title="Start"):
     """The choice of what happens to other jobs of the same name. It changes nothing in what a job computes."""
-
-    model_config = ConfigDict(title="Start")
 
     others: Literal["refuse", "keep", "cancel"] = "refuse"
     """The answer to a live job of the same name, but of another dataset, model or script: refuse to start, keep it
@@ -108,13 +100,6 @@ class TrainingStart(StartSettings):
     max_usd: float | None = Field(None, gt=0)
     """Dollars that all attempts of the run may cost: it saves and leaves before they are passed, and goes on from there
     once this is raised."""
-
-
-def _require_price(platform: PlatformConfig, name: str, wanted: object) -> None:
-    """Refuse a setting that asks for the cost of machines whose price nobody knows."""
-    if wanted and platform.price is None:
-        known = f"{platform.hardware or platform.kind} has no list price that is known here"
-        raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
 
 
 class RunConfig(Settings):
@@ -155,14 +140,17 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _is_priced(self) -> Self:
-        _require_price(self.platform, "start.max_usd", self.start.max_usd)
+        asks: dict[str, object] = {"start.max_usd": self.start.max_usd}
+        if isinstance(self, SweepConfig):
+            asks["sweep.max_usd or the objective cost"] = self.sweep.max_usd or "cost" in self.sweep.objectives
+        if self.platform.price is None and (name := next(filter(asks.get, asks), None)):
+            known = f"{self.platform.hardware or self.platform.kind} has no list price that is known here"
+            raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
         return self
 
 
-class CodeSettings(Settings):
+class CodeSettings(Settings, title="Code"):
     """A folder of your own code, which nodes get as it is: a change to it needs no new image."""
-
-    model_config = ConfigDict(title="Code")
 
     mount: Place = Field(min_length=1)
     """A folder of the machine where the flow runs: a deployment's worker has another, so that one takes an absolute
@@ -170,7 +158,7 @@ class CodeSettings(Settings):
     in, first on PYTHONPATH; `script` is then a path in it."""
 
 
-class ScriptConfig(Settings):
+class ScriptConfig(Settings, coerce_numbers_to_str=True):
     """Any script or module on several nodes, launched and watched as a training is."""
 
     name: str = Field("script", pattern=NAME_PATTERN)
@@ -195,19 +183,6 @@ class ScriptConfig(Settings):
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
-
-    @field_validator("args", "env", mode="before")
-    @classmethod
-    def _numbers_are_words(cls, given: Any) -> Any:
-        def word(value: Any) -> Any:
-            if isinstance(value, bool | date):  # how somebody wrote it nobody knows any more
-                raise ValueError(f"{value} given, which YAML reads from several spellings; quote it, as '{value}'")
-            return str(value) if isinstance(value, int | float) else value
-
-        if isinstance(given, Mapping):
-            return {name: word(value) for name, value in given.items()}
-        words = isinstance(given, Sequence) and not isinstance(given, str)
-        return [word(value) for value in given] if words else given
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -261,10 +236,8 @@ Space: TypeAlias = Choice | Number | Integer
 Objective: TypeAlias = Literal["validation_loss", "tokens_per_second", "cost"]
 
 
-class SweepSettings(Settings):
+class SweepSettings(Settings, title="Sweep"):
     """The settings that the trials of a sweep vary, and how they are found."""
-
-    model_config = ConfigDict(title="Sweep")
 
     grid: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
@@ -315,14 +288,6 @@ class SweepConfig(RunConfig):
 
     sweep: SweepSettings = SweepSettings()
     """The settings to vary."""
-
-    @model_validator(mode="after")
-    def _is_priced_too(self) -> Self:
-        sweep = self.sweep
-        _require_price(
-            self.platform, "sweep.max_usd or the objective cost", sweep.max_usd or "cost" in sweep.objectives
-        )
-        return self
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -437,6 +402,7 @@ _GONE = {
     "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
     "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
     "image.push": "it left images in this machine's engine, which is gone; leave it out, and name a registry",
+    "platform.min_nodes": "it let a job go on without a lost node, which is gone; leave it out: a new attempt follows",
     "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
 
@@ -480,6 +446,8 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return "is not given; it says which kind of settings these are"
         case "union_tag_invalid":
             return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
+        case "string_type" if isinstance(given, bool | date):  # how somebody wrote it nobody knows any more
+            return f"{given} given, which YAML reads from several spellings; quote it, as '{given}'"
         case "model_type" | "model_attributes_type":
             return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
         case "string_pattern_mismatch" if problem["ctx"]["pattern"] == NAME_PATTERN:
@@ -488,7 +456,6 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
 
 
 def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
-    """Names of the settings that the section has, in the order they are declared."""
     branches = [kind]
     for part in section:
         kinds = {branch: branch.model_fields.get("kind") for branch in branches}
@@ -504,9 +471,6 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 def _fields_of(kind: Any) -> dict[str, FieldInfo]:
     """The settings of a section by the names that they are written by; a plain type has none."""
     return {field.alias or name: field for name, field in getattr(kind, "model_fields", {}).items()}
-
-
-# --- YAML as people write it ------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,25 +5,21 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
 from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
 from litgpt_demo.config import Count, Kind, Settings
 
 
-class NoImage(Settings):
+class NoImage(Settings, title="No image"):
     """The nodes run this very environment: for `platform: {kind: local}`."""
-
-    model_config = ConfigDict(title="No image")
 
     kind: Literal["none"] = Kind("none")
 
 
-class PrebuiltImage(Settings):
+class PrebuiltImage(Settings, title="Prebuilt image"):
     """An image that is in its registry already."""
-
-    model_config = ConfigDict(title="Prebuilt image")
 
     kind: Literal["prebuilt"] = Kind("prebuilt")
     reference: str
@@ -102,20 +98,16 @@ class BuiltImage(Settings):
         return self
 
 
-class DockerImage(BuiltImage):
+class DockerImage(BuiltImage, title="Built here, with Docker or Podman"):
     """An image that a container engine builds here and pushes."""
-
-    model_config = ConfigDict(title="Built here, with Docker or Podman")
 
     kind: Literal["docker"] = Kind("docker")
     engine: Literal["auto", "docker", "podman"] = "auto"
     """The program that builds; auto takes the first of docker and podman that is installed."""
 
 
-class CloudBuildImage(BuiltImage):
+class CloudBuildImage(BuiltImage, title="Built with Google Cloud Build"):
     """An image that Google Cloud Build builds and pushes. The context goes through the run's bucket."""
-
-    model_config = ConfigDict(title="Built with Google Cloud Build")
 
     kind: Literal["cloudbuild"] = Kind("cloudbuild")
     project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")

@@ -166,10 +166,6 @@ class Network:
     """None where nothing has to be on the nodes."""
 
     @property
-    def name(self) -> str:
-        return self.node.name
-
-    @property
     def root(self) -> bool:
         """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
         capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
@@ -255,10 +251,8 @@ def released(
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
     says which release it is, and only a known one what it is qualified for. `plugin` and `daemon` are the publisher's
-    images, without tag; `manifest` is the address of the installer's.
-
-    Raises:
-        ConfigProblem: `latest`, or a tag whose partner is not known.
+    images, without tag; `manifest` is the address of the installer's. A ConfigProblem for `latest`, or a tag whose
+    partner is not known.
     """
     given, given_daemon = options.network_plugin or "", getattr(options, "network_daemon", None) or ""
     tag, daemon_tag = (re.split("[:/]", one.partition("@")[0])[-1] for one in (given, given_daemon))

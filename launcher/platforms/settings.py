@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_LABEL = 63
-"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
-RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035). What a name is
+made of NAME_PATTERN sees to."""
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -65,17 +64,6 @@ class PlatformSettings(Settings):
     grace: Count
     usd_per_hour: float | None = Field(None, gt=0)
     """The price of a node for an hour, in dollars; empty takes the list price of `machine`, where one is known."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_range(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:
-            what = "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone"
-            fix = "a lost node is a new attempt from the last checkpoint; set platform.nodes to one number"
-            raise ValueError(f"{what}: {fix}")
-        return {name: value for name, value in given.items() if name != "min_nodes"}
 
     def open(self) -> Platform:
         """Return the platform, set up as these settings say. Its module is imported here, and not before."""
@@ -129,7 +117,8 @@ class PlatformSettings(Settings):
     @property
     def driver(self) -> str | None:
         """Return the GPU driver that the platform is asked to install, None where the machines' own is taken."""
-        return None
+        named: str | None = getattr(self, "gpu_driver", None)
+        return named
 
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for.

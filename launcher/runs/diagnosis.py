@@ -127,8 +127,6 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
-# --- the reports of the nodes -----------------------------------------------------------------------------------------
-
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
 # Exit codes are a byte, one of GCP Batch's reserved ones, or the negative number of a signal.
 _ExitCode = Annotated[int, Field(ge=-1000, lt=1_000_000)]
@@ -212,8 +210,6 @@ def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, in
         time.sleep(0.2)
 
 
-# --- the culprit -----------------------------------------------------------------------------------------------------
-
 # Of two causes the one that says more comes first.
 _SEVERITY = (
     Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
@@ -255,8 +251,6 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class _Suspect(Verdict):
-    """The end of one node, as the reason why all others ended."""
-
     node: int
     part: Part = Part.CAUSE
     ended: float = -math.inf
@@ -271,7 +265,6 @@ class _Suspect(Verdict):
 
     @property
     def order(self) -> tuple[int, float, float, int]:
-        """Return what sorts the likeliest cause first."""
         # A broken machine explains what hangs and is taken away, and no mistake in a program.
         severity = _SEVERITY.index(Fault.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
         return self.part, severity, self.began, self.node
@@ -323,9 +316,6 @@ def diagnose(
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
     # The platform knows the machine better, and knows it of a node that left no report.
     return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host, logs=logs)
-
-
-# --- one node ---------------------------------------------------------------------------------------------------------
 
 
 def _reported(report: NodeReport) -> _Suspect:

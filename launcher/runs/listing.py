@@ -134,7 +134,6 @@ def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) 
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
-    """The last attempt of every run whose record can be read, and those that cannot; a DataError if one is meant."""
     newest = index.newest(bad := DamagedRecords())
     if bad and not any(map(means, newest)):
         raise DataError(str(bad))
@@ -165,9 +164,6 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
         rows.append(f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} {ago} ago)")
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,9 +259,6 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
         }
         for row in rows
     ]
-
-
-# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
@@ -18,10 +18,8 @@ LONGEST = 14 * 86_400
 LONGEST_FLEX_START = 7 * 86_400
 
 
-class BatchPlatformConfig(ClusterSettings):
+class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     """VMs that GCP Batch makes for the job and takes away after it."""
-
-    model_config = ConfigDict(title="GCP Batch")
 
     opens: ClassVar[str] = "launcher.platforms.batch.platform:BatchPlatform"
 
@@ -98,10 +96,6 @@ class BatchPlatformConfig(ClusterSettings):
     """Seconds that nodes which are up wait for the last one."""
     restarts: Count = Field(1, ge=0, le=10)
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
-
-    @property
-    def driver(self) -> str | None:
-        return self.gpu_driver
 
     @property
     def parent(self) -> str:

@@ -113,9 +113,6 @@ def _total(pod: Object, *parts: str) -> Amounts:
     return total
 
 
-# --- machines ---------------------------------------------------------------------------------------------------------
-
-
 def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
     settings = survey.settings
@@ -158,7 +155,6 @@ def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
 
 
 def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
-    """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
@@ -182,7 +178,6 @@ def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
 
 
 def _too_small(node: ApiObject, wanted: Amounts) -> str:
-    """Return what a machine has less of than is asked for; empty if it is large enough."""
     allocatable = node.get("status", {}).get("allocatable", {})
     for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
         has, asked = _amount(allocatable.get(resource, "0")), wanted.get(resource, Decimal(0))
@@ -216,11 +211,8 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
         yield good("machines", f"{what}; the node pools can grow to it ({listed})")
 
 
-# --- the namespace ----------------------------------------------------------------------------------------------------
 # The cluster's own answer to a dry run of one pod is exact for limits, Pod Security and policies. It says nothing of
 # the other pods, or of what a limit that is set by default will do to a training.
-
-
 def quotas(survey: Survey) -> Iterator[Finding]:
     """Yield what the job as a whole asks for and a ResourceQuota has not got, now or ever.
 

@@ -55,7 +55,8 @@ class GkePlatform:
         self._rendered: dict[JobId, Job] = {}
         self._jobs: dict[JobId, JobWatch] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
-        weakref.finalize(self, _stop, self._jobs)
+        self.close = weakref.finalize(self, _stop, self._jobs)
+        """Ends all watches, as is done too when the platform is no longer used."""
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -69,17 +70,12 @@ class GkePlatform:
             return self._settings.workload
         return "jobset" if _serves_jobsets.get(self._key, True) else "job"
 
-    def close(self) -> None:
-        """End all watches, as is done too when the platform is no longer used."""
-        _stop(self._jobs)
-
     def render(self, job: Job) -> Submission:
         submission = render(job, self._settings, self.workload)
         self._rendered[submission.job_id] = job
         return submission
 
     def check_access(self) -> str:
-        """Prove that the cluster answers, and lets us do what a run does."""
         version = self.cluster.version()
         self._learn()
         if (found := permissions(self.cluster, self._settings, self.workload)).severity == "error":
@@ -206,7 +202,6 @@ class GkePlatform:
         return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """Return the lines that the nodes have logged since `position`."""
         job, watch = states.JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.watched:
             once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
@@ -275,7 +270,6 @@ class GkePlatform:
             raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return everything that has the job's labels, a line for each kind."""
         job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
         left = _left(self.cluster, job, self._settings, refused)
         if words := "; ".join(error.message for error in refused.values()):

@@ -85,8 +85,6 @@ def advice(message: str) -> str:
     return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "gke")))
 
 
-# --- a job that waits -------------------------------------------------------------------------------------------------
-
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -170,7 +168,6 @@ _WAITING = (
 
 
 def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
-    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
     reasons: dict[Finding, list[int]] = {}
     for pod in waiting:
         found: list[Finding] = []

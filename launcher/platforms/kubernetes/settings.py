@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from launcher.machines import machine_named, require_gpus
+from launcher.machines import MACHINES, require_gpus
 from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
 from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings
@@ -21,10 +22,10 @@ UID = 1000
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings):
+class GkePlatformConfig(
+    tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings, title="GKE or any Kubernetes"
+):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
-
-    model_config = ConfigDict(title="GKE or any Kubernetes")
 
     opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
 
@@ -139,8 +140,11 @@ class GkePlatformConfig(tcpx.Options, roce.Options, gib.Options, NetworkSettings
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.machine is not None:
-            machine_named(self.machine)
+        if self.machine is not None and self.machine not in MACHINES:
+            near = difflib.get_close_matches(self.machine, MACHINES, n=3) or MACHINES
+            what = f"platform.machine={self.machine!r} is not in the table of machines"
+            fix = "Any other: leave it out and give platform.gpus, and cpus and memory if they matter"
+            raise ValueError(f"{what}; did you mean {' or '.join(near)}? {fix}")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         if (self.cluster is None) != (self.location is None):
             raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")

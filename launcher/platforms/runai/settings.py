@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from launcher.errors import ConfigProblem, LoginProblem
 from launcher.machines import require_gpus
@@ -56,10 +56,8 @@ class Claim(Settings):
     """The folder where it is mounted."""
 
 
-class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings):
+class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title="Run:ai"):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
-
-    model_config = ConfigDict(title="Run:ai")
 
     opens: ClassVar[str] = "launcher.platforms.runai.platform:RunaiPlatform"
 

@@ -84,8 +84,6 @@ _LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
 class _Row(NamedTuple):
-    """A job of the queue, or of the accounts."""
-
     number: int
     state: str
     reason: str = ""
@@ -179,7 +177,8 @@ class SlurmPlatform:
         if row and state.live:
             reasons = (_reason(row),) if state is JobState.PENDING and row.reason not in {"None", ""} else ()
             begun = started if state is JobState.RUNNING else None
-            hosts = _hosts(row.nodes)
+            # Where Slurm's list has one name each; a range such as n[0-3] is left to the reports.
+            hosts = dict(enumerate(row.nodes.split(","))) if row.nodes and "[" not in row.nodes else {}
             return JobStatus(
                 state=state, native=word, reasons=reasons, scheduled=begun, started=begun, pulled=begun, hosts=hosts
             )
@@ -226,14 +225,11 @@ class SlurmPlatform:
     def left(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"job {row.number} ({row.state})" for row in self._live(SlurmJob.of(job_id).name))
 
-    # --- Slurm's commands ---------------------------------------------------------------------------------------------
-
     def _live(self, name: str) -> list[_Row]:
         rows = self._rows(name, fresh=True)
         return [row for row in rows if not _STATES.get(row.state, JobState.UNKNOWN).final]
 
     def _row(self, name: str) -> _Row | None:
-        """Return the job of that name: as the queue has it, else as the accounts have it, where there are any."""
         if rows := self._rows(name):
             return min(rows)
         since = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
@@ -257,14 +253,7 @@ class SlurmPlatform:
             return self._queue.get(name, [])
 
     def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
-        """Return what a command prints.
-
-        Raises:
-            NotInstalled: the command is not there.
-            LoginProblem: ssh did not let us in.
-            PlatformUnreachable: no answer.
-            PlatformRefused: Slurm said no, unless in words that `unless` has.
-        """
+        """Return what a command prints; `unless` has words of a no that is none."""
         host = self._settings.host
         command = [*words] if host is None else ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join(words)]
         if shutil.which(command[0]) is None:
@@ -292,7 +281,6 @@ class SlurmPlatform:
 
 
 def _reason(row: _Row) -> Finding:
-    """Return why a job waits, in words, with the time at which Slurm expects to start it."""
     reason = row.reason.strip("()").partition(",")[0]
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     if limit := _LIMIT.fullmatch(reason):
@@ -309,8 +297,3 @@ def _moment(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
-
-
-def _hosts(nodes: str) -> dict[int, str]:
-    """Node number to machine, where Slurm's list has one name each; a range such as n[0-3] is left to the reports."""
-    return dict(enumerate(nodes.split(","))) if nodes and "[" not in nodes else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from launcher.environment import as_rows, node_environment
@@ -42,35 +41,29 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         log_flags=("--log-uri", job.directory, "--log-every", "10") if remote else (),
         grace=settings.grace,
     )
-    log = shlex.quote(f"{_literal(job.directory)}/node-%n.log")
+    folder, user_error = job.directory.replace("%", "%%"), EXIT_CODES[Fault.USER]  # `%` begins a replacement
+    log = shlex.quote(f"{folder}/node-%n.log")
     output = "" if remote else f" --output={log} --open-mode=append"
     given = [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
-    given += list(_secrets(job, settings))
-    text = "\n".join(["#!/bin/bash", *_options(job, settings), "", *given, "", _SCRIPT.format(
-        software="\n".join(_software(settings)),
-        wait=_WAIT,
-        output=output,
-        container="".join(f" {shlex.quote(one)}" for one in _container(job, settings)),
-        python=" ".join(shlex.quote(one) for one in _python(job, settings)),
-        words=shlex.join(command),
-        run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
-        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
-    )])  # fmt: skip
-    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
-    return Submission(
-        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
-    )
-
-
-def _literal(path: str) -> str:
-    """A path in a file name pattern, in which `%` begins a replacement."""
-    return path.replace("%", "%%")
-
-
-def _options(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+    for name in job.secrets:  # read from their files on the cluster: values are in no script and on no command line
+        path = settings.secrets.get(name, "")
+        file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+        said = f"error [slurm.secret] {name}: {path} cannot be read"
+        given += [f'{name}=$(cat {file}) || {{ echo "{said}"; exit {user_error}; }}', f"export {name}"]
+    software = [f"module load {shlex.quote(module)} || exit {user_error}" for module in settings.modules]
+    software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
+    mounts = [*([] if remote else [str(PurePosixPath(job.root or job.directory))]), *settings.mounts]
+    container, python = list[str](), ["python"]
+    if settings.container == "pyxis":  # by options of srun (https://github.com/NVIDIA/pyxis#usage)
+        container = [f"--container-image={settings.container_image or (job.image or UNBUILT).replace('/', '#', 1)}"]
+        both = ",".join(one if ":" in one else f"{one}:{one}" for one in mounts)
+        container += [f"--container-mounts={both}"] if both else []
+    elif settings.container == "apptainer":
+        bound = (word for one in mounts for word in ("--bind", one))
+        image = settings.container_image or f"docker://{job.image or UNBUILT}"
+        python = ["apptainer", "exec", *(["--nv"] if settings.gpus else []), *bound, image, "python"]
     avoided = ",".join(dict.fromkeys((*settings.exclude, *job.exclude_nodes)))
     gpus = settings.gpus if settings.gres is None else 0
-    output = "/dev/null" if is_remote(job.directory) else f"{_literal(job.directory)}/slurm-%j.log"
     options = {
         "job-name": job.attempt_name,
         "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
@@ -85,53 +78,26 @@ def _options(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
             "gres": settings.gres, "cpus-per-task": settings.cpus, "mem": settings.memory, "time": settings.time,
         }),
         "signal": f"B:TERM@{settings.grace}",
-        "output": output,
+        "output": "/dev/null" if remote else f"{folder}/slurm-%j.log",
         "export": "NONE",
     }  # fmt: skip
-    yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items())
-    yield "#SBATCH --no-requeue"
-    if settings.exclusive:
-        yield "#SBATCH --exclusive"
-    yield from (f"#SBATCH {option}" for option in settings.options)
-
-
-def _secrets(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    """Read each secret from its file on the cluster: its value is in no script and on no command line."""
-    for name in job.secrets:
-        path = settings.secrets.get(name, "")
-        file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
-        code = EXIT_CODES[Fault.USER]
-        yield f'{name}=$(cat {file}) || {{ echo "error [slurm.secret] {name}: {path} cannot be read"; exit {code}; }}'
-        yield f"export {name}"
-
-
-def _software(settings: SlurmPlatformConfig) -> Iterator[str]:
-    yield from (f"module load {shlex.quote(module)} || exit {EXIT_CODES[Fault.USER]}" for module in settings.modules)
-    if settings.venv is not None:
-        yield f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"
-
-
-def _container(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    """The options of srun by which Pyxis runs the image (https://github.com/NVIDIA/pyxis#usage)."""
-    if settings.container == "pyxis":
-        yield f"--container-image={settings.container_image or (job.image or UNBUILT).replace('/', '#', 1)}"
-        mounts = [one if ":" in one else f"{one}:{one}" for one in _mounts(job, settings)]
-        if mounts:
-            yield f"--container-mounts={','.join(mounts)}"
-
-
-def _python(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    if settings.container == "apptainer":
-        yield from ("apptainer", "exec", *(["--nv"] if settings.gpus else []))
-        yield from (word for mount in _mounts(job, settings) for word in ("--bind", mount))
-        yield settings.container_image or f"docker://{job.image or UNBUILT}"
-    yield "python"
-
-
-def _mounts(job: Job, settings: SlurmPlatformConfig) -> list[str]:
-    """The run's folder's root, where it is one, and what the user names."""
-    root = [] if is_remote(job.directory) else [str(PurePosixPath(job.root or job.directory))]
-    return [*root, *settings.mounts]
+    flags = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()] + ["--no-requeue"]
+    flags += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
+    heading = [f"#SBATCH {flag}" for flag in flags]
+    text = "\n".join(["#!/bin/bash", *heading, "", *given, "", _SCRIPT.format(
+        software="\n".join(software),
+        wait=_WAIT,
+        output=output,
+        container="".join(f" {shlex.quote(one)}" for one in container),
+        python=shlex.join(python),
+        words=shlex.join(command),
+        run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
+        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
+    )])  # fmt: skip
+    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
+    return Submission(
+        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
+    )
 
 
 # The batch script itself runs on the first node alone. SIGTERM, which Slurm sends before the time limit, goes on to the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, NetworkSettings, OnMachines, chosen_network, ib, require_fit, roce
@@ -34,10 +34,8 @@ def seconds_of(time: str) -> int | None:
     return 86_400 * (days + only_days) + 3600 * (hours + day_hours) + 60 * minutes + seconds + rest
 
 
-class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterSettings):
+class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterSettings, title="Slurm"):
     """Nodes of a cluster that Slurm shares out: one `sbatch` job, in which `srun` starts each node of the training."""
-
-    model_config = ConfigDict(title="Slurm")
 
     opens: ClassVar[str] = "launcher.platforms.slurm.platform:SlurmPlatform"
 
