@@ -36,6 +36,7 @@ from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
+from litgpt_demo.training.origins import bring_origin
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
@@ -61,6 +62,9 @@ _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
+        if run.origin is not None:
+            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
+            spec = spec.model_copy(update={"origin": found})
     """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform, train = run.config.platform, run.config.train
