@@ -272,6 +272,8 @@ class Windows:
     files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
     """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
     length: int
+    key: str = ""
+    """The dataset's, by which with a run's seed its samples have their order."""
 
     def __len__(self) -> int:
         return max(0, (sum(map(len, self.files)) - 1) // self.length)
@@ -301,7 +303,8 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
         raise UserError(what, fix="set platform.stage to copy")
     paths = [folder / (manifest.home or "") / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
-    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
+    files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]
+    return Windows(files=files, length=length, key=manifest.key)
 
 
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
