@@ -207,7 +207,6 @@ def run(
 
 
 def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
-    """The overrides, and those that these options stand for."""
     if new and cancel_old:
         raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
     others = ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
@@ -519,7 +518,6 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:
-    """The settings models in an annotation: one for a section, several for a union of them."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         yield annotation
     for part in get_args(annotation):

@@ -186,7 +186,6 @@ def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConf
 
 
 def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Validate a section; where it cannot be used, say how single settings are changed."""
     try:
         return validate(value)
     except ValidationError as error:

@@ -85,7 +85,6 @@ async def reap() -> list[str]:
 
 
 async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
-    """Every flow run of ours of the last days that is in this state, the newest first."""
     found: list[Any] = []
     state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[of_state]))
     lately = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
@@ -182,7 +181,6 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
-    """The state type of each flow run that the server knows."""
     ids: list[Any] = list(flow_runs)
     found = await client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids)))
     return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

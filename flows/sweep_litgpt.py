@@ -113,8 +113,6 @@ async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
 
 
 class _Sweep:
-    """A sweep on its way: its search, and what became of its trials by their numbers."""
-
     def __init__(
         self, config: SweepConfig, name: str, index: Index, watch: CancelWatch,
         plan: Callable[[DataConfig], PlannedDataset],
@@ -206,7 +204,6 @@ class _Sweep:
             self._settle(number, await asyncio.to_thread(outcome_of, trial, run, times, loss=loss, ended=ended))
 
     def _look(self, number: int, run: Run, row: Row) -> None:
-        """Take a row of a trial's metrics, and end the trial if it falls behind the others."""
         match row:
             case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
                 evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
@@ -216,6 +213,5 @@ class _Sweep:
                     self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
 
     def _prune(self, run: Run, why: str) -> None:
-        """Write down why the trial ends, and cancel its job."""
         self.storage.write(f"pruned/{run.name}", why.encode())
         Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform)).cancel(patience=90.0)

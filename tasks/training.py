@@ -197,7 +197,6 @@ async def _turn(
 
 
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
-    """Write down why an attempt ended, and how far it got: a resumed flow run counts it."""
     after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
         attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
@@ -208,7 +207,6 @@ async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) 
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
-    """Return the machines that the next attempt avoids; tell which, and once of each that cannot be avoided."""
     verdicts = claim.attempts.index.judged(claim.attempts.run)
     machines = claim.blamed(verdicts)
     if not machines:
@@ -415,7 +413,6 @@ class Lines:
             self.log()
 
     def _is_news(self, warning: str) -> bool:
-        """Return whether to tell a warning: each once, whatever rank or node it is of, and not too many."""
         if warning in self._warned or len(self._warned) > _MOST_WARNINGS:
             return False
         self._warned.add(warning)

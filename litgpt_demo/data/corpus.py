@@ -312,7 +312,6 @@ def asking_hub(repository: str, revision: str) -> Iterator[None]:
 
 
 def _hub_sources(corpus: HubCorpus) -> list[Source]:
-    """The repository's files that the corpus takes, pinned to a commit."""
     from huggingface_hub import HfApi
 
     hub = redacted(endpoint := hub_endpoint())

@@ -209,7 +209,6 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
 
 
 def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -> DatasetManifest:
-    """The manifest of a dataset with what is known before it is made, and what is its `own`."""
     (of_tokenizer, files), nothing = tokenizer, Split(documents=0, tokens=0, files=())
     known: dict[str, Any] = {
         "format": FORMAT,
@@ -237,7 +236,6 @@ def _total(splits: Iterable[Split]) -> Split:
 
 
 def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    """Prepare each source of a mixture as a dataset of its own, and say what they are together."""
     made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
     sources = list[Ingredient]()
     for source, one in zip(planned.data.mixture, made, strict=True):
@@ -285,7 +283,6 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
 
 
 def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
-    """Return what one file of ids holds; a step for workers."""
     home, width = manifest.home, np.dtype(manifest.dtype).itemsize
     if home is None:
         with local_copy(source, work.make_scratch()) as path:
@@ -413,8 +410,6 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
 
 @dataclass
 class _HashedFile:
-    """A file of a split: the pieces that are to be joined in it, and their sha256."""
-
     pieces: list[FileRecord] = field(default_factory=list)
     hash: Any = field(default_factory=sha256)
 

@@ -495,7 +495,6 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
 def _json_lines(
     stream: io.BufferedReader, source: Source, column: str, start: int, begun: int, end: int | None, most: int
 ) -> Iterator[Batch]:
-    """The string in one field of each line; lines of white space are none."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 

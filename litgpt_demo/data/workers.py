@@ -148,13 +148,11 @@ def file_name(number: int, suffix: str) -> str:
 
 
 def _digest_of(shard: Shard) -> str:
-    """Tells a shard from any other, by its files' names and versions, their parts, and the limit."""
     parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
     return key_of(shard.number, shard.limit, *parts)
 
 
 def _recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    """Return what was noted of this shard, if every file that belongs to it is as it was then."""
     ledger = work.ledger
     try:
         record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
@@ -363,7 +361,6 @@ def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
 
 @cache
 def _letters_and_spaces() -> tuple[Mask, Mask]:
-    """A table by code point: is it a letter or a mark on one, and is it white space?"""
     import sys
     import unicodedata
 
@@ -466,8 +463,6 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
 
 @dataclass
 class _Piece:
-    """The tokens of a shard's documents of one split, on their way into the storage."""
-
     path: Path
     documents: int = 0
     tokens: int = 0

@@ -68,8 +68,6 @@ class UnsettledError(Exception):
 
 
 def _settled(role: str) -> Callable[[Verb], Verb]:
-    """Make each call of a verb about a path an attempt of `_retry_transient`."""
-
     def decorated(attempt: Verb) -> Verb:
         @wraps(attempt)
         def verb(self: BucketStorage, *given: Any, **named: Any) -> Any:
@@ -262,11 +260,9 @@ class BucketStorage(Storage):
         return self.address(path).removeprefix(SCHEME).partition("/")[2]
 
     def _folder(self, path: str) -> str:
-        """The beginning of the names of what lies below it."""
         return f"{name}/" if (name := self._name(path)) else ""
 
     def _stored(self, blob: Any) -> ObjectInfo:
-        """`metadata` with the path that `_name` makes this name of."""
         root = self._name("")
         return replace(metadata(blob), path=blob.name.removeprefix(root).removeprefix("/") if root else blob.name)
 
@@ -310,7 +306,6 @@ class BucketStorage(Storage):
             return [*pool.map(action, items)]
 
     def _look(self, name: str) -> Any | None:
-        """The object as it is now, None where there is none."""
         blob = self._handle.get_blob(name, retry=self._retry())
         if blob is None and (*_connection(), self._bucket) not in _seen:  # 404 is the answer to a missing bucket too
             self._listed("", limit=1)
@@ -393,7 +388,6 @@ class BucketStorage(Storage):
         _require_same(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
 
     def _fetch_range(self, blob: Any, place: range, sink: BinaryIO) -> None:
-        """These bytes of the object into `sink`, which no checksum of the bucket speaks of."""
         # By a handle of its own: an answer changes what the handle says of the object.
         part = self._handle.blob(blob.name, generation=blob.generation)
         part.download_to_file(
@@ -433,7 +427,6 @@ class BucketStorage(Storage):
         return whole
 
     def _sweep(self, name: str) -> None:
-        """Remove all that was made on the way to the object `name`, by whom and when ever."""
         self._each(self._delete, self._listed(_hidden(name)))
 
     def _delete(self, blob: Any) -> None:

@@ -284,7 +284,6 @@ Logger: TypeAlias = Table | TensorBoard | Wandb
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row that are worth a curve, as `kind/name`."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
     return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items() if row["kind"] in _PLOTTED}
 

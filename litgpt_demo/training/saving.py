@@ -176,7 +176,6 @@ class Saver:
             raise self._last.failed
 
     def _before_update(self) -> None:
-        """The optimizer is about to change what is being copied."""
         if self._pending is None:
             return
         began, (saved, copied, work) = monotonic(), self._pending
