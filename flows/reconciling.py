@@ -120,9 +120,7 @@ async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it.
 
-    Args:
-        states: the state type of each flow run that the server knows. One that it does not know, such as that of a
-            command line with a server of its own, may be at work.
+    One of which the server knows no state, such as that of a command line with a server of its own, may be at work.
     """
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)

@@ -88,11 +88,8 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
-    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for.
-
-    Args:
-        lease: seconds after which the server takes back the slots of a process that was killed.
-    """
+    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for. The
+    server takes back the slots of a process that was killed after `lease` seconds."""
     async with get_client() as client:
         try:
             limit = await client.read_global_concurrency_limit_by_name(GPUS)

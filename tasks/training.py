@@ -106,12 +106,8 @@ async def run_job(
 ) -> AttemptRecord:  # fmt: skip
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
-    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
-
-    Args:
-        step: the run's newest checkpoint; 0 without one, as for every script.
-
-    Returns the attempt that ended well.
+    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one. `step` is the
+    run's newest checkpoint; 0 without one, as for every script. Returns the attempt that ended well.
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
@@ -169,13 +165,9 @@ async def run_job(
 async def _turn(
     claim: Claim, lease: Lease, watch: CancelWatch, ended: int, verdict: Verdict | None
 ) -> tuple[bool, AttemptRecord | None]:
-    """Return when this orchestrator may start what comes after `ended`, or another one has started it.
-
-    Returns whether the lease is this one's, and the attempt that ended well meanwhile, if one did.
-
-    Args:
-        verdict: why `ended` ended badly, if this orchestrator has followed it.
-    """
+    """Return when this orchestrator may start what comes after `ended`, or another one has started it: whether the
+    lease is this one's, and the attempt that ended well meanwhile, if one did. `verdict` is why `ended` ended badly,
+    if this orchestrator has followed it."""
     attempts, before, told = claim.attempts, ended, False
     decided = ended if verdict is not None else 0
     while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
@@ -280,10 +272,8 @@ async def await_job(
 ) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
-    Raises:
-        JobCancelled: somebody stopped it.
-        JobRefused: the platform does not run it; it was removed.
-        PlatformUnreachable: the platform fell silent; the job is left alone.
+    JobCancelled is raised where somebody stopped it, JobRefused where its platform does not run it, and
+    PlatformUnreachable where that fell silent: then the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
     index = claim.attempts.index

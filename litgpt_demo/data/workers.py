@@ -1,7 +1,4 @@
-"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done.
-
-The ledger has a record of each thing that was made, which is written last: each step finds itself done by its record.
-"""
+"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done."""
 
 from __future__ import annotations
 

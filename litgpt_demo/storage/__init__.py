@@ -1,8 +1,6 @@
 """Files under one root, a local folder or gs://bucket/prefix, behind the same few verbs.
 
 A name shows its old or its new whole content, never a part of one; and what came over a network was compared by crc32c.
-The bucket's side is built around what google-cloud-storage does not survive by itself: answers that are lost or cut
-short, resumed downloads that it does not check, corruption that it does not retry.
 """
 
 from __future__ import annotations
