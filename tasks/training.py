@@ -16,15 +16,7 @@ from typing import TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from launcher.errors import (
-    JobCancelled,
-    JobFailed,
-    JobRefused,
-    LauncherError,
-    LoginProblem,
-    PlatformRefused,
-    PlatformUnreachable,
-)  # fmt: skip
+from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
@@ -36,7 +28,6 @@ from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
-from litgpt_demo.training.origins import bring_origin
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
@@ -45,6 +36,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.origins import bring_origin
 from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
@@ -62,9 +54,6 @@ _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
-        if run.origin is not None:
-            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
-            spec = spec.model_copy(update={"origin": found})
     """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform, train = run.config.platform, run.config.train
@@ -73,6 +62,9 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
+        if run.origin is not None:
+            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
+            spec = spec.model_copy(update={"origin": found})
         await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
@@ -222,7 +214,7 @@ async def ask(claim: Claim, question: Callable[[], T]) -> T:
     return await asked(question, about=about, on_silence=_tell_of_silence)
 
 
-def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
+def _tell_of_silence(error: LauncherError) -> None:
     emit(Note(what=f"{error}; waiting, the job goes on", severity="warning"))
 
 
