@@ -71,9 +71,7 @@ def write_card(
         "seconds": checkpoint.seconds,
         "checkpoint": {
             "folder": folder_of(checkpoint.step),
-            "world_size": checkpoint.world_size,
-            "versions": checkpoint.versions,
-            "files": [record.model_dump(exclude_none=True) for record in checkpoint.files],
+            **checkpoint.model_dump(include={"world_size", "versions", "files"}, exclude_none=True),
         },
         "dataset": {
             "key": dataset.key,

@@ -116,6 +116,10 @@ class Reporter:
         pace = steps * tokens_per_step / seconds
         # The model's arithmetic as a share of the devices' peak, of which each has its part.
         share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
+        sources, windows = dict[str, int](), self._training.data.train
+        if isinstance(windows, MixedWindows):
+            seen = windows.schedule.seen(result.done * train.global_batch) * windows.length
+            sources = {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen.tolist(), strict=True)}
         self.row(
             kind="step",
             step=result.done,
@@ -123,7 +127,7 @@ class Reporter:
             learning_rate=train.rate(result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
-            **self._by_source(result.done),
+            **sources,
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(self._waited, 4),
@@ -132,14 +136,6 @@ class Reporter:
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
-
-    def _by_source(self, done: int) -> dict[str, int]:
-        """The tokens of each source of a mixture in all steps up to now; nothing of one source alone."""
-        spec, windows = self._training.spec, self._training.data.train
-        if not isinstance(windows, MixedWindows):
-            return {}
-        seen = (windows.schedule.seen(done * spec.train.global_batch) * windows.length).tolist()
-        return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)}
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
