@@ -85,18 +85,18 @@ class DatasetManifest(Settings):
     corpus: JsonValue
     """Settings, and every source file with its size and version."""
     filters: Filters
-    dropped: dict[str, int]
+    dropped: dict[str, int] = Field({})
     """The number of documents that were left out, by reason."""
-    bad_documents: int
+    bad_documents: int = 0
     """The number of documents that were skipped because they were not text."""
-    bad_places: tuple[str, ...]
+    bad_places: tuple[str, ...] = ()
     """The places and problems of skipped documents; of very many, the first ones."""
     home: str | None = Field(None, exclude_if=lambda home: home is None)
     """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
     else made are read where they are."""
     mixture: Mixture | None = Field(None, exclude_if=lambda mixture: mixture is None)
     """The datasets that this one mixes: then it has no splits of its own, and the counts are those of all."""
-    document_lengths: tuple[int, ...]
+    document_lengths: tuple[int, ...] = ()
     """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
     vocab_size: int
@@ -104,7 +104,7 @@ class DatasetManifest(Settings):
     dtype: IdType
     validation_fraction: float
     split_seed: int
-    text_bytes: int
+    text_bytes: int = 0
     """UTF-8 bytes of all documents; 0 where they are not known, as of tokens that somebody else made."""
     train: Split
     validation: Split
