@@ -364,11 +364,8 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
 
 def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
-    """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
-
-    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
-    bounded by that and by a byte per document.
-    """
+    """The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory
+    is bounded by that and by a byte per document."""
     starts = np.cumsum([0, *(record.documents for record in surveys)])
     first = np.zeros(starts[-1], dtype=bool)
     groups = -(-len(first) // _AT_ONCE) or 1

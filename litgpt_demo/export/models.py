@@ -118,11 +118,8 @@ def verified_checkpoint(
 
 @contextmanager
 def _workplace(run: Storage) -> Iterator[Path]:
-    """An empty folder to make the model in, for one collection of the run at a time.
-
-    On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
-    collection left there goes.
-    """
+    """On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
+    collection left there goes. One collection of the run is there at a time."""
     if (scratch := run.local_path(".scratch/collect")) is None:
         # The folder of a node has the room for a dataset; its system's may be a few GB.
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-", dir=os.environ.get(NODE_DIRECTORY)) as folder:

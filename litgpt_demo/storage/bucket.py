@@ -473,10 +473,7 @@ def _client(_process: int, _service: str | None) -> Any:
 
 @translating
 def _explaining(address: str, role: str) -> Iterator[None]:
-    """Say of the client's errors which fault they are and what to do.
-
-    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
-    """
+    """Nothing is chained: a traceback may show the headers that were sent, and the token is one of them."""
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption
