@@ -390,13 +390,8 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _HashedFile:
-    pieces: list[FileRecord] = field(default_factory=list)
-    hash: Any = field(default_factory=sha256)
-
-
-_Files: TypeAlias = defaultdict[str, list[_HashedFile]]  # of each split: one, or several past the size cap
+# Of each split's files, one or several past the size cap, the pieces that are to be joined in it, and their sha256.
+_Files: TypeAlias = defaultdict[str, list[tuple[list[FileRecord], Any]]]
 
 
 def _hash(work: Work, record: Encoded, into: _Files) -> None:
@@ -410,32 +405,33 @@ def _hash(work: Work, record: Encoded, into: _Files) -> None:
         if piece.file is None:
             continue
         files = into[split]
-        taken = sum(before.size for before in files[-1].pieces) if files else 0
+        taken = sum(before.size for before in files[-1][0]) if files else 0
         if not files or taken + piece.file.size > work.data.max_file_bytes:
-            files.append(_HashedFile())
-        files[-1].pieces.append(piece.file)
+            files.append(([], sha256()))
+        pieces, hashed = files[-1]
+        pieces.append(piece.file)
         path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
         if folder is not None:
             ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
         with path.open("rb") as content:
-            file_digest(content, lambda: files[-1].hash)  # noqa: B023 (it is called at once)
+            file_digest(content, lambda: hashed)  # noqa: B023 (it is called at once)
         if folder is not None:
             path.unlink()
 
 
 def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
     """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
-    files, records = of_splits[name] or [_HashedFile()], list[FileRecord]()
-    for number, file in enumerate(files):
+    files, records = of_splits[name] or [([], sha256())], list[FileRecord]()
+    for number, (parts, hashed) in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
-        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
-        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in file.pieces))
+        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in parts], path)
+        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
         if stored != expected:
             raise DataError(
-                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to "
+                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "
                 f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
             )
-        records.append(FileRecord.of(stored, sha256=file.hash.hexdigest()))
+        records.append(FileRecord.of(stored, sha256=hashed.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
     return Split(documents=documents, tokens=tokens, files=tuple(records))
 

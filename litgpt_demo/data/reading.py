@@ -110,8 +110,6 @@ class Batch:
 
     def slice(self, start: int, end: int) -> Batch:
         """The documents [start, end)."""
-        if start == 0 and end == len(self.texts):
-            return self
         bad = tuple(replace(one, index=one.index - start) for one in self.bad if start <= one.index < end)
         return Batch(texts=self.texts.slice(start, end - start), bad=bad)
 
