@@ -32,9 +32,8 @@ from litgpt_demo.runs import read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.profiling import Profiler
 from litgpt_demo.training.ranks import PATIENCE
-from litgpt_demo.training.reporting import Reporter, warn
+from litgpt_demo.training.reporting import Profiler, Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
