@@ -102,7 +102,6 @@ async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
 
 
 async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
-    """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
     cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     if not (mine := await asyncio.to_thread(index.followed_by, flow_run)):

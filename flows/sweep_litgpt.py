@@ -146,7 +146,6 @@ class _Sweep:
         self._running.pop(number, None)
 
     def _next(self) -> tuple[int, Trial, Run] | None:
-        """Return a trial that was begun before, else a new one; None where there is none, or nothing left to spend."""
         if self._waiting:
             return self._waiting.popleft()
         settings, known = self.config.sweep, list(self.outcomes.values())

@@ -2,10 +2,7 @@
 
 Of a mixture a fixed sequence of PERIOD sources, over and over, says which source each sample of the run comes from, so
 that any PERIOD samples in a row have the same number of each. Its own samples come in an order of their own.
-Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees. The samples of a
-step whose loss was no number are shown as text:
-
-    python -m litgpt_demo windows --run runs/owt-1a2b3c4d5e --step 1200
+Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
 """
 
 from __future__ import annotations

@@ -207,7 +207,6 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
 
 
 def _stored_tokenizer(work: Work) -> StoredTokenizer:
-    """The tokenizer that this preparation encodes with; a DataError where its files are not as they were written."""
     storage, where = work.storage, work.ledger.address(_TOKENIZER)
     fix = f"remove {work.ledger.address()} and prepare again"
     record, files = parse_json(work.ledger.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix), dict[str, bytes]()

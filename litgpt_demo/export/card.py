@@ -185,7 +185,6 @@ def _fenced(text: str, language: str = "text") -> str:
 
 
 def _draw_loss(rows: Sequence[Row], path: Path) -> bool:
-    """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
     from matplotlib.figure import Figure
 
     loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")

@@ -180,7 +180,7 @@ def make(
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
             shutil.rmtree(target)
-            what = f"as {model.architecture} it is not the checkpoint's model: {error}"
+            what = f"as {model.fields['architectures'][0]} it is not the checkpoint's model: {error}"
             shortcoming = f"{what}; use {LITGPT}, and report this with the run's {CONFIG}"
     findings = (f"there is no {HUGGINGFACE}: {shortcoming}",) if shortcoming else ()
     return final.model_copy(update={"huggingface": proof, "findings": findings})
