@@ -146,8 +146,6 @@ class Measured(ProgressColumn):
 
 @dataclass
 class _Shown:
-    """What is shown of a pipeline, or of a trial among others that run at the same time."""
-
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     started: dict[str, float] = field(default_factory=dict)
     lines: dict[Step | None, TaskID] = field(default_factory=dict)
@@ -240,7 +238,6 @@ class Watch:
                     self._print(f"  [dim]{escape(event.line)}[/]")
 
     def _tenth(self, percent: int, line: str) -> None:
-        """Print the line where no terminal shows a live one, if another tenth is done since the last time."""
         if not self._console.is_terminal and percent // 10 > self._shown.percent // 10:
             self._shown.percent = percent
             self._print(f"  {line}")
@@ -259,7 +256,6 @@ class Watch:
                 self._progress.remove_task(self._shown.lines.pop(step))
 
     def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
-        """Show a live line, whose time begins now if there was none."""
         words = " ".join(filter(None, [escape(TRIAL.get()), f"{self._place(step)} {step}" if step else ""]))
         shown: dict[str, Any] = {"description": words, "what": escape(what)}
         lines = self._shown.lines
@@ -344,7 +340,6 @@ class _Departure:
         interrupts.finish(128 + number)
 
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
-        """Return whether Ctrl-C is pressed a second time, or SIGTERM comes, before the time to leave has come."""
         time.sleep(_ECHO)
         while not self._signals.empty():
             self._signals.get()

@@ -161,11 +161,8 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 def read_config(
     path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyKind] | None = None
 ) -> AnyKind:
-    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training.
-
-    Args:
-        kind: what to read it as all the same; sections that such a config has not are left out.
-    """
+    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training. Of another
+    `kind` that is asked for, sections that such a config has not are left out."""
     document = config_document(path, assignments or [], profile=profile)
     if kind is None:
         kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
@@ -207,7 +204,6 @@ def run(
 
 
 def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
-    """The overrides, and those that these options stand for."""
     if new and cancel_old:
         raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
     others = ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
@@ -403,11 +399,8 @@ def init(
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
-    """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so.
-
-    Args:
-        flow: `module:name`; imported when the terminal shows something.
-    """
+    """Run a flow, `module:name`, in this process, imported when the terminal shows something; Ctrl-C leaves a job that
+    has been started alone, and says so."""
     from cli.foreground import in_foreground
 
     _quiet_prefect()
@@ -498,10 +491,8 @@ def settings(
 def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[dict[str, str]]:
     """Each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
 
-    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
-
-    Args:
-        whole: the default of the whole section, which may have other values than the section's own.
+    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself. The
+    default of the `whole` section may have other values than the section's own.
     """
     for name in model.model_json_schema(by_alias=False)["properties"]:
         field = model.model_fields[name]
@@ -519,7 +510,6 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:
-    """The settings models in an annotation: one for a section, several for a union of them."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         yield annotation
     for part in get_args(annotation):

@@ -1,9 +1,6 @@
 """What all flows share: their parameters, a guard that keeps a resumed one from running forever or twice, and a hook.
 
 A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
-
-A section that is given replaces the deployment's whole section, which is rarely what is meant; `overrides` changes
-single settings, as `train-litgpt submit` does: deep merge, our validation, then Prefect's.
 """
 
 from __future__ import annotations
@@ -186,7 +183,6 @@ def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConf
 
 
 def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-    """Validate a section; where it cannot be used, say how single settings are changed."""
     try:
         return validate(value)
     except ValidationError as error:
@@ -219,10 +215,8 @@ def submit_deployment(
 ) -> tuple[str, str, str | None]:
     """Create a flow run of a deployment, whose name is enough where it is that of no other flow's.
 
-    Args:
-        profile: sections that take the place of the deployment's own (launcher.config.read_profile).
-
-    Returns its id, for its name changes when it begins, the deployment's name in full, and its page.
+    A `profile`'s sections take the place of the deployment's own. Returns the flow run's id, for its name changes when
+    it begins, the deployment's name in full, and its page.
     """
     there = deployments_there(name.rpartition("/")[2])
     found = [full for full, one in there.items() if name in (full, one.name)]

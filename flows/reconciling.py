@@ -85,7 +85,6 @@ async def reap() -> list[str]:
 
 
 async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
-    """Every flow run of ours of the last days that is in this state, the newest first."""
     found: list[Any] = []
     state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[of_state]))
     lately = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
@@ -103,7 +102,6 @@ async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
 
 
 async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
-    """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
     cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     if not (mine := await asyncio.to_thread(index.followed_by, flow_run)):
@@ -121,9 +119,7 @@ async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it.
 
-    Args:
-        states: the state type of each flow run that the server knows. One that it does not know, such as that of a
-            command line with a server of its own, may be at work.
+    One of which the server knows no state, such as that of a command line with a server of its own, may be at work.
     """
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
@@ -182,7 +178,6 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
-    """The state type of each flow run that the server knows."""
     ids: list[Any] = list(flow_runs)
     found = await client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids)))
     return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

@@ -78,9 +78,7 @@ def require_server() -> None:
 async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
     """Run a pipeline when there is a server; end with a message where there is none or it is lost.
 
-    Args:
-        load: imports the pipeline, which takes seconds, while a server of our own starts.
-        on_own_server: called where no server is configured, so that one is started.
+    `on_own_server` is called where none is configured, so that one is started; meanwhile `load` imports the pipeline.
     """
     own = None
     if server_address() is None:

@@ -88,11 +88,8 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
-    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for.
-
-    Args:
-        lease: seconds after which the server takes back the slots of a process that was killed.
-    """
+    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for. The
+    server takes back the slots of a process that was killed after `lease` seconds."""
     async with get_client() as client:
         try:
             limit = await client.read_global_concurrency_limit_by_name(GPUS)
@@ -113,8 +110,6 @@ async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
 
 
 class _Sweep:
-    """A sweep on its way: its search, and what became of its trials by their numbers."""
-
     def __init__(
         self, config: SweepConfig, name: str, index: Index, watch: CancelWatch,
         plan: Callable[[DataConfig], PlannedDataset],
@@ -151,7 +146,6 @@ class _Sweep:
         self._running.pop(number, None)
 
     def _next(self) -> tuple[int, Trial, Run] | None:
-        """Return a trial that was begun before, else a new one; None where there is none, or nothing left to spend."""
         if self._waiting:
             return self._waiting.popleft()
         settings, known = self.config.sweep, list(self.outcomes.values())
@@ -206,7 +200,6 @@ class _Sweep:
             self._settle(number, await asyncio.to_thread(outcome_of, trial, run, times, loss=loss, ended=ended))
 
     def _look(self, number: int, run: Run, row: Row) -> None:
-        """Take a row of a trial's metrics, and end the trial if it falls behind the others."""
         match row:
             case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
                 evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
@@ -216,6 +209,5 @@ class _Sweep:
                     self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
 
     def _prune(self, run: Run, why: str) -> None:
-        """Write down why the trial ends, and cancel its job."""
         self.storage.write(f"pruned/{run.name}", why.encode())
         Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform)).cancel(patience=90.0)

@@ -34,18 +34,14 @@ ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda 
 """Called with each row of a trial's metrics."""
 
 
-def _planned(config: RunConfig, flow_run: str | None) -> Run:
-    """Return the run that a resumed flow run has started already, else the one that the config means."""
-    return run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config)
-
-
 @flow(name="train-litgpt", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(RunConfig)
 async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect."""
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
     # submission needs (machines, image, access) is not looked at again.
-    run = await asyncio.to_thread(_planned, config, flow_runs()[0])
+    mine = flow_runs()[0]
+    run = await asyncio.to_thread(lambda: run_of_flow_run(config, mine) or PLANNED.get() or plan_run(config))
     await name_flow_run(run.name)
     find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)

@@ -750,6 +750,5 @@ class TrainingSpec(Settings):
     @model_validator(mode="before")
     @classmethod
     def _of_an_earlier_version(cls, given: Any) -> Any:
-        """Read the record of a run that was written when there were more settings."""
         train = given.get("train") if isinstance(given, Mapping) else None
         return {**given, "train": readable_train(train)} if isinstance(train, Mapping) else given

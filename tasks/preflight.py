@@ -29,11 +29,8 @@ from tasks.training import ask
 async def is_under_way(
     claim: Claim, find: Callable[[], Sequence[Finding]], *, done: Callable[[], object] = lambda: None
 ) -> bool:
-    """Return whether a job of the claim lives; where none does, refuse what cannot work and settle with other jobs.
-
-    Args:
-        done: returns what a finished run has, so that no other job can be in its way, else None.
-    """
+    """Return whether a job of the claim lives; where none does, refuse what cannot work and settle with other jobs,
+    unless `done` returns what a finished run has: no other job can be in its way."""
     attempts, config = claim.attempts, claim.config
     if await ask(claim, attempts.live) is not None:
         return True

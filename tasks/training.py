@@ -16,15 +16,7 @@ from typing import TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
-from launcher.errors import (
-    JobCancelled,
-    JobFailed,
-    JobRefused,
-    LauncherError,
-    LoginProblem,
-    PlatformRefused,
-    PlatformUnreachable,
-)  # fmt: skip
+from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
@@ -44,6 +36,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.origins import bring_origin
 from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
@@ -69,6 +62,9 @@ async def train(
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
+        if run.origin is not None:
+            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
+            spec = spec.model_copy(update={"origin": found})
         await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
@@ -102,12 +98,8 @@ async def run_job(
 ) -> AttemptRecord:  # fmt: skip
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
-    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
-
-    Args:
-        step: the run's newest checkpoint; 0 without one, as for every script.
-
-    Returns the attempt that ended well.
+    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one. `step` is the
+    run's newest checkpoint; 0 without one, as for every script. Returns the attempt that ended well.
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
@@ -165,13 +157,9 @@ async def run_job(
 async def _turn(
     claim: Claim, lease: Lease, watch: CancelWatch, ended: int, verdict: Verdict | None
 ) -> tuple[bool, AttemptRecord | None]:
-    """Return when this orchestrator may start what comes after `ended`, or another one has started it.
-
-    Returns whether the lease is this one's, and the attempt that ended well meanwhile, if one did.
-
-    Args:
-        verdict: why `ended` ended badly, if this orchestrator has followed it.
-    """
+    """Return when this orchestrator may start what comes after `ended`, or another one has started it: whether the
+    lease is this one's, and the attempt that ended well meanwhile, if one did. `verdict` is why `ended` ended badly,
+    if this orchestrator has followed it."""
     attempts, before, told = claim.attempts, ended, False
     decided = ended if verdict is not None else 0
     while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
@@ -193,7 +181,6 @@ async def _turn(
 
 
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
-    """Write down why an attempt ended, and how far it got: a resumed flow run counts it."""
     after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
         attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
@@ -204,7 +191,6 @@ async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) 
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
-    """Return the machines that the next attempt avoids; tell which, and once of each that cannot be avoided."""
     verdicts = claim.attempts.index.judged(claim.attempts.run)
     machines = claim.blamed(verdicts)
     if not machines:
@@ -228,7 +214,7 @@ async def ask(claim: Claim, question: Callable[[], T]) -> T:
     return await asked(question, about=about, on_silence=_tell_of_silence)
 
 
-def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
+def _tell_of_silence(error: LauncherError) -> None:
     emit(Note(what=f"{error}; waiting, the job goes on", severity="warning"))
 
 
@@ -278,10 +264,8 @@ async def await_job(
 ) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
-    Raises:
-        JobCancelled: somebody stopped it.
-        JobRefused: the platform does not run it; it was removed.
-        PlatformUnreachable: the platform fell silent; the job is left alone.
+    JobCancelled is raised where somebody stopped it, JobRefused where its platform does not run it, and
+    PlatformUnreachable where that fell silent: then the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
     index = claim.attempts.index
@@ -411,7 +395,6 @@ class Lines:
             self.log()
 
     def _is_news(self, warning: str) -> bool:
-        """Return whether to tell a warning: each once, whatever rank or node it is of, and not too many."""
         if warning in self._warned or len(self._warned) > _MOST_WARNINGS:
             return False
         self._warned.add(warning)

@@ -2,10 +2,7 @@
 
 Of a mixture a fixed sequence of PERIOD sources, over and over, says which source each sample of the run comes from, so
 that any PERIOD samples in a row have the same number of each. Its own samples come in an order of their own.
-Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees. The samples of a
-step whose loss was no number are shown as text:
-
-    python -m litgpt_demo windows --run runs/owt-1a2b3c4d5e --step 1200
+Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
 """
 
 from __future__ import annotations
@@ -78,7 +75,6 @@ class MixedWindows(Windows):
 
     files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]] = ()
     names: Sequence[str]
-    keys: Sequence[str]
     parts: Sequence[Windows]
     schedule: Schedule
 
@@ -91,25 +87,14 @@ class MixedWindows(Windows):
         which = self.source_of(numbers)
         for source in np.unique(which):
             here = which == source
-            found[:, here] = self.parts[source].read(numbers[here] - self._starts[source])
+            found[:, here] = self.parts[source].read(numbers[here] - self.starts[source])
         return found[0], found[1]
 
     def source_of(self, numbers: Numbers) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self._starts, numbers, side="right") - 1
-
-    def of_run(self, positions: Numbers, *, seed: int | None) -> Numbers:
-        """The samples at these places of a run; without a seed each source's in their order, again from its first."""
-        sources, before = self.schedule.at(positions)
-        numbers = np.empty_like(before)
-        for source in np.unique(sources):
-            here, size = sources == source, len(self.parts[source])
-            key = f"{self.keys[source]}/{seed}"
-            own = before[here] % np.uint64(size) if seed is None else shuffled(before[here], size, key)
-            numbers[here] = own + self._starts[source]
-        return numbers
+        return np.searchsorted(self.starts, numbers, side="right") - 1
 
     @property
-    def _starts(self) -> Numbers:
+    def starts(self) -> Numbers:
         return np.cumsum([0, *map(len, self.parts[:-1])], dtype=np.uint64)
 
 
@@ -130,7 +115,6 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
     there = [(Path(address), open_dataset(address)) for address in manifest.ingredients(str(folder))]
     return MixedWindows(
         names=[source.name for source in mixture.sources],
-        keys=[one.key for _, one in there],
         parts=[open_split(place, one, getattr(one, split), length=length) for place, one in there],
         schedule=Schedule(schedule, samples=spec.steps * spec.train.global_batch),
         length=length,
@@ -139,41 +123,36 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
 
 def validation_numbers(windows: Windows, most: int) -> dict[str, Numbers]:
     """The first `most` validation samples by their source, "" where there is one alone."""
-    positions = np.arange(min(most, len(windows)), dtype=np.uint64)
+    numbers = at_places(windows, np.arange(min(most, len(windows)), dtype=np.uint64), seed=None)
     if not isinstance(windows, MixedWindows):
-        return {"": positions}
-    numbers = windows.of_run(positions, seed=None)
+        return {"": numbers}
     which = windows.source_of(numbers)
     return {windows.names[source]: numbers[which == source] for source in np.unique(which)}
 
 
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
-    """The samples of a whole step of a run, of all ranks, by their place in the training split."""
-    train, key = spec.train, spec.dataset_key
+    """The samples of a whole step of a run (from 0), of all ranks, by their place in the training split."""
+    batch = spec.train.global_batch
+    places = np.arange(step * batch, (step + 1) * batch, dtype=np.uint64)
+    return at_places(windows, places, seed=spec.train.seed)
+
+
+def at_places(windows: Windows, places: Numbers, *, seed: int | None) -> Numbers:
+    """The samples at these places among all of a run: one permutation of all after the other, or without a seed in
+    their own order, again from the first; each source of a mixture by itself."""
+    numbers = np.empty_like(places)
     if isinstance(windows, MixedWindows):
-        return windows.of_run(positions_of(step, train.global_batch), seed=train.seed)
-    return batch_numbers(
-        step=step, global_batch=train.global_batch, windows=len(windows), dataset_key=key, seed=train.seed
-    )
-
-
-def batch_numbers(*, step: int, global_batch: int, windows: int, dataset_key: str, seed: int) -> Numbers:
-    """The samples of optimizer step `step` (from 0): the next slice of a permutation of all, a new one each epoch."""
-    return shuffled(positions_of(step, global_batch), windows, f"{dataset_key}/{seed}")
-
-
-def positions_of(step: int, global_batch: int) -> Numbers:
-    """The places of a step's samples among all of the run."""
-    return np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.uint64)
-
-
-def shuffled(positions: Numbers, windows: int, seed: str) -> Numbers:
-    """Return where a permutation of all windows sends these positions, a new one for each epoch."""
-    epochs = positions // np.uint64(windows)
-    numbers = np.empty_like(positions)
+        sources, before = windows.schedule.at(places)
+        for source in np.unique(sources):
+            here = sources == source
+            numbers[here] = at_places(windows.parts[source], before[here], seed=seed) + windows.starts[source]
+        return numbers
+    epochs, within = np.divmod(places, np.uint64(len(windows)))
+    if seed is None:
+        return within
     for epoch in np.unique(epochs):
         these = epochs == epoch
-        numbers[these] = permuted(positions[these] % np.uint64(windows), windows, f"{seed}/{epoch}")
+        numbers[these] = permuted(within[these], len(windows), f"{windows.key}/{seed}/{epoch}")
     return numbers
 
 

@@ -143,7 +143,6 @@ def token_home(corpus: TokensCorpus) -> str:
 
 
 def _token_sources(corpus: TokensCorpus, pattern: str) -> list[Source]:
-    """Return the files of a split, by their paths below the folder, in that order. A UserError where there is none."""
     home, left_out = token_home(corpus), list[str]()
     where = f"{home}/{pattern}"
     places = list(_in_bucket(where) if is_remote(home) else _on_this_machine(where, left_out))
@@ -312,7 +311,6 @@ def asking_hub(repository: str, revision: str) -> Iterator[None]:
 
 
 def _hub_sources(corpus: HubCorpus) -> list[Source]:
-    """The repository's files that the corpus takes, pinned to a commit."""
     from huggingface_hub import HfApi
 
     hub = redacted(endpoint := hub_endpoint())

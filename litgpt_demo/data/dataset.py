@@ -85,18 +85,18 @@ class DatasetManifest(Settings):
     corpus: JsonValue
     """Settings, and every source file with its size and version."""
     filters: Filters
-    dropped: dict[str, int]
+    dropped: dict[str, int] = Field({})
     """The number of documents that were left out, by reason."""
-    bad_documents: int
+    bad_documents: int = 0
     """The number of documents that were skipped because they were not text."""
-    bad_places: tuple[str, ...]
+    bad_places: tuple[str, ...] = ()
     """The places and problems of skipped documents; of very many, the first ones."""
     home: str | None = Field(None, exclude_if=lambda home: home is None)
     """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
     else made are read where they are."""
     mixture: Mixture | None = Field(None, exclude_if=lambda mixture: mixture is None)
     """The datasets that this one mixes: then it has no splits of its own, and the counts are those of all."""
-    document_lengths: tuple[int, ...]
+    document_lengths: tuple[int, ...] = ()
     """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
     vocab_size: int
@@ -104,7 +104,7 @@ class DatasetManifest(Settings):
     dtype: IdType
     validation_fraction: float
     split_seed: int
-    text_bytes: int
+    text_bytes: int = 0
     """UTF-8 bytes of all documents; 0 where they are not known, as of tokens that somebody else made."""
     train: Split
     validation: Split
@@ -272,6 +272,8 @@ class Windows:
     files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
     """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
     length: int
+    key: str = ""
+    """The dataset's, by which with a run's seed its samples have their order."""
 
     def __len__(self) -> int:
         return max(0, (sum(map(len, self.files)) - 1) // self.length)
@@ -301,7 +303,8 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
         raise UserError(what, fix="set platform.stage to copy")
     paths = [folder / (manifest.home or "") / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
-    return Windows(files=[np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths], length=length)
+    files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]
+    return Windows(files=files, length=length, key=manifest.key)
 
 
 # --- everything that a finished dataset promises, read again from its first byte to its last --------------------------

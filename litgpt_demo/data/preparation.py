@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -31,36 +31,12 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.data import dataset, workers
 from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
-from litgpt_demo.data.dataset import (
-    FORMAT,
-    DatasetManifest,
-    Ingredient,
-    Mixture,
-    PlannedDataset,
-    Split,
-    content_of,
-    finished_dataset,
-    plan_dataset,
-    warnings_of,
-)
+from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import Shard, plan_shards
-from litgpt_demo.data.workers import (
-    SHARDS,
-    Assignment,
-    Encoded,
-    Mask,
-    StoredTokenizer,
-    Survey,
-    TokenPiece,
-    Work,
-    encode,
-    file_name,
-    settle_tokenizer,
-    skipped_ones,
-    survey,
-)
+from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTokenizer, Survey, TokenPiece, Work
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
@@ -99,8 +75,6 @@ class Preparation:
     """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
     began: float = field(default_factory=monotonic)
-    seconds: float = 0.0
-    """Since the phase began."""
 
     def and_of(self, record: Survey | Encoded) -> Preparation:
         """The progress when this shard is done too."""
@@ -110,13 +84,12 @@ class Preparation:
             documents=self.documents + record.documents,
             text_bytes=self.text_bytes + record.text_bytes,
             tokens=self.tokens + tokens,
-            seconds=monotonic() - self.began,
         )
 
     @property
     def rate(self) -> float:
         """UTF-8 bytes per second."""
-        return self.text_bytes / max(self.seconds, 1e-3)
+        return self.text_bytes / max(monotonic() - self.began, 1e-3)
 
     @property
     def seconds_left(self) -> float | None:
@@ -155,7 +128,7 @@ def prepare(
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     work = Work(data=planned.data, root=root.root, path=planned.path)
     try:
-        if (done := finished_dataset(root, planned)) is None:
+        if (done := dataset.finished_dataset(root, planned)) is None:
             try:
                 of_tokens = isinstance(planned.data.corpus, TokensCorpus)
                 make = _mixed if planned.parts else _counted if of_tokens else _prepared
@@ -163,7 +136,7 @@ def prepare(
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
                 # Another preparation of it may have ended meanwhile, and swept what this one had begun.
-                if (done := finished_dataset(root, planned)) is None:
+                if (done := dataset.finished_dataset(root, planned)) is None:
                     raise
         # What the making of it has left:
         for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
@@ -181,9 +154,11 @@ def prepare(
 
 def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     sampled = partial(Preparation, phase="tokenizer")
-    tokenizer = settle_tokenizer(planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size)))
+    tokenizer = workers.settle_tokenizer(
+        planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size))
+    )
     for by_footer in (True, False):
-        surveyed = _survey_all(planned, work, partial(survey, work, by_footer=by_footer), each, report)
+        surveyed = _survey_all(planned, work, partial(workers.survey, work, by_footer=by_footer), each, report)
         encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
         progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
         with ExitStack() as stack:
@@ -193,7 +168,8 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                 shared = replace(work, handover=Path(stack.enter_context(folder)))
             thread = ThreadPoolExecutor(1)
             stack.callback(thread.shutdown, cancel_futures=True)
-            for record in stack.enter_context(closing(each(partial(encode, shared), _assignments(work, surveyed)))):
+            step = partial(workers.encode, shared)
+            for record in stack.enter_context(closing(each(step, _assignments(work, surveyed)))):
                 if record is None:
                     break  # there are empty documents, so that all of them have to be read to be counted
                 assert record.number == len(encoded), "results come in the order of the items"
@@ -204,40 +180,51 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                 report(Preparation(phase="publish"))
                 for done in hashing:
                     done.result()
-                return _published(planned, work, tokenizer, [record for _, record in surveyed], encoded, files)
-    raise AssertionError("every document was read and counted, and there are others")
+                break
+    else:
+        raise AssertionError("every document was read and counted, and there are others")
+    data, surveys = planned.data, [record for _, record in surveyed]
+    dropped = sum((Counter(record.dropped) for record in surveys), Counter[str]())
+    if data.filters.drop_duplicates:
+        dropped["duplicate"] = sum(record.documents for record in surveys) - sum(entry.documents for entry in encoded)
+    manifest = _manifest(
+        planned,
+        tokenizer,
+        corpus=corpus_identity(data.corpus, planned.sources),
+        dropped=dict(sorted((+dropped).items())),
+        bad_documents=sum(record.bad for record in surveys),
+        bad_places=tuple(place for record in surveys for place in record.bad_places)[:_PLACES],
+        document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
+        text_bytes=sum(entry.text_bytes for entry in encoded),
+        train=_joined(work, "train", [entry.train for entry in encoded], files),
+        validation=_joined(work, "val", [entry.validation for entry in encoded], files),
+    )
+    check_totals(planned, manifest)
+    return manifest
 
 
 def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -> DatasetManifest:
-    """The manifest of a dataset with what is known before it is made, and what is its `own`."""
     (of_tokenizer, files), nothing = tokenizer, Split(documents=0, tokens=0, files=())
     known: dict[str, Any] = {
-        "format": FORMAT,
+        "format": dataset.FORMAT,
         "name": planned.name,
         "key": planned.key,
         **{name: getattr(planned.data, name) for name in ("filters", "validation_fraction", "split_seed")},
         **{name: getattr(of_tokenizer, name) for name in ("vocab_size", "end_of_text", "dtype")},
         "tokenizer_hash": of_tokenizer.hash,
         "tokenizer": files,
-        "dropped": {},
-        "bad_documents": 0,
-        "bad_places": (),
-        "document_lengths": (),
-        "text_bytes": 0,
         "train": nothing,
         "validation": nothing,
     }
     return DatasetManifest(**known | own)
 
 
-def _total(splits: Iterable[Split]) -> Split:
-    """The counts of several splits together, with the files of none."""
-    counts = [(split.documents, split.tokens) for split in splits]
-    return Split(documents=sum(one for one, _ in counts), tokens=sum(one for _, one in counts), files=())
+def _total(splits: Sequence[Split], *, files: bool = False) -> Split:
+    found = tuple(file for split in splits for file in split.files if files)
+    return Split(documents=sum(one.documents for one in splits), tokens=sum(one.tokens for one in splits), files=found)
 
 
 def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    """Prepare each source of a mixture as a dataset of its own, and say what they are together."""
     made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
     sources = list[Ingredient]()
     for source, one in zip(planned.data.mixture, made, strict=True):
@@ -245,13 +232,13 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
         sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **tokens))
     return _manifest(
         planned,
-        settle_tokenizer(planned, work, lambda *_: None),
+        workers.settle_tokenizer(planned, work, lambda *_: None),
         corpus={source.name: one.corpus for source, one in zip(sources, made, strict=True)},
         mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
         # Of all or of none: a sum of some would make the text look shorter than it is.
         text_bytes=sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
-        train=_total(one.train for one in made),
-        validation=_total(one.validation for one in made),
+        train=_total([one.train for one in made]),
+        validation=_total([one.validation for one in made]),
     )
 
 
@@ -269,30 +256,25 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
     elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
-    tokenizer = settle_tokenizer(planned, work, lambda *_: None)
+    tokenizer = workers.settle_tokenizer(planned, work, lambda *_: None)
     manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
     progress = Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
     for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
         splits[selects(source.name, corpus.validation)].append(split)
-        done = progress.text_bytes + source.size
-        report(progress := replace(progress, text_bytes=done, seconds=monotonic() - progress.began))
-    train, validation = (
-        _total(some).model_copy(update={"files": tuple(file for split in some for file in split.files)})
-        for some in (splits[False], splits[True])
-    )
+        report(progress := replace(progress, text_bytes=progress.text_bytes + source.size))
+    train, validation = (_total(splits[held], files=True) for held in (False, True))
     return manifest.model_copy(update={"train": train, "validation": validation})
 
 
 def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
-    """Return what one file of ids holds; a step for workers."""
     home, width = manifest.home, np.dtype(manifest.dtype).itemsize
     if home is None:
         with local_copy(source, work.make_scratch()) as path:
             work.storage.upload(path, source.name)
     place = work.storage if home is None else open_storage(home)
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
-    found, where = content_of(manifest, place, record), source.address
+    found, where = dataset.content_of(manifest, place, record), source.address
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
     if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
@@ -346,13 +328,13 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     if data.filters.drop_duplicates:
         masks = _first_of_each(work.ledger, surveys)
         for record, mask in zip(surveys, masks, strict=True):
-            work.ledger.write(file_name(record.number, "unique"), np.packbits(mask).tobytes())
+            work.ledger.write(workers.file_name(record.number, "unique"), np.packbits(mask).tobytes())
         unique = counts = [int(mask.sum()) for mask in masks]
     if (count := sum(counts)) < 2:
         files, read = sum(len(shard.parts) for shard, _ in surveyed), sum(record.read_documents for record in surveys)
         others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
         bad = [place for record in surveys for place in record.bad_places]
-        others += skipped_ones(sum(record.bad for record in surveys), bad)
+        others += workers.skipped_ones(sum(record.bad for record in surveys), bad)
         raise DataError(
             f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
             "one for training and one for validation are the least: give more text, "
@@ -382,11 +364,8 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
 
 def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
-    """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
-
-    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
-    bounded by that and by a byte per document.
-    """
+    """The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory
+    is bounded by that and by a byte per document."""
     starts = np.cumsum([0, *(record.documents for record in surveys)])
     first = np.zeros(starts[-1], dtype=bool)
     groups = -(-len(first) // _AT_ONCE) or 1
@@ -411,15 +390,8 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
 # --- publishing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _HashedFile:
-    """A file of a split: the pieces that are to be joined in it, and their sha256."""
-
-    pieces: list[FileRecord] = field(default_factory=list)
-    hash: Any = field(default_factory=sha256)
-
-
-_Files: TypeAlias = defaultdict[str, list[_HashedFile]]  # of each split: one, or several past the size cap
+# Of each split's files, one or several past the size cap, the pieces that are to be joined in it, and their sha256.
+_Files: TypeAlias = defaultdict[str, list[tuple[list[FileRecord], Any]]]
 
 
 def _hash(work: Work, record: Encoded, into: _Files) -> None:
@@ -433,60 +405,33 @@ def _hash(work: Work, record: Encoded, into: _Files) -> None:
         if piece.file is None:
             continue
         files = into[split]
-        taken = sum(before.size for before in files[-1].pieces) if files else 0
+        taken = sum(before.size for before in files[-1][0]) if files else 0
         if not files or taken + piece.file.size > work.data.max_file_bytes:
-            files.append(_HashedFile())
-        files[-1].pieces.append(piece.file)
+            files.append(([], sha256()))
+        pieces, hashed = files[-1]
+        pieces.append(piece.file)
         path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
         if folder is not None:
             ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
         with path.open("rb") as content:
-            file_digest(content, lambda: files[-1].hash)  # noqa: B023 (it is called at once)
+            file_digest(content, lambda: hashed)  # noqa: B023 (it is called at once)
         if folder is not None:
             path.unlink()
 
 
-def _published(
-    planned: PlannedDataset,
-    work: Work,
-    tokenizer: StoredTokenizer,
-    surveys: Sequence[Survey],
-    encoded: Sequence[Encoded],
-    files: _Files,
-) -> DatasetManifest:
-    """Join the pieces and describe everything; the manifest itself is not written yet."""
-    data, dropped = planned.data, sum((Counter(survey.dropped) for survey in surveys), Counter[str]())
-    if data.filters.drop_duplicates:
-        dropped["duplicate"] = sum(survey.documents for survey in surveys) - sum(entry.documents for entry in encoded)
-    manifest = _manifest(
-        planned,
-        tokenizer,
-        corpus=corpus_identity(data.corpus, planned.sources),
-        dropped=dict(sorted((+dropped).items())),
-        bad_documents=sum(survey.bad for survey in surveys),
-        bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
-        document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
-        text_bytes=sum(entry.text_bytes for entry in encoded),
-        train=_joined(work, "train", [entry.train for entry in encoded], files),
-        validation=_joined(work, "val", [entry.validation for entry in encoded], files),
-    )
-    check_totals(planned, manifest)
-    return manifest
-
-
 def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
     """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
-    files, records = of_splits[name] or [_HashedFile()], list[FileRecord]()
-    for number, file in enumerate(files):
+    files, records = of_splits[name] or [([], sha256())], list[FileRecord]()
+    for number, (parts, hashed) in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
-        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
-        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in file.pieces))
+        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in parts], path)
+        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
         if stored != expected:
             raise DataError(
-                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(file.pieces)} pieces combine to "
+                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "
                 f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
             )
-        records.append(FileRecord.of(stored, sha256=file.hash.hexdigest()))
+        records.append(FileRecord.of(stored, sha256=hashed.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
     return Split(documents=documents, tokens=tokens, files=tuple(records))
 
@@ -511,8 +456,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--root", required=True, help="folder or gs:// address to prepare the dataset under")
     parser.add_argument("--data", required=True, help="the data settings as JSON")
     args = parser.parse_args(argv)
-    planned = plan_dataset(DataConfig.model_validate_json(args.data))
-    for finding in warnings_of(planned):
+    planned = dataset.plan_dataset(DataConfig.model_validate_json(args.data))
+    for finding in dataset.warnings_of(planned):
         print(finding, file=sys.stderr)
     manifest = prepare(planned, open_storage(args.root))
     print(f"{planned.path}: {manifest.train.tokens} training tokens, {manifest.validation.tokens} validation tokens")

@@ -110,8 +110,6 @@ class Batch:
 
     def slice(self, start: int, end: int) -> Batch:
         """The documents [start, end)."""
-        if start == 0 and end == len(self.texts):
-            return self
         bad = tuple(replace(one, index=one.index - start) for one in self.bad if start <= one.index < end)
         return Batch(texts=self.texts.slice(start, end - start), bad=bad)
 
@@ -495,7 +493,6 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
 def _json_lines(
     stream: io.BufferedReader, source: Source, column: str, start: int, begun: int, end: int | None, most: int
 ) -> Iterator[Batch]:
-    """The string in one field of each line; lines of white space are none."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 

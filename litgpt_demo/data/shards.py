@@ -74,9 +74,6 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
     return [Shard(number=number, parts=tuple(parts)) for number, parts in enumerate(shards)]
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]:
     """The documents of a shard in their order, the same ones at each reading, until one reaches the shard's limit.
 

@@ -1,7 +1,4 @@
-"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done.
-
-The ledger has a record of each thing that was made, which is written last: each step finds itself done by its record.
-"""
+"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done."""
 
 from __future__ import annotations
 
@@ -148,13 +145,11 @@ def file_name(number: int, suffix: str) -> str:
 
 
 def _digest_of(shard: Shard) -> str:
-    """Tells a shard from any other, by its files' names and versions, their parts, and the limit."""
     parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
     return key_of(shard.number, shard.limit, *parts)
 
 
 def _recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    """Return what was noted of this shard, if every file that belongs to it is as it was then."""
     ledger = work.ledger
     try:
         record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
@@ -212,7 +207,6 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
 
 
 def _stored_tokenizer(work: Work) -> StoredTokenizer:
-    """The tokenizer that this preparation encodes with; a DataError where its files are not as they were written."""
     storage, where = work.storage, work.ledger.address(_TOKENIZER)
     fix = f"remove {work.ledger.address()} and prepare again"
     record, files = parse_json(work.ledger.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix), dict[str, bytes]()
@@ -363,7 +357,6 @@ def _letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
 
 @cache
 def _letters_and_spaces() -> tuple[Mask, Mask]:
-    """A table by code point: is it a letter or a mark on one, and is it white space?"""
     import sys
     import unicodedata
 
@@ -466,8 +459,6 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
 
 @dataclass
 class _Piece:
-    """The tokens of a shard's documents of one split, on their way into the storage."""
-
     path: Path
     documents: int = 0
     tokens: int = 0

@@ -71,9 +71,7 @@ def write_card(
         "seconds": checkpoint.seconds,
         "checkpoint": {
             "folder": folder_of(checkpoint.step),
-            "world_size": checkpoint.world_size,
-            "versions": checkpoint.versions,
-            "files": [record.model_dump(exclude_none=True) for record in checkpoint.files],
+            **checkpoint.model_dump(include={"world_size", "versions", "files"}, exclude_none=True),
         },
         "dataset": {
             "key": dataset.key,
@@ -101,7 +99,6 @@ def write_card(
 def _card(
     lineage: Mapping[str, Any], spec: TrainingSpec, dataset: DatasetManifest, final: FinalManifest, *, pictured: bool
 ) -> str:
-    """The card, in the Hub's form: YAML for its search, then markdown."""
     proof, config = final.huggingface, lineage["config"]
     checkpoint, software = lineage["checkpoint"], lineage["software"]
     mixed = [source.name for source in dataset.mixture.sources] if dataset.mixture else []
@@ -179,18 +176,15 @@ def _table(*pairs: tuple[str, object]) -> str:
 
 
 def _text(value: object) -> str:
-    """Text that stays text, on its line and in its cell."""
     return re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", " ".join(str(value).split()))
 
 
 def _fenced(text: str, language: str = "text") -> str:
-    """A code block that nothing in the text can close."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _draw_loss(rows: Sequence[Row], path: Path) -> bool:
-    """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
     from matplotlib.figure import Figure
 
     loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")

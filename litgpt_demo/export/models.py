@@ -118,11 +118,8 @@ def verified_checkpoint(
 
 @contextmanager
 def _workplace(run: Storage) -> Iterator[Path]:
-    """An empty folder to make the model in, for one collection of the run at a time.
-
-    On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
-    collection left there goes.
-    """
+    """On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
+    collection left there goes. One collection of the run is there at a time."""
     if (scratch := run.local_path(".scratch/collect")) is None:
         # The folder of a node has the room for a dataset; its system's may be a few GB.
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-", dir=os.environ.get(NODE_DIRECTORY)) as folder:
@@ -183,7 +180,7 @@ def make(
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
             shutil.rmtree(target)
-            what = f"as {model.architecture} it is not the checkpoint's model: {error}"
+            what = f"as {model.fields['architectures'][0]} it is not the checkpoint's model: {error}"
             shortcoming = f"{what}; use {LITGPT}, and report this with the run's {CONFIG}"
     findings = (f"there is no {HUGGINGFACE}: {shortcoming}",) if shortcoming else ()
     return final.model_copy(update={"huggingface": proof, "findings": findings})

@@ -49,7 +49,6 @@ def probe_of(validation: Windows) -> Tensor:
 
 
 def _opening(inputs: Tensor) -> list[int]:
-    """The split's first tokens: a prompt that the model has not seen."""
     return [int(token) for token in inputs[0, :_PROMPT_TOKENS]]
 
 

@@ -27,7 +27,6 @@ class Weights(NamedTuple):
 
 
 def _norm(config: Any) -> int:
-    """Weights of a norm for each number that it takes."""
     if config.norm_class_name == "RMSNorm":
         return 1
     return 0 if "OLMo" in config.name else 2

@@ -30,8 +30,6 @@ Rename: TypeAlias = Callable[[Tensors], Tensors]
 class HuggingFaceModel:
     """A model in Hugging Face's terms."""
 
-    architecture: str
-    """Class in transformers."""
     fields: Fields
     """config.json without token ids and dtype."""
     rename: Rename
@@ -96,7 +94,7 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
         "use_cache": True,
     }
     fields = sizes | family.fields(config)
-    return HuggingFaceModel(architecture=family.architecture, fields=fields, rename=rename, back=back)
+    return HuggingFaceModel(fields=fields, rename=rename, back=back)
 
 
 def _traits(config: Config) -> Fields:

@@ -67,14 +67,12 @@ class Ranks:
         return float(self._small)
 
     def _of_nodes(self, mine: float) -> dict[int, float]:
-        """What the ranks of each node say, the largest of it."""
         told = torch.zeros(self.nodes, dtype=torch.float64, device=self.device)
         told[self.node] = mine
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return dict(enumerate(told.tolist()))
 
     def _seconds(self, action: Callable[[], object], group: Any, *, repeats: int = 1) -> float:
-        """Seconds that an action takes on this rank, over some repeats that all of the group begin together."""
         self._most(0.0, group)
         self._synchronize()
         start = time.perf_counter()

@@ -189,9 +189,6 @@ def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
     return mine
 
 
-# --- how long the node took -------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class NodeTimes:
     """The seconds of a node's life, told to its ranks, so that the metrics tell them on.

@@ -64,7 +64,6 @@ def torch_seen(environ: Mapping[str, str]) -> TorchSeen:
 
 
 def _asked(what: str, environ: Mapping[str, str], *, patience: float) -> tuple[int, str, str]:
-    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind."""
     command, pipe = [*PYTHON, "-m", __name__, what], subprocess.PIPE
     process = subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace")
     try:

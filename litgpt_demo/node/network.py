@@ -3,15 +3,16 @@ that ranks use it."""
 
 from __future__ import annotations
 
-import operator
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
@@ -21,26 +22,17 @@ from litgpt_demo.errors import Fault, Finding, RankFailure, UserError
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
 
-_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt,
-}  # fmt: skip
 
-
-def version(text: str) -> tuple[int, ...]:
-    """`535.161.08` as (535, 161, 8); zeros at the end and what follows the numbers are left out."""
-    if (found := re.match(r"v?(\d+(?:\.\d+)*?)(?:\.0+)*(?!\.?\d)", text.strip())) is None:
+def version(text: str) -> Version:
+    """The numbers that a version begins with; what follows them is left out."""
+    if (found := re.match(r"v?(\d+(?:\.\d+)*)", text.strip())) is None:
         raise ValueError(f"{text!r} is no version; write numbers with dots between them, as in 2.19.4")
-    return tuple(map(int, found[1].split(".")))
+    return Version(found[1])
 
 
 def within(found: str, ranges: Collection[str]) -> bool:
     """Whether a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 is 2.19.0."""
-
-    def holds(bound: str) -> bool:
-        _, compared, number = re.split("([<>=]+)", bound)
-        return _COMPARED[compared](version(found), version(number))
-
-    return not ranges or any(all(map(holds, one.split(","))) for one in ranges)
+    return not ranges or any(version(found) in SpecifierSet(one) for one in ranges)
 
 
 class NcclFit(StrEnum):

@@ -71,13 +71,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bound_grace() -> None:
-    """Give the peers of a failed rank `PEER_GRACE` seconds, and ranks that are asked to leave theirs.
-
-    From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal, whatever
-    it was told (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). One that knows no timeout
-    calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown). Another torch is left as
-    it is.
-    """
+    """From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal,
+    whatever it was told (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). One that knows no
+    timeout calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown). Another torch is
+    left as it is."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     close = PContext.close

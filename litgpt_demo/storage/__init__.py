@@ -1,8 +1,6 @@
 """Files under one root, a local folder or gs://bucket/prefix, behind the same few verbs.
 
 A name shows its old or its new whole content, never a part of one; and what came over a network was compared by crc32c.
-The bucket's side is built around what google-cloud-storage does not survive by itself: answers that are lost or cut
-short, resumed downloads that it does not check, corruption that it does not retry.
 """
 
 from __future__ import annotations
@@ -13,34 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import (
-    MANIFEST,
-    ObjectInfo,
-    Position,
-    Storage,
-    bucket_path,
-    crc32c_of,
-    is_remote,
-    sha256_of,
-    whole_of,
-)
-from litgpt_demo.storage.bucket import BucketStorage
-from litgpt_demo.storage.local import LocalStorage
-
-__all__ = [
-    "MANIFEST",
-    "BucketStorage",
-    "LocalStorage",
-    "ObjectInfo",
-    "Position",
-    "Storage",
-    "bucket_path",
-    "crc32c_of",
-    "is_remote",
-    "open_storage",
-    "sha256_of",
-    "whole_of",
-]
+from litgpt_demo.storage.base import MANIFEST as MANIFEST
+from litgpt_demo.storage.base import ObjectInfo as ObjectInfo
+from litgpt_demo.storage.base import Position as Position
+from litgpt_demo.storage.base import Storage as Storage
+from litgpt_demo.storage.base import bucket_path as bucket_path
+from litgpt_demo.storage.base import crc32c_of as crc32c_of
+from litgpt_demo.storage.base import is_remote as is_remote
+from litgpt_demo.storage.base import sha256_of as sha256_of
+from litgpt_demo.storage.base import whole_of as whole_of
+from litgpt_demo.storage.bucket import BucketStorage as BucketStorage
+from litgpt_demo.storage.local import LocalStorage as LocalStorage
 
 
 def open_storage(address: str) -> Storage:

@@ -21,26 +21,8 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import translating
-from litgpt_demo.storage.base import (
-    EMPTY,
-    MANIFEST,
-    MOST_READ,
-    SCHEME,
-    Inventory,
-    Names,
-    ObjectInfo,
-    Position,
-    Storage,
-    absent,
-    clean_file,
-    clean_path,
-    content_of,
-    copy_with_crc,
-    is_partial,
-    removable,
-    require_size,
-    whole_of,
-)
+from litgpt_demo.storage import base
+from litgpt_demo.storage.base import SCHEME, Inventory, Names, ObjectInfo, Position, Storage
 from litgpt_demo.storage.local import explaining, replacing
 
 T = TypeVar("T")
@@ -68,8 +50,6 @@ class UnsettledError(Exception):
 
 
 def _settled(role: str) -> Callable[[Verb], Verb]:
-    """Make each call of a verb about a path an attempt of `_retry_transient`."""
-
     def decorated(attempt: Verb) -> Verb:
         @wraps(attempt)
         def verb(self: BucketStorage, *given: Any, **named: Any) -> Any:
@@ -115,13 +95,13 @@ class BucketStorage(Storage):
         return self._look(self._file(path)) is not None
 
     @_settled(_VIEWER)
-    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+    def read(self, path: str, *, most: int = base.MOST_READ) -> bytes:
         blob = self._found(self._file(path))
-        require_size(metadata(blob).size, most, self.address(path))
+        base.require_size(metadata(blob).size, most, self.address(path))
         return self._content(blob)
 
     @_settled(_VIEWER)
-    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+    def read_on(self, path: str, position: Position, *, most: int = base.MOST_READ) -> tuple[Position, bytes]:
         blob = self._found(self._file(path))
         whole = metadata(blob)
         end = Position(whole.size, whole.crc32c)
@@ -141,12 +121,12 @@ class BucketStorage(Storage):
         return begin, content[begin.size :]
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
-        wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
+        wanted = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data)))
         self._put(wanted, lambda: io.BytesIO(data))
-        return replace(wanted, path=clean_path(path))
+        return replace(wanted, path=base.clean_path(path))
 
     def create(self, path: str, data: bytes) -> bool:
-        wanted, looks = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data))), iter([False])
+        wanted, looks = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data))), iter([False])
 
         def attempt() -> bool:
             # Sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
@@ -167,11 +147,11 @@ class BucketStorage(Storage):
             if source.stat().st_size > 2 * self.part_size:
                 wanted = self._upload_in_parts(source, name)
             else:
-                wanted = ObjectInfo(name, *content_of(source))
+                wanted = ObjectInfo(name, *base.content_of(source))
                 self._put(wanted, lambda: source.open("rb"))
             if move:
                 source.unlink()
-        return replace(wanted, path=clean_path(path))
+        return replace(wanted, path=base.clean_path(path))
 
     def _upload_in_parts(self, source: Path, name: str) -> ObjectInfo:
         # They are named after the whole's size and checksum: the next upload of the same finds those that are there.
@@ -182,8 +162,8 @@ class BucketStorage(Storage):
                 file.seek(place.start)
                 return io.BytesIO(file.read(len(place)))
 
-        contents = [ObjectInfo("", *copy_with_crc(content(place))) for place in places]
-        wanted = whole_of(name, contents)
+        contents = [ObjectInfo("", *base.copy_with_crc(content(place))) for place in places]
+        wanted = base.whole_of(name, contents)
         key = _hidden(name, f"{wanted.size}-{wanted.crc32c}")
         parts = {
             replace(part, path=f"{key}-{number:05d}.partial"): place
@@ -213,7 +193,7 @@ class BucketStorage(Storage):
         stored = self._stored(blob)
         with explaining(str(target), needed=stored.size):
             there = target.is_file() and target.stat().st_size == stored.size
-            if not there or content_of(target) != (stored.size, stored.crc32c):
+            if not there or base.content_of(target) != (stored.size, stored.crc32c):
                 with replacing(target) as partial:
                     self._fetch(blob, partial, Path(partial.name))
         return stored
@@ -226,14 +206,14 @@ class BucketStorage(Storage):
             lists = self._each(lambda folder: self._listed(folder, direct=True), folders)
             there = {blob.name: blob for blobs in lists for blob in blobs}
             if missing := next((part for part in names if part not in there), None):
-                raise absent(self._address(missing))
+                raise base.absent(self._address(missing))
             whole = self._join([there[part] for part in names], name)
             self._sweep(name)
             return whole
 
         if not names:
             return self.write(path, b"")
-        return replace(self._retry_transient(self.address(path), _USER, attempt), path=clean_path(path))
+        return replace(self._retry_transient(self.address(path), _USER, attempt), path=base.clean_path(path))
 
     def move(self, folder: str, target: str) -> None:
         for path in self.within(folder).list():
@@ -242,31 +222,29 @@ class BucketStorage(Storage):
 
     @_settled(_USER)
     def remove(self, path: str) -> None:
-        blobs = self._listed(self._folder(removable(path)))
+        blobs = self._listed(self._folder(base.removable(path)))
         blobs += [there for there in [self._look(self._name(path))] if there]
-        manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
+        manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == base.MANIFEST]
         self._each(self._delete, manifests)
         self._each(self._delete, [blob for blob in blobs if blob not in manifests])
 
     @_settled(_USER)
     def remove_unfinished(self) -> None:
         blobs = self._listed(self._folder(""))
-        self._each(self._delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
+        self._each(self._delete, [blob for blob in blobs if base.is_partial(blob.name.rpartition("/")[2])])
 
     # --- names --------------------------------------------------------------------------------------------------------
 
     def _file(self, path: str) -> str:
-        return self._name(clean_file(path))
+        return self._name(base.clean_file(path))
 
     def _name(self, path: str) -> str:
         return self.address(path).removeprefix(SCHEME).partition("/")[2]
 
     def _folder(self, path: str) -> str:
-        """The beginning of the names of what lies below it."""
         return f"{name}/" if (name := self._name(path)) else ""
 
     def _stored(self, blob: Any) -> ObjectInfo:
-        """`metadata` with the path that `_name` makes this name of."""
         root = self._name("")
         return replace(metadata(blob), path=blob.name.removeprefix(root).removeprefix("/") if root else blob.name)
 
@@ -310,7 +288,6 @@ class BucketStorage(Storage):
             return [*pool.map(action, items)]
 
     def _look(self, name: str) -> Any | None:
-        """The object as it is now, None where there is none."""
         blob = self._handle.get_blob(name, retry=self._retry())
         if blob is None and (*_connection(), self._bucket) not in _seen:  # 404 is the answer to a missing bucket too
             self._listed("", limit=1)
@@ -319,7 +296,7 @@ class BucketStorage(Storage):
 
     def _found(self, name: str) -> Any:
         if (blob := self._look(name)) is None:
-            raise absent(self._address(name))
+            raise base.absent(self._address(name))
         return blob
 
     def _listed(self, prefix: str, *, direct: bool = False, limit: int | None = None) -> Blobs:
@@ -390,10 +367,9 @@ class BucketStorage(Storage):
             # Raw: as they are stored, which size and checksum speak of, also of an object with Content-Encoding.
             blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
         sink.seek(0)
-        _require_same(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
+        _require_same(expected, ObjectInfo(expected.path, *base.copy_with_crc(sink)))
 
     def _fetch_range(self, blob: Any, place: range, sink: BinaryIO) -> None:
-        """These bytes of the object into `sink`, which no checksum of the bucket speaks of."""
         # By a handle of its own: an answer changes what the handle says of the object.
         part = self._handle.blob(blob.name, generation=blob.generation)
         part.download_to_file(
@@ -404,10 +380,10 @@ class BucketStorage(Storage):
         """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
 
         def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
-            part = whole_of("", map(metadata, group))
+            part = base.whole_of("", map(metadata, group))
             return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
-        wanted = whole_of(name, map(metadata, blobs))
+        wanted = base.whole_of(name, map(metadata, blobs))
         there = self._look(name)
         if there is None or metadata(there) != wanted:
             while len(blobs) > _JOINED_AT_ONCE:
@@ -433,7 +409,6 @@ class BucketStorage(Storage):
         return whole
 
     def _sweep(self, name: str) -> None:
-        """Remove all that was made on the way to the object `name`, by whom and when ever."""
         self._each(self._delete, self._listed(_hidden(name)))
 
     def _delete(self, blob: Any) -> None:
@@ -447,7 +422,7 @@ class BucketStorage(Storage):
 
 def _is_ours(name: str) -> bool:
     try:
-        return bool(name) and clean_path(name) == name
+        return bool(name) and base.clean_path(name) == name
     except UserError:
         return False
 
@@ -456,7 +431,7 @@ def metadata(blob: Any) -> ObjectInfo:
     """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
     buffers has no members that are zero."""
     size = int(blob.size or 0)
-    crc32c = EMPTY if size == 0 else b64decode(blob.crc32c).hex()
+    crc32c = base.EMPTY if size == 0 else b64decode(blob.crc32c).hex()
     return ObjectInfo(blob.name, size, crc32c)
 
 
@@ -498,10 +473,7 @@ def _client(_process: int, _service: str | None) -> Any:
 
 @translating
 def _explaining(address: str, role: str) -> Iterator[None]:
-    """Say of the client's errors which fault they are and what to do.
-
-    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
-    """
+    """Nothing is chained: a traceback may show the headers that were sent, and the token is one of them."""
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption

@@ -16,23 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from litgpt_demo.errors import DiskFull, NodeError, UserError
-from litgpt_demo.storage.base import (
-    MANIFEST,
-    MOST_READ,
-    Inventory,
-    Names,
-    ObjectInfo,
-    Position,
-    Storage,
-    absent,
-    clean_file,
-    clean_path,
-    copy_with_crc,
-    is_partial,
-    removable,
-    require_size,
-    whole_of,
-)
+from litgpt_demo.storage import base
+from litgpt_demo.storage.base import Inventory, Names, ObjectInfo, Position, Storage
 
 _READERS = 4  # files read at once; more only make one disk seek
 # FAT and most FUSE mounts.
@@ -61,8 +46,8 @@ class LocalStorage(Storage):
 
         with explaining(self.address(prefix)):
             # Symbolic links to folders are followed, because `exists` and `read` follow them too.
-            for folder, _, names in os.walk(root / clean_path(prefix), followlinks=True, onerror=unless_gone):
-                files = (Path(folder, name) for name in names if not is_partial(name))
+            for folder, _, names in os.walk(root / base.clean_path(prefix), followlinks=True, onerror=unless_gone):
+                files = (Path(folder, name) for name in names if not base.is_partial(name))
                 found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
         return sorted(found)
 
@@ -79,13 +64,13 @@ class LocalStorage(Storage):
         with explaining(self.address(path)):
             return self._file(path).is_file()
 
-    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+    def read(self, path: str, *, most: int = base.MOST_READ) -> bytes:
         with explaining(self.address(path)), self._present(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            require_size(size, most, self.address(path))
+            base.require_size(size, most, self.address(path))
             return file.read(size)
 
-    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+    def read_on(self, path: str, position: Position, *, most: int = base.MOST_READ) -> tuple[Position, bytes]:
         with explaining(self.address(path)):
             file = self._present(path)
             size = file.stat().st_size
@@ -100,8 +85,8 @@ class LocalStorage(Storage):
     def write(self, path: str, data: bytes) -> ObjectInfo:
         final = self._file(path)
         with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
-            size, crc32c = copy_with_crc(io.BytesIO(data), partial)
-        return ObjectInfo(clean_path(path), size, crc32c)
+            size, crc32c = base.copy_with_crc(io.BytesIO(data), partial)
+        return ObjectInfo(base.clean_path(path), size, crc32c)
 
     def create(self, path: str, data: bytes) -> bool:
         final = self._file(path)
@@ -117,7 +102,7 @@ class LocalStorage(Storage):
 
     def stat(self, path: str) -> ObjectInfo:
         with explaining(self.address(path)), self._present(path).open("rb") as file:
-            return ObjectInfo(clean_path(path), *copy_with_crc(file))
+            return ObjectInfo(base.clean_path(path), *base.copy_with_crc(file))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         final = self._file(path)
@@ -126,7 +111,7 @@ class LocalStorage(Storage):
         with explaining(self.address(path), needed=needed), source.open("rb") as file:
             if move and not source.is_symlink():
                 final.parent.mkdir(parents=True, exist_ok=True)
-                content = copy_with_crc(file)
+                content = base.copy_with_crc(file)
                 if self.durable:
                     os.fsync(file.fileno())
                 try:
@@ -136,19 +121,19 @@ class LocalStorage(Storage):
                         raise
                     file.seek(0)  # across file systems only a copy will do
                 else:
-                    return ObjectInfo(clean_path(path), *content)
+                    return ObjectInfo(base.clean_path(path), *content)
             with replacing(final, durable=self.durable) as partial:
-                content = copy_with_crc(file, partial)
+                content = base.copy_with_crc(file, partial)
             if move:
                 source.unlink()
-        return ObjectInfo(clean_path(path), *content)
+        return ObjectInfo(base.clean_path(path), *content)
 
     def download(self, path: str, target: Path) -> ObjectInfo:
         with explaining(self.address(path)):
             source = self._present(path)
             needed = source.stat().st_size
         with explaining(str(target), needed=needed), source.open("rb") as file, replacing(target) as partial:
-            return ObjectInfo(clean_path(path), *copy_with_crc(file, partial))
+            return ObjectInfo(base.clean_path(path), *base.copy_with_crc(file, partial))
 
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         final = self._file(path)
@@ -157,14 +142,14 @@ class LocalStorage(Storage):
             needed = sum(file.stat().st_size for file in files)
             if final.is_file() and final.stat().st_size == needed:
                 there = self.stat(path)
-                if there == whole_of(there.path, map(self.stat, parts)):
+                if there == base.whole_of(there.path, map(self.stat, parts)):
                     return there
         with explaining(self.address(path), needed=needed), replacing(final, durable=self.durable) as whole:
             copied = list[ObjectInfo]()
             for file in files:
                 with file.open("rb") as part:
-                    copied.append(ObjectInfo(file.name, *copy_with_crc(part, whole)))
-        return whole_of(clean_path(path), copied)
+                    copied.append(ObjectInfo(file.name, *base.copy_with_crc(part, whole)))
+        return base.whole_of(base.clean_path(path), copied)
 
     def move(self, folder: str, target: str) -> None:
         final = self._file(target)
@@ -173,14 +158,14 @@ class LocalStorage(Storage):
             rename(self._file(folder), final, durable=self.durable)
 
     def remove(self, path: str) -> None:
-        folder = Path(self.address(removable(path)))
+        folder = Path(self.address(base.removable(path)))
         with explaining(str(folder)):
             if not folder.is_dir() or folder.is_symlink():
                 with suppress(FileNotFoundError, NotADirectoryError):
                     folder.unlink()
                 return
             for inner, _, _ in os.walk(folder):  # does not follow links, and neither does rmtree
-                Path(inner, MANIFEST).unlink(missing_ok=True)
+                Path(inner, base.MANIFEST).unlink(missing_ok=True)
             while folder.exists():
                 try:
                     shutil.rmtree(folder)
@@ -191,16 +176,16 @@ class LocalStorage(Storage):
     def remove_unfinished(self) -> None:
         with explaining(self.root):
             for folder, _, names in os.walk(self.root):
-                for name in filter(is_partial, names):
+                for name in filter(base.is_partial, names):
                     Path(folder, name).unlink(missing_ok=True)
 
     def _file(self, path: str) -> Path:
-        return Path(self.root, clean_file(path))
+        return Path(self.root, base.clean_file(path))
 
     def _present(self, path: str) -> Path:
         file = self._file(path)
         if not file.is_file():
-            raise absent(str(file))
+            raise base.absent(str(file))
         return file
 
 

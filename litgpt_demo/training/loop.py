@@ -32,9 +32,8 @@ from litgpt_demo.runs import read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.profiling import Profiler
 from litgpt_demo.training.ranks import PATIENCE
-from litgpt_demo.training.reporting import Reporter, warn
+from litgpt_demo.training.reporting import Profiler, Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
@@ -52,12 +51,8 @@ _MOST_IN_A_ROW = 10
 def fit(training: Training, *, seconds: float | None = None) -> None:
     """Train from the newest checkpoint to the end.
 
-    Args:
-        seconds: after which no money is left, and all ranks save and leave; given to one rank at least.
-
-    Raises:
-        Preempted: asked to leave, it has saved before its end.
-        UserError: a loss is not finite, or the money is spent.
+    After `seconds`, given to one rank at least, no money is left: all ranks save and leave, with a UserError, as for a
+    loss that is not finite. Preempted is raised where it was asked to leave, and has saved before its end.
     """
     asked: list[int] = []
     timer = Timer(seconds or 0.0, asked.append, [_SPENT])

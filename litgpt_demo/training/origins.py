@@ -71,7 +71,6 @@ def _of_run(place: Storage, name: str) -> Origin | None:
 
 
 def _of_folder(place: Storage) -> Origin | None:
-    """The weights of LitGPT or transformers at `place`, with the file that says what they are of."""
     kind, names = "litgpt", ["lit_model.pth"]
     if not place.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]

@@ -159,10 +159,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _planned(state: State, folder: Path, address: str) -> tuple[FileSystemReader, _Planner, LoadPlan]:
-    """What each rank reads to fill `state`.
-
-    Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
-    """
+    """Not by torch's `load`: it warns in a process that is alone, and has ranks agree on plans that nobody changes."""
     reader, planner, metadata = FileSystemReader(folder), _Planner(), read_index(folder, address=address)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)

@@ -18,6 +18,7 @@ from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
 import torch
+from torch.profiler import ProfilerAction, profile
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import MixedWindows
@@ -30,9 +31,10 @@ from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.step import StepResult
+from litgpt_demo.training.step import FIRST_PASS, StepResult
 
-TABLE = "metrics.csv"
+TABLE, PROFILES = "metrics.csv", "profile"
+_MOST_ALLOCATIONS = 200_000  # of a snapshot, with a few hundred bytes of stack each; older ones go
 
 
 class Reporter:
@@ -116,6 +118,10 @@ class Reporter:
         pace = steps * tokens_per_step / seconds
         # The model's arithmetic as a share of the devices' peak, of which each has its part.
         share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
+        sources, windows = dict[str, int](), self._training.data.train
+        if isinstance(windows, MixedWindows):
+            seen = windows.schedule.seen(result.done * train.global_batch) * windows.length
+            sources = {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen.tolist(), strict=True)}
         self.row(
             kind="step",
             step=result.done,
@@ -123,7 +129,7 @@ class Reporter:
             learning_rate=train.rate(result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
-            **self._by_source(result.done),
+            **sources,
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(self._waited, 4),
@@ -132,14 +138,6 @@ class Reporter:
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
-
-    def _by_source(self, done: int) -> dict[str, int]:
-        """The tokens of each source of a mixture in all steps up to now; nothing of one source alone."""
-        spec, windows = self._training.spec, self._training.data.train
-        if not isinstance(windows, MixedWindows):
-            return {}
-        seen = (windows.schedule.seen(done * spec.train.global_batch) * windows.length).tolist()
-        return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)}
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
@@ -284,7 +282,6 @@ Logger: TypeAlias = Table | TensorBoard | Wandb
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row that are worth a curve, as `kind/name`."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
     return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items() if row["kind"] in _PLOTTED}
 
@@ -300,6 +297,64 @@ def forget(folder: Path, key: str | None) -> None:
         text = path.read_bytes().decode(errors="surrogateescape")
         if (kept := without(text, key, sent)) != text:
             path.write_bytes(kept.encode(errors="surrogateescape"))
+
+
+class Profiler:
+    """Records the steps that `train.profile` asks for, on the ranks that it names: torch's profiler writes a trace of
+    them and, on a GPU, a snapshot of its memory. A recording that fails costs itself, never the training."""
+
+    def __init__(self, training: Training, *, resumed_from: int) -> None:
+        self._training = training
+        self._profile: profile | None = None
+        self.next = -1
+        """The step, from 0, before which to call `turn`; -1 where there is none."""
+        asked, steps = training.spec.train.profile, training.spec.steps
+        if asked is None or training.fabric.global_rank not in asked.ranks:
+            return
+        self._first, self._last = max(asked.numbers[0] - 1, resumed_from), min(asked.numbers[-1], steps)
+        if self._first < self._last:
+            self.next = self._first
+        else:
+            warn(f"train.profile.steps={asked.steps} records nothing: this attempt has the steps after {resumed_from}")
+
+    def turn(self, step: int) -> None:
+        """Begin to record, mark the next step, or end and write; what this takes counts as time of the steps."""
+        if step == self._last:
+            self.end(step)
+            return
+        self.next = step + 1
+        if self._profile is not None:
+            self._profile.step()
+        else:
+            if self._training.fabric.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
+            # Every step is recorded; with a schedule torch also marks where each begins, by its number.
+            self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True, profile_memory=True)
+            self._profile.step_num = step + 1
+            self._profile.start()
+
+    def end(self, done: int, *, keep: bool = True) -> None:
+        """End a recording, if there is one, after `done` steps, and leave it in the run's folder if it is kept."""
+        recorded, self._profile, self.next = self._profile, None, -1
+        if recorded is None:
+            return
+        run, scratch, fabric = self._training.run, self._training.scratch, self._training.fabric
+        self._training.heart.beat(done, "writing the profile", allow=FIRST_PASS)
+        name = f"steps-{self._first + 1}-{done}-rank-{fabric.global_rank}"
+        try:
+            recorded.stop()
+            if not keep:
+                return
+            files = [scratch / f"{name}.json.gz"]
+            recorded.export_chrome_trace(str(files[0]))
+            if fabric.device.type == "cuda":
+                files.append(scratch / f"{name}.memory.pickle")
+                torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._record_memory_history(enabled=None)
+            for file in files:
+                run.upload(file, f"{PROFILES}/{file.name}", move=True)
+        except (TrainLitgptError, OSError, RuntimeError) as error:
+            warn(f"the profile of the steps up to {done} is lost: {words_of(error)}")
 
 
 _SIDES = (256, 384, 512, 768, 1024)

@@ -69,11 +69,7 @@ class Saved:
 
 
 class Saver:
-    """Saves the state of a training, one save at a time. Every rank has one and calls it alike, as in
-
-        with Saver(training, tell=print) as saver:
-            ...
-            saver.save(step, validation_loss)
+    """Saves the state of a training, one save at a time. Every rank has one, enters it, and calls it alike.
 
     An error that has a name (a full disk, a bucket that refuses) costs that one save; any other ends the training.
     """
@@ -176,7 +172,6 @@ class Saver:
             raise self._last.failed
 
     def _before_update(self) -> None:
-        """The optimizer is about to change what is being copied."""
         if self._pending is None:
             return
         began, (saved, copied, work) = monotonic(), self._pending

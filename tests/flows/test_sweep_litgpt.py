@@ -18,7 +18,7 @@ from waiting import until
 
 from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import _planned
+from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.runs.index import Index
@@ -46,7 +46,9 @@ def swept(
     async def train(**groups: Any) -> Any:
         own.unlink(missing_ok=True)
         trained.append(config := RunConfig(**groups))
-        assert (await asyncio.to_thread(_planned, config, None)).config == config
+        planned = PLANNED.get()
+        assert planned is not None
+        assert planned.config == config
         if (rate := config.train.learning_rate) >= DIVERGES:
             raise JobFailed("user error on node 0: the loss is not finite")
         return SimpleNamespace(validation_loss=rate)

@@ -30,6 +30,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import read_manifest
+from litgpt_demo.runs import read_spec
 from tasks.dataset import Fanout
 
 pytestmark = pytest.mark.prefect
@@ -141,7 +142,7 @@ def test_a_second_run_finds_every_step_done_and_writes_nothing(
     assert files_of(trained.config.root) == before
 
 
-def test_a_run_continues_the_weights_of_another_one_and_writes_their_checksums_down(
+def test_a_run_continues_weights_that_nodes_find_below_the_root_and_writes_their_checksums_down(
     trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path, corpus: Path
 ) -> None:
     first, data = plan_run(trained.config), trained.config.data.model_dump(mode="json")
@@ -150,11 +151,14 @@ def test_a_run_continues_the_weights_of_another_one_and_writes_their_checksums_d
         document = trained.config.model_dump(mode="json")
         return validated(RunConfig, overridden(document, {"model.from": first.name, **changes}), where="it")
 
-    config = continued(**{"name": "continued", "train.max_steps": 4})
+    assert plan_run(continued()).origin.name == first.storage.address("checkpoints/step-00000008")
+    folder = first.storage.address("final/litgpt")
+    config = continued(**{"name": "continued", "train.max_steps": 4, "model.from": folder})
     done = run_again(config)
     run, manifest = plan_run(config), read_manifest(plan_run(config).storage, RunManifest)
     assert manifest.origin == run.origin
-    assert (run.origin.name, first.key != run.key) == (first.storage.address("checkpoints/step-00000008"), True)
+    assert (run.origin.name, first.key != run.key) == (folder, True)
+    assert read_spec(run.storage).origin.address == run.root.address(f"weights/{run.origin.key}")
     assert done.final.validation_loss < trained.final.validation_loss
     assert json.loads(run.storage.read("final/lineage.json"))["training"]["origin"]["files"] == {
         name: list(file) for name, file in run.origin.files.items()

@@ -14,7 +14,7 @@ from test_own_tokens import IDS, put
 from training_runs import alike, rows, train_elsewhere, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
-from litgpt_demo.data.batches import MixedWindows, Schedule, validation_numbers
+from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, validation_numbers
 from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import DataError, UserError
@@ -62,10 +62,10 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
 
 def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
-    parts = [Windows(files=[one], length=4) for one in tokens]
+    parts = [Windows(files=[one], length=4, key=key) for one, key in zip(tokens, "kl", strict=True)]
     schedule = Schedule([(0.0, shares_of([3, 1])), (0.5, shares_of([0, 1]))], samples=4000)
-    mixed = MixedWindows(names=["a", "b"], keys=["k", "l"], parts=parts, schedule=schedule, length=4)
-    numbers = mixed.of_run(np.arange(4000, dtype=np.uint64), seed=1)
+    mixed = MixedWindows(names=["a", "b"], parts=parts, schedule=schedule, length=4)
+    numbers = at_places(mixed, np.arange(4000, dtype=np.uint64), seed=1)
     inputs, targets = mixed.read(numbers)
     assert ((inputs[:, 0] >= 500) == (mixed.source_of(numbers) == 1)).all()
     assert (targets == inputs + 1).all()

@@ -34,9 +34,9 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
-from litgpt_demo.training.profiling import FOLDER
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
+from litgpt_demo.training.reporting import PROFILES
 from litgpt_demo.training.step import Exchange, Passed
 
 
@@ -262,13 +262,13 @@ def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_ch
 
     run = new_run("run", profile={"steps": "7-9"})
     leave_in(8, run)
-    assert not (run / FOLDER).exists()  # there was no time for it
+    assert not (run / PROFILES).exists()  # there was no time for it
     train(run)
-    (trace,) = (run / FOLDER).iterdir()
+    (trace,) = (run / PROFILES).iterdir()
     assert (trace.name, recorded(trace.read_bytes())) == ("steps-9-9-rank-0.json.gz", {"ProfilerStep#9"})
     assert shards(run) == shards(finished)
     fit(training_of(new_run("another", profile={"steps": "11-20"}), bucket))  # longer than the training
-    written = bucket.read(f"{FOLDER}/steps-11-12-rank-0.json.gz")
+    written = bucket.read(f"{PROFILES}/steps-11-12-rank-0.json.gz")
     assert recorded(written) == {"ProfilerStep#11", "ProfilerStep#12"}
 
 
