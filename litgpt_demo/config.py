@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -185,9 +186,9 @@ class TokensCorpus(_Corpus, title="Token ids"):
     max_bytes: ClassVar[int | None] = None
     path: Place = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
-    train: str = Field("train*.bin", min_length=1)
+    train: Annotated[str, AfterValidator(posixpath.normpath)] = Field("train*.bin", min_length=1)
     """Pattern of the training split's files in that folder; several are read as one, by name."""
-    validation: str = Field("val*.bin", min_length=1)
+    validation: Annotated[str, AfterValidator(posixpath.normpath)] = Field("val*.bin", min_length=1)
     """Pattern of the validation split's files."""
     dtype: Literal["uint16", "uint32"] | None = None
     """The type of an id, little-endian; empty is uint16 for a tokenizer of up to 65,536 ids, and uint32 for others."""

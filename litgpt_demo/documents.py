@@ -164,7 +164,10 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
     return None
 
 
-def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
+def bring(
+    storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path],
+    fix: str = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before",
+) -> Path:  # fmt: skip
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
     A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.
@@ -183,6 +186,5 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(fetch, records))
     if wrong := differences(folder, records):
-        fix = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before"
         raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
     return folder

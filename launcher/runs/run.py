@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pydantic import Field, JsonValue, TypeAdapter
 
@@ -23,7 +23,7 @@ from litgpt_demo.data.dataset import (
     require_sample,
 )
 from litgpt_demo.documents import FileRecord
-from litgpt_demo.errors import TrainLitgptError, UserError
+from litgpt_demo.errors import NetworkError, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
@@ -99,7 +99,12 @@ def origin_of(config: RunConfig) -> Origin | None:
 
 def preview_run(config: RunConfig) -> Run:
     """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is."""
-    run = run_of(config, preview_dataset(config.data), origin_of(config))
+    dataset, origin = preview_dataset(config.data), None
+    try:
+        origin = origin_of(config)
+    except (NetworkError, Unreachable) as error:
+        dataset = replace(dataset, unknown=str(error))
+    run = run_of(config, dataset, origin)
     try:
         return run if run.dataset.unknown else as_started(run)
     except TrainLitgptError:  # what is said of the root itself is said by its own check

@@ -49,7 +49,10 @@ def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
     if isinstance(corpus, StdlibCorpus):
         return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
     if isinstance(corpus, TokensCorpus):
-        train = (one for one in _token_sources(corpus, corpus.train) if not selects(one.name, corpus.validation))
+        train = [one for one in _token_sources(corpus, corpus.train) if not selects(one.name, corpus.validation)]
+        if not train:
+            what = f"data.corpus.train={corpus.train} selects no file that data.corpus.validation does not"
+            raise UserError(what, fix="give the two splits files of their own")
         return [*train, *_token_sources(corpus, corpus.validation)]
     if isinstance(corpus, FileCorpus):
         found = _file_sources(corpus, [] if left_out is None else left_out)
@@ -139,7 +142,7 @@ def _file_sources(corpus: FileCorpus, left_out: list[str]) -> list[Source]:
 
 def token_home(corpus: TokensCorpus) -> str:
     """Return the address of the folder of token files, written out."""
-    return corpus.path.rstrip("/") if is_remote(corpus.path) else str(Path(corpus.path).expanduser().absolute())
+    return corpus.path.rstrip("/") if is_remote(corpus.path) else os.path.abspath(Path(corpus.path).expanduser())  # noqa: PTH100
 
 
 def _token_sources(corpus: TokensCorpus, pattern: str) -> list[Source]:

@@ -19,7 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import file_digest, sha256
@@ -263,18 +263,23 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
         splits[selects(source.name, corpus.validation)].append(split)
         report(progress := replace(progress, text_bytes=progress.text_bytes + source.size))
+    if not elsewhere:  # nothing is copied before all of it is known to be well
+        list(each(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))
     return manifest.model_copy(update={"train": train, "validation": validation})
 
 
+def _copy(work: Work, source: Source) -> None:
+    with local_copy(source, work.make_scratch()) as path:
+        work.storage.upload(path, source.name)
+
+
 def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
-    home, width = manifest.home, np.dtype(manifest.dtype).itemsize
-    if home is None:
-        with local_copy(source, work.make_scratch()) as path:
-            work.storage.upload(path, source.name)
-    place = work.storage if home is None else open_storage(home)
+    width, where = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
-    found, where = dataset.content_of(manifest, place, record), source.address
+    with nullcontext() if manifest.home is not None else local_copy(source, work.make_scratch()) as path:
+        place, name = (manifest.home, source.name) if path is None else (str(path.parent), path.name)
+        found = dataset.content_of(manifest, open_storage(place), record.model_copy(update={"path": name}))
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
     if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
@@ -287,7 +292,8 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
     if found.largest >= manifest.vocab_size:
         what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
-    return Split(documents=found.ends, tokens=record.size // width, files=(found.record,))
+    record = found.record.model_copy(update={"path": source.name})
+    return Split(documents=found.ends, tokens=record.size // width, files=(record,))
 
 
 # --- which documents, and which of them for validation ----------------------------------------------------------------

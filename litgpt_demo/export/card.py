@@ -131,7 +131,7 @@ def _card(
         "## Data",
         _table(
             ("Corpus", ", ".join(mixed or (f"{name}: {value}" for name, value in corpus.items() if value is not None))),
-            ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
+            ("Text", f"{f'{text:,} bytes in ' if (text := dataset.text_bytes) else ''}{dataset.documents:,} documents"),
             ("Training split", f"{dataset.train.tokens:,} tokens"),
             ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
             ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),

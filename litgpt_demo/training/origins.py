@@ -10,10 +10,12 @@ import re
 import tempfile
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from litgpt_demo.config import Origin
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
-from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import ObjectInfo, Storage, is_remote, open_storage
@@ -25,6 +27,10 @@ CONFIGS = {"litgpt": "model_config.yaml", "huggingface": "config.json"}
 _TOKENIZER = "tokenizer.json"
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
@@ -75,7 +81,8 @@ def _of_folder(place: Storage) -> Origin | None:
     if not place.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
         if place.exists(_INDEX):
-            names = sorted({str(one) for one in json.loads(place.read(_INDEX))["weight_map"].values()})
+            index = parse_json(place.read(_INDEX), _Index, where=place.address(_INDEX), fix="copy the folder anew")
+            names = sorted({*index["weight_map"].values()})
     try:
         return _origin(kind, place, [place.stat(one) for one in (*names, CONFIGS[kind])])
     except FileNotFoundError as error:
@@ -124,7 +131,10 @@ def tokenizer_problem(origin: Origin, planned: PlannedDataset, dataset: str | No
     folder, ours = origin.address, planned.tokenizer and planned.tokenizer.files[_TOKENIZER]
     try:
         if origin.kind == "checkpoint":
-            source = read_spec(open_storage(origin.address.rpartition("/checkpoints/")[0])).dataset
+            if not (own := origin.address.rpartition("/checkpoints/")[0]):
+                fix = "name it within its run, as RUN/checkpoints/step-…"
+                return f"{origin.address} lies outside its run, so that nobody knows its tokenizer", fix
+            source = read_spec(open_storage(own)).dataset
             if open_dataset(source).key == planned.key:
                 return None
             folder = f"{source}/tokenizer"

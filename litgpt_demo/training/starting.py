@@ -52,7 +52,8 @@ def start_from(training: Training, origin: Origin) -> None:
     files = [one for one in records_of(origin) if origin.optimizer or not one.path.startswith(OPTIMIZER)]
     # All ranks see all of a local folder, and verify a share of it each; of a bucket, of what their node fetches.
     share = files[local_rank::processes] if local is None else files[ranks.number :: ranks.world]
-    ranks.together(lambda: bring(place, share, lambda: folder), lambda _: None)
+    fix = "the weights have changed since the run was submitted: put them back, or submit it again"
+    ranks.together(lambda: bring(place, share, lambda: folder, fix), lambda _: None)
 
     @torch.no_grad()
     def read() -> None:

@@ -98,6 +98,17 @@ def test_what_is_no_file_of_the_tokenizers_ids_is_refused(tmp_path: Path, files:
     assert not [*(tmp_path / "root").glob("datasets/*/manifest.json")]
 
 
+def test_a_file_is_of_one_split_and_nothing_is_copied_before_all_of_it_is_known_to_be_well(
+    bucket: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS + 10}))
+    with pytest.raises(TrainLitgptError, match="selects no file that data.corpus.validation does not"):
+        plan_dataset(data_at("../data", tmp_path, train="./*.bin", validation="*.bin"))
+    with pytest.raises(TrainLitgptError, match="holds the id 308"):
+        made(data_at("../data", tmp_path), bucket.address("root"))
+    assert not [one.path for one in bucket.inventory() if one.path.endswith(".bin")]
+
+
 def test_ids_need_the_tokenizer_that_made_them_and_text_is_no_longer_mistaken_for_them(tmp_path: Path) -> None:
     place = put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS})
     with pytest.raises(ValueError, match="token ids need the tokenizer that made them"):
