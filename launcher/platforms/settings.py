@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_LABEL = 63
-"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
-RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035). What a name is
+made of NAME_PATTERN sees to."""
 
 
 def asked(**fields: Any) -> dict[str, Any]:

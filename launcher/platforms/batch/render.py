@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from launcher.environment import Entry, as_rows, node_environment
-from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import LIBRARIES, Choice
@@ -44,11 +43,6 @@ STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
-    # The form of a job id in google.cloud.batch_v1.
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", job.attempt_name):
-        form = "at most 63 lower-case letters, digits and dashes, the first a letter and the last no dash"
-        what = f"{job.attempt_name!r} cannot be the name of a Batch job: {form}"
-        raise ConfigProblem(what, fix="choose another `name`")
     shm, environment = _shm_and_environment(job, settings)
     machine, resources = settings.machine_type, None
     # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only

@@ -16,7 +16,7 @@ from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submissi
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
-from launcher.platforms.settings import LONGEST_LABEL, RFC_1035, asked
+from launcher.platforms.settings import LONGEST_LABEL, asked
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.storage import bucket_path
 
@@ -68,8 +68,6 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     if longest > LONGEST_LABEL:
         what = f"pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST_LABEL}"
         raise ConfigProblem(what, fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter")
-    if not RFC_1035.fullmatch(name):
-        raise ConfigProblem(f"{name!r} cannot be a host name", fix="use lower-case letters, digits and dashes")
     network = settings.fabric
     template, environment = _pod(job, settings, network, workload)
     labels, queue = job.all_labels, settings.queue

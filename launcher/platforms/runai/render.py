@@ -11,7 +11,7 @@ from launcher.job import UNBUILT, Job
 from launcher.networks.profile import Network
 from launcher.platforms.log_files import KeptJob
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.platforms.settings import LONGEST_LABEL, RFC_1035
+from launcher.platforms.settings import LONGEST_LABEL
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
 
 SCRATCH = "/tmp/litgpt"
@@ -49,10 +49,9 @@ class WorkloadReference(KeptJob):
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     # Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
     longest = len(job.attempt_name) + len("-worker-999")
-    if longest > LONGEST_LABEL or not RFC_1035.fullmatch(job.attempt_name):
-        form = f"{LONGEST_LABEL} lower-case letters, digits and dashes, the first a letter"
+    if longest > LONGEST_LABEL:
         what = f"{job.attempt_name!r} cannot be a workload's name: its pods' would have {longest} characters"
-        raise ConfigProblem(f"{what}, and Kubernetes takes {form}", fix="choose another `name` for the run")
+        raise ConfigProblem(f"{what}, and Kubernetes takes {LONGEST_LABEL}", fix="choose another `name` for the run")
     network = settings.fabric
     shm = network.node.shm_bytes if settings.large_shm else 0
     entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)

@@ -102,8 +102,6 @@ def test_a_flag_that_the_program_has_not_got_is_named_with_its_setting() -> None
 def test_names_that_cannot_be_pods_are_refused_beforehand() -> None:
     with pytest.raises(ConfigProblem, match="Kubernetes takes 63"):
         rendered(WAYS["v2"], name="a" * 58)
-    with pytest.raises(ConfigProblem, match="'my_app-1' cannot be a workload's name"):
-        rendered(WAYS["v1"], name="my_app")
 
 
 def test_there_is_one_rank_per_gpu() -> None:
