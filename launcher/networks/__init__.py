@@ -67,11 +67,6 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
     return tuple(sorted(names, key=DEFAULT.__eq__))
 
 
-def open_network(name: str, choice: Choice, **options: Any) -> Network:
-    """Return the network of that name, made for what the job chose; ConfigProblem: a release that is not known."""
-    return NETWORKS[name].make(choice, NETWORKS[name].options.model_validate(options))
-
-
 def chosen_network(section: Any, **choice: bool) -> Network:
     """Return the network that a `platform` section asks for; `choice` is the platform's part of a Choice."""
     return NETWORKS[section.network].make(Choice(machine=section.machine_type, **choice), section)

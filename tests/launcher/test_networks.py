@@ -5,14 +5,18 @@ from pydantic import ValidationError
 
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES
-from launcher.networks import networks_of, open_network, tcpx
-from launcher.networks.profile import Choice
+from launcher.networks import NETWORKS, networks_of, tcpx
+from launcher.networks.profile import Choice, Network
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NcclFit
 
 NAMES = ("a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4x-highgpu-4g")
 HIGH, MEGA, ULTRA, A4X = (Choice(machine=MACHINES[name]) for name in NAMES)
 DIGEST = "@sha256:" + 64 * "0"
+
+
+def open_network(name: str, choice: Choice, **options: str) -> Network:
+    return NETWORKS[name].make(choice, NETWORKS[name].options.model_validate(options))
 
 
 def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:

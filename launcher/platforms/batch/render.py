@@ -16,7 +16,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from launcher.environment import Entry, as_rows, node_environment
 from launcher.job import UNBUILT, Job, JobId, Object, Submission
-from launcher.networks import DEFAULT, open_network
+from launcher.networks import plain
 from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.settings import asked
@@ -43,8 +43,18 @@ STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
-    shm, environment = _shm_and_environment(job, settings)
     machine, resources = settings.machine_type, None
+    network = plain(Choice(machine=machine), settings)
+    shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
+    own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
+    if settings.node_gpus and settings.os == "cos":
+        own["library_paths"] = (LIBRARIES,)
+        # The linker's cache does not know the mounted driver (https://github.com/triton-lang/triton/issues/2507), nor
+        # does gcc (https://github.com/vllm-project/vllm/pull/39161).
+        why = "where the driver is mounted; the linker's cache does not know it"
+        names = ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")
+        more = [Entry(name=name, value=LIBRARIES, origin="platform", why=why) for name in names]
+    environment = node_environment(job, settings, network, more, named=False, **own)
     # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only
     # decides how many tasks it would put on one VM, and that is said elsewhere.
     if machine is not None:
@@ -196,20 +206,6 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
         tags=list(settings.tags),
         labels=labels_of(job),
     )
-
-
-def _shm_and_environment(job: Job, settings: BatchPlatformConfig) -> tuple[int, list[Entry]]:
-    network = open_network(DEFAULT, Choice(machine=settings.machine_type))
-    shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
-    own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
-    if settings.node_gpus and settings.os == "cos":
-        own["library_paths"] = (LIBRARIES,)
-        # The linker's cache does not know the mounted driver (https://github.com/triton-lang/triton/issues/2507), nor
-        # does gcc (https://github.com/vllm-project/vllm/pull/39161).
-        why = "where the driver is mounted; the linker's cache does not know it"
-        names = ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")
-        more = [Entry(name=name, value=LIBRARIES, origin="platform", why=why) for name in names]
-    return shm, node_environment(job, settings, network, more, named=False, **own)
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
