@@ -425,6 +425,7 @@ _GONE = {
     "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
     "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
     "image.push": "it left images in this machine's engine, which is gone; leave it out, and name a registry",
+    "platform.min_nodes": "it let a job go on without a lost node, which is gone; leave it out: a new attempt follows",
     "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
 

@@ -65,17 +65,6 @@ class PlatformSettings(Settings):
     usd_per_hour: float | None = Field(None, gt=0)
     """The price of a node for an hour, in dollars; empty takes the list price of `machine`, where one is known."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_range(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:
-            what = "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone"
-            fix = "a lost node is a new attempt from the last checkpoint; set platform.nodes to one number"
-            raise ValueError(f"{what}: {fix}")
-        return {name: value for name, value in given.items() if name != "min_nodes"}
-
     def open(self) -> Platform:
         """Return the platform, set up as these settings say. Its module is imported here, and not before."""
         opened: Platform = resolve_name(self.opens)(self)
