@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -106,15 +105,6 @@ _ALL = (
 )
 
 MACHINES = MappingProxyType({machine.name: machine for machine in _ALL})
-
-
-def machine_named(name: str) -> Machine:
-    """The machine type of that name; a ValueError says which come close, and what to do about one not listed."""
-    if name in MACHINES:
-        return MACHINES[name]
-    near = difflib.get_close_matches(name, MACHINES, n=3) or MACHINES
-    what = f"platform.machine={name!r} is not in the table of machines; did you mean {' or '.join(near)}?"
-    raise ValueError(f"{what} Any other: leave it out and give platform.gpus, and cpus and memory if they matter")
 
 
 def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:

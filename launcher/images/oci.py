@@ -200,7 +200,7 @@ class _Registry:
             digest: str = answer.headers.get("docker-content-digest", "")
         if not _DIGEST.fullmatch(digest):
             # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
-            digest = _hash(self._download("manifests", name))
+            digest = f"sha256:{sha256(self._download('manifests', name)).hexdigest()}"
         if reference.digest not in {None, digest}:
             raise ImageProblem(f"{self._at} answered with another image, {digest}; do not use this registry")
         return digest
@@ -224,7 +224,7 @@ class _Registry:
 
     def _document(self, where: str, digest: str, kind: type[T]) -> T:
         named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
-        if digest != (got := _hash(content)):
+        if digest != (got := f"sha256:{sha256(content).hexdigest()}"):
             raise ImageProblem(f"{named}: {self._reference.host} answered with {got}; do not use this registry")
         return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
 
@@ -301,10 +301,6 @@ class _Registry:
     def _refused(self, why: str) -> ImageProblem:
         fix = f"check the name, then log in with `{login_command(self._reference.host)}`"
         return ImageOutOfSight(f"{self._at} {why}; it has no such image, or this account may not read it: {fix}")
-
-
-def _hash(content: bytes) -> str:
-    return f"sha256:{sha256(content).hexdigest()}"
 
 
 # A function, for the variables of one that raises an error are shown by its traceback.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from launcher.machines import machine_named, require_gpus
+from launcher.machines import MACHINES, require_gpus
 from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
 from launcher.networks.profile import Network
 from launcher.platforms.settings import ClusterSettings
@@ -139,8 +140,11 @@ class GkePlatformConfig(
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.machine is not None:
-            machine_named(self.machine)
+        if self.machine is not None and self.machine not in MACHINES:
+            near = difflib.get_close_matches(self.machine, MACHINES, n=3) or MACHINES
+            what = f"platform.machine={self.machine!r} is not in the table of machines"
+            fix = "Any other: leave it out and give platform.gpus, and cpus and memory if they matter"
+            raise ValueError(f"{what}; did you mean {' or '.join(near)}? {fix}")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         if (self.cluster is None) != (self.location is None):
             raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")

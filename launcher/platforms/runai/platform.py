@@ -68,7 +68,7 @@ class RunaiPlatform:
 
     def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None) -> None:
         self._settings = settings
-        self._api = api or chosen_api(settings, os.environ)
+        self._api: Api = api or (Rest(settings, os.environ) if settings.uses_rest(os.environ) else Cli(settings))
         self._settled: set[JobId] = set()
         self.settle = 20.0
         """Seconds that pods have to leave their reports and logs once the job as a whole has ended."""
@@ -208,7 +208,3 @@ class RunaiPlatform:
         name = WorkloadReference.of(job_id).name
         phase = self._api.phase(name)
         return () if phase is None else (f"workload {name} ({phase})",)
-
-
-def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
-    return Rest(settings, environ) if settings.uses_rest(environ) else Cli(settings)

@@ -17,8 +17,8 @@ from runai_jobs import found, job_of, settings_of
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
-from launcher.platforms.runai.cli import Cli, phases_in
-from launcher.platforms.runai.platform import RunaiPlatform, chosen_api
+from launcher.platforms.runai.cli import phases_in
+from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.rest import Rest, credentials_of
 from litgpt_demo.errors import TrainLitgptError
 
@@ -309,9 +309,9 @@ def test_auto_takes_rest_where_there_are_credentials_and_the_program_elsewhere(t
     (tmp_path / "secret").write_text("from a file\n")
     both = {"RUNAI_CLIENT_ID": "a", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "secret")}
     given = settings_of(url="https://my-company.run.ai", credentials="RUNAI")
-    assert isinstance(chosen_api(given, both), Rest)
-    assert isinstance(chosen_api(given, {"RUNAI_CLIENT_ID": "a"}), Cli)
-    assert isinstance(chosen_api(settings_of(url=given.url, api="cli"), both), Cli)
+    assert given.uses_rest(both)
+    assert not given.uses_rest({"RUNAI_CLIENT_ID": "a"})
+    assert not settings_of(url=given.url, api="cli").uses_rest(both)
     without = settings_of(url=given.url, api="rest", credentials="TEAM_A")
     words = found(RunaiPlatform(without, Rest(without, both)), waiting)["runai.login"]
     assert "export TEAM_A_CLIENT_ID and TEAM_A_CLIENT_SECRET" in words
