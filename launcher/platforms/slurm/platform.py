@@ -179,7 +179,8 @@ class SlurmPlatform:
         if row and state.live:
             reasons = (_reason(row),) if state is JobState.PENDING and row.reason not in {"None", ""} else ()
             begun = started if state is JobState.RUNNING else None
-            hosts = _hosts(row.nodes)
+            # Where Slurm's list has one name each; a range such as n[0-3] is left to the reports.
+            hosts = dict(enumerate(row.nodes.split(","))) if row.nodes and "[" not in row.nodes else {}
             return JobStatus(
                 state=state, native=word, reasons=reasons, scheduled=begun, started=begun, pulled=begun, hosts=hosts
             )
@@ -257,14 +258,7 @@ class SlurmPlatform:
             return self._queue.get(name, [])
 
     def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
-        """Return what a command prints.
-
-        Raises:
-            NotInstalled: the command is not there.
-            LoginProblem: ssh did not let us in.
-            PlatformUnreachable: no answer.
-            PlatformRefused: Slurm said no, unless in words that `unless` has.
-        """
+        """Return what a command prints; `unless` has words of a no that is none."""
         host = self._settings.host
         command = [*words] if host is None else ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join(words)]
         if shutil.which(command[0]) is None:
@@ -309,8 +303,3 @@ def _moment(text: str) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
-
-
-def _hosts(nodes: str) -> dict[int, str]:
-    """Node number to machine, where Slurm's list has one name each; a range such as n[0-3] is left to the reports."""
-    return dict(enumerate(nodes.split(","))) if nodes and "[" not in nodes else {}

@@ -42,12 +42,15 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         log_flags=("--log-uri", job.directory, "--log-every", "10") if remote else (),
         grace=settings.grace,
     )
-    log = shlex.quote(f"{_literal(job.directory)}/node-%n.log")
+    folder, no_software = job.directory.replace("%", "%%"), EXIT_CODES[Fault.USER]  # `%` begins a replacement
+    log = shlex.quote(f"{folder}/node-%n.log")
     output = "" if remote else f" --output={log} --open-mode=append"
     given = [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
     given += list(_secrets(job, settings))
-    text = "\n".join(["#!/bin/bash", *_options(job, settings), "", *given, "", _SCRIPT.format(
-        software="\n".join(_software(settings)),
+    software = [f"module load {shlex.quote(module)} || exit {no_software}" for module in settings.modules]
+    software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
+    text = "\n".join(["#!/bin/bash", *_options(job, settings, folder), "", *given, "", _SCRIPT.format(
+        software="\n".join(software),
         wait=_WAIT,
         output=output,
         container="".join(f" {shlex.quote(one)}" for one in _container(job, settings)),
@@ -62,15 +65,10 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     )
 
 
-def _literal(path: str) -> str:
-    """A path in a file name pattern, in which `%` begins a replacement."""
-    return path.replace("%", "%%")
-
-
-def _options(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
+def _options(job: Job, settings: SlurmPlatformConfig, folder: str) -> Iterator[str]:
     avoided = ",".join(dict.fromkeys((*settings.exclude, *job.exclude_nodes)))
     gpus = settings.gpus if settings.gres is None else 0
-    output = "/dev/null" if is_remote(job.directory) else f"{_literal(job.directory)}/slurm-%j.log"
+    output = "/dev/null" if is_remote(job.directory) else f"{folder}/slurm-%j.log"
     options = {
         "job-name": job.attempt_name,
         "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
@@ -103,12 +101,6 @@ def _secrets(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
         code = EXIT_CODES[Fault.USER]
         yield f'{name}=$(cat {file}) || {{ echo "error [slurm.secret] {name}: {path} cannot be read"; exit {code}; }}'
         yield f"export {name}"
-
-
-def _software(settings: SlurmPlatformConfig) -> Iterator[str]:
-    yield from (f"module load {shlex.quote(module)} || exit {EXIT_CODES[Fault.USER]}" for module in settings.modules)
-    if settings.venv is not None:
-        yield f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"
 
 
 def _container(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
