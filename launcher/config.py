@@ -102,13 +102,6 @@ class TrainingStart(StartSettings):
     once this is raised."""
 
 
-def _require_price(platform: PlatformConfig, name: str, wanted: object) -> None:
-    """Refuse a setting that asks for the cost of machines whose price nobody knows."""
-    if wanted and platform.price is None:
-        known = f"{platform.hardware or platform.kind} has no list price that is known here"
-        raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
-
-
 class RunConfig(Settings):
     """One training, from raw text to a verified checkpoint."""
 
@@ -147,7 +140,12 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _is_priced(self) -> Self:
-        _require_price(self.platform, "start.max_usd", self.start.max_usd)
+        asks: dict[str, object] = {"start.max_usd": self.start.max_usd}
+        if isinstance(self, SweepConfig):
+            asks["sweep.max_usd or the objective cost"] = self.sweep.max_usd or "cost" in self.sweep.objectives
+        if self.platform.price is None and (name := next(filter(asks.get, asks), None)):
+            known = f"{self.platform.hardware or self.platform.kind} has no list price that is known here"
+            raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
         return self
 
 
@@ -303,14 +301,6 @@ class SweepConfig(RunConfig):
 
     sweep: SweepSettings = SweepSettings()
     """The settings to vary."""
-
-    @model_validator(mode="after")
-    def _is_priced_too(self) -> Self:
-        sweep = self.sweep
-        _require_price(
-            self.platform, "sweep.max_usd or the objective cost", sweep.max_usd or "cost" in sweep.objectives
-        )
-        return self
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
