@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from launcher.curves import downsample
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # matplotlib draws in these; the page's stylesheet says what they are.
@@ -65,11 +64,40 @@ def svg(chart: Chart, *, width: int, height: int) -> str:
     """
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     with SETTINGS, matplotlib.rc_context():
         matplotlib.rcdefaults()
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-        _draw(figure.add_subplot(), chart)
+        axes = figure.add_subplot()
+        if chart.bars:
+            axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
+            axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
+        else:
+            for line in chart.lines:
+                points = downsample(line.points, _POINTS)
+                style: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.35} if line.faint else {"linewidth": 2.0}
+                style |= {"marker": "o", "markersize": 4} if line.marked else {}
+                x, y = list(points), list(points.values())
+                axes.plot(x, y, color=_COLORS[line.color], label=line.label or "_", **style)
+            for step in chart.restarts:
+                axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
+            if chart.from_zero:
+                axes.set_ylim(bottom=0)
+            axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_ROUND))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
+        axes.set_xlabel(chart.x_label, fontsize=11, color=_COLORS["muted"])
+        axes.tick_params(labelsize=11, labelcolor=_COLORS["muted"], color=_COLORS["line"], length=0)
+        axes.grid(axis="y", color=_COLORS["line"], linewidth=1)
+        axes.set_axisbelow(True)
+        axes.margins(x=0.01)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_COLORS["line"])
+        if any(line.label for line in chart.lines):
+            axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")
         return element(figure, name=chart.name, title=chart.title)
 
 
@@ -95,36 +123,3 @@ def element(figure: Figure, *, name: str, title: str, **options: Any) -> str:
     for color, sentinel in _COLORS.items():
         text = text.replace(sentinel, f"var(--{color})")
     return text.strip()
-
-
-def _draw(axes: Axes, chart: Chart) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    if chart.bars:
-        axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
-        axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
-    else:
-        for line in chart.lines:
-            points = downsample(line.points, _POINTS)
-            style: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.35} if line.faint else {"linewidth": 2.0}
-            style |= {"marker": "o", "markersize": 4} if line.marked else {}
-            x, y = list(points), list(points.values())
-            axes.plot(x, y, color=_COLORS[line.color], label=line.label or "_", **style)
-        for step in chart.restarts:
-            axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
-        if chart.from_zero:
-            axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_ROUND))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
-    axes.set_xlabel(chart.x_label, fontsize=11, color=_COLORS["muted"])
-    axes.tick_params(labelsize=11, labelcolor=_COLORS["muted"], color=_COLORS["line"], length=0)
-    axes.grid(axis="y", color=_COLORS["line"], linewidth=1)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(_COLORS["line"])
-    if any(line.label for line in chart.lines):
-        axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")

@@ -41,21 +41,15 @@ PEER_GRACE = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Take the job in `argv[0]` over and return at once; what remains is an orphan that supervises it."""
+    """Take the job in `argv[0]` over and return at once; what remains is an orphan that runs it to its end.
+
+    `result.json` is written last, when none of the job's processes is left.
+    """
     directory, parent = Path(argv[0]), os.getpid()
     if os.fork():
         return 0
     while os.getppid() == parent:
         time.sleep(0.005)  # it carries the job's mark too, and must not be swept up as a remnant of a very short job
-    supervise(directory)
-    return 0
-
-
-def supervise(directory: Path) -> None:
-    """Run the job submitted in `directory` to its end.
-
-    `result.json` is written last, when none of the job's processes is left.
-    """
     asked: list[float] = []  # when SIGTERM came, on the monotonic clock
     signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
     # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
@@ -105,6 +99,7 @@ def supervise(directory: Path) -> None:
         codes = {number: process.wait() for number, process in nodes.items()}
         outcome = result(codes, cancelled=bool(asked), trouble=trouble)
         write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
+    return 0
 
 
 @contextmanager
