@@ -72,31 +72,16 @@ class CloudBuild:
     def build(self, build: Build, *, log: Log) -> str:
         """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
         stopped. Returns the digest that the registry is said to have now."""
-        if bucket_path(self._root) is None:
+        image, root = self._image, self._root
+        if bucket_path(root) is None:
             fix = "set root to gs://bucket/prefix, or image.kind to docker"
-            raise ImageProblem(f"image.kind=cloudbuild needs a root in a bucket, not root={self._root!r}; {fix}")
+            raise ImageProblem(f"image.kind=cloudbuild needs a root in a bucket, not root={root!r}; {fix}")
         if (found := self._live(build.tag)) is not None:
             return self._follow(found, build.tag, log)
-        request = self._request(build)
-        self._pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
-        created = first = self._create(request, build.tag)
-        try:
-            first = self._live(build.tag) or created
-            if first.id != created.id:
-                self._cancel(created, log)
-            return self._follow(first, build.tag, log)
-        except BaseException as stopped:
-            # Where it is an error of the build's, that ended by itself, or goes on: the next try takes it up.
-            if not isinstance(stopped, Exception) and first.id == created.id:
-                self._cancel(created, log)
-            raise
-
-    def _request(self, build: Build) -> dict[str, Any]:
-        """Store the context; one step builds it, and Cloud Build itself pushes, and tells the digest."""
-        image, root = self._image, self._root
         bucket, _, name = str(bucket_path(build.context.store(root))).partition("/")
         account = image.service_account
-        return {
+        # The context is stored; one step builds it, and Cloud Build itself pushes, and tells the digest.
+        request = {
             "source": {"storage_source": {"bucket": bucket, "object_": name}},
             "steps": [
                 {
@@ -119,6 +104,18 @@ class CloudBuild:
             "options": {"logging": "GCS_ONLY", "machine_type": image.machine, "disk_size_gb": image.disk},
             **({"service_account": f"projects/{image.billed}/serviceAccounts/{account}"} if account else {}),
         }
+        self._pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
+        created = first = self._create(request, build.tag)
+        try:
+            first = self._live(build.tag) or created
+            if first.id != created.id:
+                self._cancel(created, log)
+            return self._follow(first, build.tag, log)
+        except BaseException as stopped:
+            # Where it is an error of the build's, that ended by itself, or goes on: the next try takes it up.
+            if not isinstance(stopped, Exception) and first.id == created.id:
+                self._cancel(created, log)
+            raise
 
     def _create(self, request: dict[str, Any], tag: str) -> Any:
         """Start a build; one that was started although no answer came is found by its tag, and not doubled."""

@@ -25,7 +25,6 @@ from packaging.utils import canonicalize_name
 import litgpt_demo
 from launcher.events import Note, report
 from launcher.images.settings import BuiltImage, Image
-from launcher.images.stacks import Contents, Stack
 
 SBOM = "sbom.cdx.json"
 """The bill's name in a run's folder; the ending is the one that CycloneDX recommends."""
@@ -90,8 +89,20 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     if identity.image is None:
         packages: dict[str, str] = {canonicalize_name(one.name): one.version for one in metadata.distributions()}
     elif isinstance(image, BuiltImage) and image.dockerfile is None and image.installed is not None:
-        lock = (Path(image.context) / image.installed.lock).read_text("utf-8")
-        packages = _locked(lock, image.installed, image.contents)
+        # What pip takes from a lock of `make lock` for an image with these contents.
+        lock, contents = (Path(image.context) / image.installed.lock).read_text("utf-8"), image.contents
+        python, processor = contents.python or image.installed.python, contents.architecture
+        place = {
+            "python_version": ".".join(python.split(".")[:2]),
+            "python_full_version": python,
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            # The processor by Python's name, where contents have Docker's.
+            "platform_machine": {"amd64": "x86_64", "arm64": "aarch64"}.get(processor, processor),
+        }
+        lines = re.findall(r"^([^\s#].*?)(?:\s+--hash.*|\s*\\)?$", lock, re.MULTILINE)
+        wanted = [entry for entry in map(Requirement, lines) if entry.marker is None or entry.marker.evaluate(place)]
+        packages = {canonicalize_name(entry.name): next(iter(entry.specifier)).version for entry in wanted}
     else:
         return None
     # Imported here, for they take a while and most commands write no bill.
@@ -120,19 +131,3 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     bill.metadata.component = whole
     bill.register_dependency(whole, components)
     return str(JsonV1Dot6(bill).output_as_string(indent=1))
-
-
-def _locked(lock: str, stack: Stack, contents: Contents) -> dict[str, str]:
-    # What pip takes from a lock of `make lock` for an image with these contents.
-    version = contents.python or stack.python
-    image = {
-        "python_version": ".".join(version.split(".")[:2]),
-        "python_full_version": version,
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        # The processor by Python's name, where contents have Docker's.
-        "platform_machine": {"amd64": "x86_64", "arm64": "aarch64"}.get(contents.architecture, contents.architecture),
-    }
-    lines = re.findall(r"^([^\s#].*?)(?:\s+--hash.*|\s*\\)?$", lock, re.MULTILINE)
-    wanted = [entry for entry in map(Requirement, lines) if entry.marker is None or entry.marker.evaluate(image)]
-    return {canonicalize_name(entry.name): next(iter(entry.specifier)).version for entry in wanted}

@@ -79,7 +79,6 @@ class GkePlatform:
         return submission
 
     def check_access(self) -> str:
-        """Prove that the cluster answers, and lets us do what a run does."""
         version = self.cluster.version()
         self._learn()
         if (found := permissions(self.cluster, self._settings, self.workload)).severity == "error":
@@ -206,7 +205,6 @@ class GkePlatform:
         return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """Return the lines that the nodes have logged since `position`."""
         job, watch = states.JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.watched:
             once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
@@ -275,7 +273,6 @@ class GkePlatform:
             raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return everything that has the job's labels, a line for each kind."""
         job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
         left = _left(self.cluster, job, self._settings, refused)
         if words := "; ".join(error.message for error in refused.values()):
