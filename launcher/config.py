@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import yaml
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
@@ -158,7 +158,7 @@ class CodeSettings(Settings, title="Code"):
     in, first on PYTHONPATH; `script` is then a path in it."""
 
 
-class ScriptConfig(Settings):
+class ScriptConfig(Settings, coerce_numbers_to_str=True):
     """Any script or module on several nodes, launched and watched as a training is."""
 
     name: str = Field("script", pattern=NAME_PATTERN)
@@ -183,19 +183,6 @@ class ScriptConfig(Settings):
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
-
-    @field_validator("args", "env", mode="before")
-    @classmethod
-    def _numbers_are_words(cls, given: Any) -> Any:
-        def word(value: Any) -> Any:
-            if isinstance(value, bool | date):  # how somebody wrote it nobody knows any more
-                raise ValueError(f"{value} given, which YAML reads from several spellings; quote it, as '{value}'")
-            return str(value) if isinstance(value, int | float) else value
-
-        if isinstance(given, Mapping):
-            return {name: word(value) for name, value in given.items()}
-        words = isinstance(given, Sequence) and not isinstance(given, str)
-        return [word(value) for value in given] if words else given
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -459,6 +446,8 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return "is not given; it says which kind of settings these are"
         case "union_tag_invalid":
             return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
+        case "string_type" if isinstance(given, bool | date):  # how somebody wrote it nobody knows any more
+            return f"{given} given, which YAML reads from several spellings; quote it, as '{given}'"
         case "model_type" | "model_attributes_type":
             return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
         case "string_pattern_mismatch" if problem["ctx"]["pattern"] == NAME_PATTERN:
