@@ -27,39 +27,24 @@ TAIL = 15
 
 # Phrases of Docker's client, engine and two builders, and of Podman, in lower case, and what to do about them.
 # The first that is found counts: a failed step of a Dockerfile may well have printed "permission denied".
-_FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (
-        ("permission denied while trying to connect",),
-        "add this user to the group docker and log in anew, or use rootless Docker",
-    ),
-    (
-        ("cannot connect to the docker daemon", "failed to connect to the docker api"),
-        "start the engine (`sudo systemctl start docker`), or set DOCKER_HOST to one that runs",
-    ),
-    (("no space left on device",), "make room on the engine's disk, for example with `{engine} system prune`"),
-    (("exec format error",), "the base image is for another processor: make image.platform and image.base agree"),
-    (
-        ("returned a non-zero code", "did not complete successfully", 'building at step "run'),
-        "fix that step of the Dockerfile and run again: the steps before it are cached",
-    ),
-    (
-        ("copy failed", "add failed", "failed to compute cache key", 'building at step "copy', 'building at step "add'),
-        "a file that the Dockerfile copies is not in image.context, or .dockerignore leaves it out",
-    ),
-    (
-        ("pull access denied", "manifest unknown", "manifest for ", "did not resolve to an alias"),
-        "the base image does not exist, or needs a login: check image.base and the Dockerfile's FROM; Podman "
-        "wants it with its registry (docker.io/library/python:3.11)",
-    ),
-    (
-        ("server gave http response to https client",),
-        "the registry speaks plain HTTP: give it TLS, or name it under insecure-registries of the engine",
-    ),
-    (
-        ("denied", "unauthorized", "no basic auth credentials", "authentication required", "insufficient_scope"),
-        "this account may not push there: check image.repository, then log in with `{login}`",
-    ),
-)
+_FIXES = {
+    "permission denied while trying": "add this user to the group docker and log in anew, or use rootless Docker",
+    "cannot connect to the docker daemon|failed to connect to the docker api": "start the engine (`sudo systemctl "
+    "start docker`), or set DOCKER_HOST to one that runs",
+    "no space left on device": "make room on the engine's disk, for example with `{engine} system prune`",
+    "exec format error": "the base image is for another processor: make image.platform and image.base agree",
+    'returned a non-zero code|did not complete successfully|building at step "run': "fix that step of the Dockerfile "
+    "and run again: the steps before it are cached",
+    '(copy|add) failed|failed to compute cache key|building at step "(copy|add)': "a file that the Dockerfile copies "
+    "is not in image.context, or .dockerignore leaves it out",
+    "pull access denied|manifest (unknown|for )|did not resolve to an alias": "the base image does not exist, or needs "
+    "a login: check image.base and the Dockerfile's FROM; Podman wants it with its registry "
+    "(docker.io/library/python:3.11)",
+    "server gave http response to https client": "the registry speaks plain HTTP: give it TLS, or name it under "
+    "insecure-registries of the engine",
+    "denied|unauthorized|no basic auth credentials|authentication required|insufficient_scope": "this account may not "
+    "push there: check image.repository, then log in with `{login}`",
+}
 # The same of a registry that is away, busy, or has hung up in the middle of a push: a minute later it may be back.
 _SILENCE = (
     "no such host", "connection refused", "connection reset", "i/o timeout", "tls handshake timeout", "unexpected eof",
@@ -184,8 +169,8 @@ def run_engine(
         return list(tail)
     said = "\n".join(tail)
     told, lowered = f"{subject}: {engine} {arguments[0]} failed:\n{said}\n-> ", said.lower()
-    for phrases, fix in _FIXES:
-        if any(phrase in lowered for phrase in phrases):
+    for phrases, fix in _FIXES.items():
+        if re.search(phrases, lowered):
             login = login_command(ImageReference.parse(subject).host, engine)
             raise ImageProblem(told + fix.format(engine=engine, login=login))
     if any(phrase in lowered for phrase in _SILENCE):
