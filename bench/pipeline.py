@@ -27,7 +27,7 @@ from prefect.settings import get_current_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from launcher.config import RunConfig, ScriptConfig, config_document, validated
-from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms import default_settings
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
@@ -45,7 +45,7 @@ def bare(root: Path, settings: list[str]) -> float:
     run = plan_run(validated(RunConfig, config_document(CONFIG, [f"root={root}", *settings]), where="here"))
     write_config(run, training_spec(run, prepare(run.dataset, run.root)))
     job = run.job(attempt=1, image=None)
-    environment = os.environ | LocalPlatform().render(job).body["nodes"][0]["env"]
+    environment = os.environ | default_settings().open().render(job).body["nodes"][0]["env"]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     began, nodes = time.monotonic(), []

@@ -36,30 +36,19 @@ _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_
 
 
 class LocalPlatform:
-    """Runs the nodes of a job as processes of this machine. A job's id is its directory.
-
-    Args:
-        state: where jobs live whose own directory is in a bucket; `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt.
-        port: where node 0 listens; without one, the supervisor asks the system for a free one when the job begins.
-        grace: seconds that ranks have to save when the job is cancelled. Nobody takes this machine away at a certain
-            time, and who has saved leaves at once; 10 were too few for two steps and a save under load.
-    """
+    """Runs the nodes of a job as processes of this machine. A job's id is its directory; that of a job whose own is in
+    a bucket is in `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt."""
 
     name: ClassVar[str] = "local"
     anywhere: ClassVar[bool] = False
     poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
-    def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
+    def __init__(self, settings: LocalPlatformConfig) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
-        self._state = (state or home / "jobs").absolute()
-        self._port = port
-        self._grace = grace
+        self._state = (home / "jobs").absolute()
+        self._port, self._grace = settings.port, settings.grace
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
-
-    @classmethod
-    def of(cls, settings: LocalPlatformConfig) -> LocalPlatform:
-        return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
         directory = os.path.normpath(

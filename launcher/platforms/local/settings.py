@@ -16,7 +16,7 @@ from litgpt_demo.errors import Finding
 class LocalPlatformConfig(PlatformSettings, title="This machine"):
     """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
 
-    opens: ClassVar[str] = "launcher.platforms.local.platform:LocalPlatform.of"
+    opens: ClassVar[str] = "launcher.platforms.local.platform:LocalPlatform"
     on_this_machine: ClassVar[bool] = True
 
     kind: Literal["local"] = Kind("local")
@@ -26,6 +26,7 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """The port on which node 0 listens; empty takes one that is free when the job begins."""
+    # Nobody takes this machine away at a certain time; 10 were too few for two steps and a save under load.
     grace: Count = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 

@@ -13,6 +13,7 @@ from launcher.config import DaskWorkers, RunConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable, finding_of, require
 from launcher.job import Job
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from litgpt_demo.errors import DataError, DiskFull, Fault, Finding, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.storage.local import LocalStorage
 
@@ -51,7 +52,7 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     broken = validated(RunConfig, {"root": f"{tmp_path}/file", "image": image, **settings}, where="test")
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory=f"{tmp_path}/attempts/1")
     with socket.create_server(("", 0)) as taken:
-        place = check_place(broken, LocalPlatform(port=taken.getsockname()[1]), job)
+        place = check_place(broken, LocalPlatform(LocalPlatformConfig(kind="local", port=taken.getsockname()[1])), job)
         found = [*place, *check_training(broken, job, vocab_size=70_000)]
     assert all(one.fix for one in found if one.severity != "info")
     told = {(one.severity, one.code) for one in found}

@@ -28,6 +28,7 @@ from launcher.job import Job, JobId, JobState
 from launcher.platforms import PLATFORMS, settings_classes
 from launcher.platforms.base import Platform
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 
 IMAGE = f"registry.example/litgpt@sha256:{'0' * 64}"
@@ -63,7 +64,8 @@ def local_place(folder: Path) -> Iterator[Place]:
                 there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
-    yield Place(platform=LocalPlatform(grace=2), folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+    yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from launcher.config import ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
@@ -244,7 +245,7 @@ def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
 
 
 def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Path) -> None:
-    platform, (old, new) = LocalPlatform(state=tmp_path / "state"), (tmp_path / "old", tmp_path / "new")
+    platform, (old, new) = LocalPlatform(LocalPlatformConfig(kind="local")), (tmp_path / "old", tmp_path / "new")
     directory = Path(claim_on(platform, old, RUN).take().directory)
     directory.mkdir(parents=True)
     (directory / SUBMISSION).write_text("{}")

@@ -11,6 +11,7 @@ from waiting import until
 
 from launcher.job import Job, JobState
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, SUPERVISOR
 from litgpt_demo.node.agent import tagged
 
@@ -32,7 +33,7 @@ time.sleep(600)
 
 
 def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_other_rank_lets_go(tmp_path: Path) -> None:
-    platform = LocalPlatform(grace=2)
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, STUBBORN)))
     pids = [tmp_path / f"pid-{rank}" for rank in range(4)]
     until(lambda: sum("up" in line.text for line in platform.logs(job_id).lines) == 4)
@@ -63,7 +64,7 @@ dist.destroy_process_group()
 
 
 def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(tmp_path: Path) -> None:
-    platform = LocalPlatform(grace=2)
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, MEET)))
     until(lambda: len(list(tmp_path.glob("met-*"))) == 4)
     listeners = [

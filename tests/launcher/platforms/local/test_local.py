@@ -17,13 +17,14 @@ from waiting import until
 from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, reserved_ports, result
 from litgpt_demo.node.agent import tagged
 
 
 @pytest.fixture
 def platform() -> LocalPlatform:
-    return LocalPlatform(grace=5)
+    return LocalPlatform(LocalPlatformConfig(kind="local", grace=5))
 
 
 def job(folder: Path, **changes: object) -> Job:
@@ -62,11 +63,14 @@ def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
             pass  # the programs that are told of them can listen there
 
 
-def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_and_one_master(tmp_path: Path) -> None:
-    platform = LocalPlatform(state=tmp_path / "state")
+def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_and_one_master(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAIN_LITGPT_HOME", str(tmp_path))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local"))
     asked = job(tmp_path, name="owt-1a2b", attempt=3, directory="gs://bucket/runs/x", nodes=3)
     submission = platform.render(asked)
-    assert submission.job_id == str(tmp_path / "state" / "owt-1a2b-3")
+    assert submission.job_id == str(tmp_path / "jobs" / "owt-1a2b-3")
     commands = [" ".join(node["argv"]) for node in submission.body["nodes"]]
     assert all(f"--nodes 3 --node-rank {number} " in command for number, command in enumerate(commands))
     assert len({command.partition("--master ")[2].split()[0] for command in commands}) == 1
@@ -80,7 +84,7 @@ def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothi
     monkeypatch.delenv("MY_KEY", raising=False)
     (tmp_path / "file").touch()
     with socket.create_server(("", 0)) as other:
-        platform = LocalPlatform(port=other.getsockname()[1])
+        platform = LocalPlatform(LocalPlatformConfig(kind="local", port=other.getsockname()[1]))
         submission = platform.render(job(tmp_path / "file" / "a", processes=5000, secrets=("MY_KEY",)))
         found = {finding.code for finding in platform.check(submission)}
         with pytest.raises(PlatformRefused, match=rf"in use by process {os.getpid()} .*platform\.port"):
@@ -89,7 +93,7 @@ def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothi
     with pytest.raises(PlatformRefused, match="MY_KEY"):
         platform.submit(submission)
     with pytest.raises(PlatformRefused, match="choose another root"):
-        LocalPlatform().submit(LocalPlatform().render(job(tmp_path / "file" / "a")))
+        platform.submit(platform.render(job(tmp_path / "file" / "a")))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -99,7 +103,8 @@ def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothi
 def test_submitters_at_the_same_moment_start_one_job(platform: LocalPlatform, tmp_path: Path) -> None:
     submission = plain(platform, tmp_path / "a", "open('started', 'a').write('x'); " + SLEEP)
     with ThreadPoolExecutor(6) as pool:
-        ids = set(pool.map(lambda _: LocalPlatform(grace=2).submit(submission), range(6)))
+        other = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+        ids = set(pool.map(lambda _: other.submit(submission), range(6)))
     assert ids == {submission.job_id}
     until((tmp_path / "started").exists)
     platform.cancel(submission.job_id)
@@ -125,7 +130,8 @@ def test_a_job_whose_submitter_died_before_it_began_is_started_and_an_ended_one_
 def test_a_progress_bar_is_its_last_state_and_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
     (tmp_path / "submission.json").write_text('{"body": {"nodes": [{}]}}')
     (tmp_path / "node-0.log").write_bytes(b"10%\r 50%\r100%\nplain\r\n\xff\xfe\nunfinished")
-    assert said(LocalPlatform(), JobId(str(tmp_path))) == ["100%", "plain", "\ufffd\ufffd", "unfinished"]
+    platform = LocalPlatform(LocalPlatformConfig(kind="local"))
+    assert said(platform, JobId(str(tmp_path))) == ["100%", "plain", "\ufffd\ufffd", "unfinished"]
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------
@@ -169,8 +175,8 @@ def test_a_job_outlives_the_process_that_submitted_it(platform: LocalPlatform, t
     submitter = """
 import json, os, signal, sys
 from launcher.job import Submission
-from launcher.platforms.local.platform import LocalPlatform
-LocalPlatform().submit(Submission(platform='local', **json.loads(sys.argv[1])))
+from launcher.platforms import default_settings
+default_settings().open().submit(Submission(platform='local', **json.loads(sys.argv[1])))
 os.killpg(0, signal.SIGKILL)"""
     told = json.dumps({"job_id": submission.job_id, "body": submission.body})
     subprocess.run([sys.executable, "-c", submitter, told], start_new_session=True, check=False)
