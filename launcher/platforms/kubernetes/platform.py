@@ -55,7 +55,8 @@ class GkePlatform:
         self._rendered: dict[JobId, Job] = {}
         self._jobs: dict[JobId, JobWatch] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
-        weakref.finalize(self, _stop, self._jobs)
+        self.close = weakref.finalize(self, _stop, self._jobs)
+        """Ends all watches, as is done too when the platform is no longer used."""
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -68,10 +69,6 @@ class GkePlatform:
         if self._settings.workload != "auto":
             return self._settings.workload
         return "jobset" if _serves_jobsets.get(self._key, True) else "job"
-
-    def close(self) -> None:
-        """End all watches, as is done too when the platform is no longer used."""
-        _stop(self._jobs)
 
     def render(self, job: Job) -> Submission:
         submission = render(job, self._settings, self.workload)
