@@ -474,9 +474,6 @@ def _fields_of(kind: Any) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in getattr(kind, "model_fields", {}).items()}
 
 
-# --- YAML as people write it ------------------------------------------------------------------------------------------
-
-
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML has it, but for two readings of numbers that YAML 1.2 has dropped: 010 is ten and not eight,
     and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""

@@ -138,9 +138,6 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> li
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
     """Yield a finding where trainings that run at the same time, in the same place, do not fit it together."""
     place = several[0].place if several else None
@@ -211,9 +208,6 @@ def _cheaper(train: TrainConfig, world_size: int) -> Iterator[dict[str, Any]]:
 
 def _changed(train: TrainConfig, changes: Mapping[str, Any]) -> str:
     return " ".join(f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name))
-
-
-# --- time and money ---------------------------------------------------------------------------------------------------
 
 
 def seconds_for(config: RunConfig, flops: float) -> float | None:

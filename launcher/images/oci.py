@@ -179,9 +179,6 @@ class ImageConfig(BaseModel):
     )
 
 
-# --- the registry -----------------------------------------------------------------------------------------------------
-
-
 class _Registry:
     """The registry of an image, and our login there. Its variables are shown by no traceback: it has no repr."""
 
@@ -311,9 +308,6 @@ def _token_request(client: httpx.Client, said: Mapping[str, str], login: Login |
         return client.build_request("POST", said["realm"], data=form)
     account = {"Authorization": _basic(login)} if login else {}
     return client.build_request("GET", said["realm"], params=scope, headers=account)
-
-
-# --- credentials ------------------------------------------------------------------------------------------------------
 
 
 def login_command(host: str, engine: str = "docker") -> str:

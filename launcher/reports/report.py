@@ -69,9 +69,6 @@ class RunReport:
         return self.final.parameters if self.final else int(self.progress.start.get("parameters") or 0)
 
 
-# --- what it says -----------------------------------------------------------------------------------------------------
-
-
 def outcome(report: RunReport) -> str:
     progress = report.progress
     if report.final is not None:
@@ -179,9 +176,6 @@ def _of_steps(progress: Progress) -> str:
     return f"{progress.step:,} of {progress.steps:,}" if progress.steps else f"{progress.step:,}"
 
 
-# --- Prefect's artifacts ----------------------------------------------------------------------------------------------
-
-
 def markdown(report: RunReport) -> str:
     # In thousands where they are many: mermaid writes every tick out in full.
     pace, unit = curve(report.rows, "step", "tokens_per_second"), "tokens per second"
@@ -259,9 +253,6 @@ def verdict_markdown(verdict: Verdict) -> str:
         ("logs", verdict.logs),
     ]
     return "\n\n".join([_markdown_table(("verdict", ""), rows), _fenced("\n".join(verdict.lines))])
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def html(report: RunReport) -> str:

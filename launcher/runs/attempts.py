@@ -195,9 +195,6 @@ def cancel_each(
     return cancelled, problems
 
 
-# --- starting ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """A config's job under a run's name, which an orchestrator starts or takes up."""

@@ -127,8 +127,6 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
-# --- the reports of the nodes -----------------------------------------------------------------------------------------
-
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
 # Exit codes are a byte, one of GCP Batch's reserved ones, or the negative number of a signal.
 _ExitCode = Annotated[int, Field(ge=-1000, lt=1_000_000)]
@@ -211,8 +209,6 @@ def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, in
             return codes
         time.sleep(0.2)
 
-
-# --- the culprit -----------------------------------------------------------------------------------------------------
 
 # Of two causes the one that says more comes first.
 _SEVERITY = (
@@ -323,9 +319,6 @@ def diagnose(
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
     # The platform knows the machine better, and knows it of a node that left no report.
     return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host, logs=logs)
-
-
-# --- one node ---------------------------------------------------------------------------------------------------------
 
 
 def _reported(report: NodeReport) -> _Suspect:

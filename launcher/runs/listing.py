@@ -167,9 +167,6 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
     return "\n".join([*rows[:_SHOWN], *more])
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
     run: str
@@ -263,9 +260,6 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
         }
         for row in rows
     ]
-
-
-# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

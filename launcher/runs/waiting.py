@@ -145,9 +145,6 @@ async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[It
         on_lines(page.lines)
 
 
-# --- lines in words ---------------------------------------------------------------------------------------------------
-
-
 def readable(line: LogLine) -> str:
     """Return the line as it is printed, a metrics row in words. Whatever torchrun put before the row stays."""
     row = parsed(line.text)

@@ -208,8 +208,6 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     )
 
 
-# --- scripts ----------------------------------------------------------------------------------------------------------
-
 _HEAD = f"""\
 set -eu
 fail() {{

@@ -113,9 +113,6 @@ def _total(pod: Object, *parts: str) -> Amounts:
     return total
 
 
-# --- machines ---------------------------------------------------------------------------------------------------------
-
-
 def machines(survey: Survey) -> Iterator[Finding]:
     """Check that enough nodes fit, or that the pools may grow so far."""
     settings = survey.settings
@@ -216,11 +213,8 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
         yield good("machines", f"{what}; the node pools can grow to it ({listed})")
 
 
-# --- the namespace ----------------------------------------------------------------------------------------------------
 # The cluster's own answer to a dry run of one pod is exact for limits, Pod Security and policies. It says nothing of
 # the other pods, or of what a limit that is set by default will do to a training.
-
-
 def quotas(survey: Survey) -> Iterator[Finding]:
     """Yield what the job as a whole asks for and a ResourceQuota has not got, now or ever.
 

@@ -157,8 +157,6 @@ class Cluster:
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
 
-    # --- objects ------------------------------------------------------------------------------------------------------
-
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
         """The object, or None where there is none."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
@@ -220,8 +218,6 @@ class Cluster:
         with self._understood():
             return bool(told["status"]["allowed"])
 
-    # --- streams ------------------------------------------------------------------------------------------------------
-
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str) -> Stream:
         """The changes after that version, an event per line; the stream ends after some minutes."""
         query = {
@@ -238,8 +234,6 @@ class Cluster:
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may be silent for long; an hour of silence costs one more call.
         return Stream(self, self._send("GET", f"{PODS.path(namespace, pod)}/log", query, read=3600.0))
-
-    # --- calls --------------------------------------------------------------------------------------------------------
 
     def ask(
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: ApiObject | None = None, *,

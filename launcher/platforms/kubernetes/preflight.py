@@ -204,10 +204,7 @@ def _apply(address: str) -> str:
     return f"kubectl apply -f {address.replace('github.com', 'raw.githubusercontent.com').replace('/blob/', '/')}"
 
 
-# --- what the job refers to -------------------------------------------------------------------------------------------
 # Of a service account and a PriorityClass the dry run of a pod says whether they are there.
-
-
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
     fix = f"kubectl create namespace {name}, or fix platform.namespace"

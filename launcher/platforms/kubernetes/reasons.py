@@ -85,8 +85,6 @@ def advice(message: str) -> str:
     return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "gke")))
 
 
-# --- a job that waits -------------------------------------------------------------------------------------------------
-
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 

@@ -63,8 +63,6 @@ class Rest:
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
-    # --- what every way to Run:ai has ---
-
     def render(self, work: Workload) -> Mapping[str, Any]:
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
@@ -84,8 +82,6 @@ class Rest:
     def delete(self, name: str) -> None:
         if (found := self._find(name)) is not None:
             self._ask("DELETE", f"{TRAININGS}/{found['id']}", unless=httpx.codes.NOT_FOUND)
-
-    # --- looking things up ---
 
     def _find(self, name: str) -> Mapping[str, Any] | None:
         # Filters match more than they say, so all is compared here.
@@ -116,8 +112,7 @@ class Rest:
             raise ConfigProblem(f"{what}; there are: {', '.join(sorted(names[cluster] for cluster in projects))}")
         return projects[here[0]], here[0]
 
-    # --- requests: secrets are in no variable here, since a traceback may show those ---
-
+    # Secrets are in no variable from here on, since a traceback may show those.
     def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
         """The document of the answer to one request with a valid token; `unless` is the status of a refusal that is
         none, after which there is no document. A token that the server has ended before its time is renewed once."""
@@ -201,9 +196,6 @@ class Rest:
         with suppress(LoginProblem):  # their file is gone since; the text is what is to be told
             known = self._credentials()
         return redacted(text, self._token.get_secret_value(), known.client_secret if known else "")
-
-
-# --- the body ---------------------------------------------------------------------------------------------------------
 
 
 def body(work: Workload) -> dict[str, Any]:

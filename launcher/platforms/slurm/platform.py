@@ -227,8 +227,6 @@ class SlurmPlatform:
     def left(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"job {row.number} ({row.state})" for row in self._live(SlurmJob.of(job_id).name))
 
-    # --- Slurm's commands ---------------------------------------------------------------------------------------------
-
     def _live(self, name: str) -> list[_Row]:
         rows = self._rows(name, fresh=True)
         return [row for row in rows if not _STATES.get(row.state, JobState.UNKNOWN).final]
