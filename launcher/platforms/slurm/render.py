@@ -42,19 +42,33 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         log_flags=("--log-uri", job.directory, "--log-every", "10") if remote else (),
         grace=settings.grace,
     )
-    folder, no_software = job.directory.replace("%", "%%"), EXIT_CODES[Fault.USER]  # `%` begins a replacement
+    folder, user_error = job.directory.replace("%", "%%"), EXIT_CODES[Fault.USER]  # `%` begins a replacement
     log = shlex.quote(f"{folder}/node-%n.log")
     output = "" if remote else f" --output={log} --open-mode=append"
     given = [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
-    given += list(_secrets(job, settings))
-    software = [f"module load {shlex.quote(module)} || exit {no_software}" for module in settings.modules]
+    for name in job.secrets:  # read from their files on the cluster: values are in no script and on no command line
+        path = settings.secrets.get(name, "")
+        file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+        said = f"error [slurm.secret] {name}: {path} cannot be read"
+        given += [f'{name}=$(cat {file}) || {{ echo "{said}"; exit {user_error}; }}', f"export {name}"]
+    software = [f"module load {shlex.quote(module)} || exit {user_error}" for module in settings.modules]
     software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
+    mounts = [*([] if remote else [str(PurePosixPath(job.root or job.directory))]), *settings.mounts]
+    container, python = list[str](), ["python"]
+    if settings.container == "pyxis":  # by options of srun (https://github.com/NVIDIA/pyxis#usage)
+        container = [f"--container-image={settings.container_image or (job.image or UNBUILT).replace('/', '#', 1)}"]
+        both = ",".join(one if ":" in one else f"{one}:{one}" for one in mounts)
+        container += [f"--container-mounts={both}"] if both else []
+    elif settings.container == "apptainer":
+        bound = (word for one in mounts for word in ("--bind", one))
+        image = settings.container_image or f"docker://{job.image or UNBUILT}"
+        python = ["apptainer", "exec", *(["--nv"] if settings.gpus else []), *bound, image, "python"]
     text = "\n".join(["#!/bin/bash", *_options(job, settings, folder), "", *given, "", _SCRIPT.format(
         software="\n".join(software),
         wait=_WAIT,
         output=output,
-        container="".join(f" {shlex.quote(one)}" for one in _container(job, settings)),
-        python=" ".join(shlex.quote(one) for one in _python(job, settings)),
+        container="".join(f" {shlex.quote(one)}" for one in container),
+        python=shlex.join(python),
         words=shlex.join(command),
         run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
         folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
@@ -91,39 +105,6 @@ def _options(job: Job, settings: SlurmPlatformConfig, folder: str) -> Iterator[s
     if settings.exclusive:
         yield "#SBATCH --exclusive"
     yield from (f"#SBATCH {option}" for option in settings.options)
-
-
-def _secrets(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    """Read each secret from its file on the cluster: its value is in no script and on no command line."""
-    for name in job.secrets:
-        path = settings.secrets.get(name, "")
-        file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
-        code = EXIT_CODES[Fault.USER]
-        yield f'{name}=$(cat {file}) || {{ echo "error [slurm.secret] {name}: {path} cannot be read"; exit {code}; }}'
-        yield f"export {name}"
-
-
-def _container(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    """The options of srun by which Pyxis runs the image (https://github.com/NVIDIA/pyxis#usage)."""
-    if settings.container == "pyxis":
-        yield f"--container-image={settings.container_image or (job.image or UNBUILT).replace('/', '#', 1)}"
-        mounts = [one if ":" in one else f"{one}:{one}" for one in _mounts(job, settings)]
-        if mounts:
-            yield f"--container-mounts={','.join(mounts)}"
-
-
-def _python(job: Job, settings: SlurmPlatformConfig) -> Iterator[str]:
-    if settings.container == "apptainer":
-        yield from ("apptainer", "exec", *(["--nv"] if settings.gpus else []))
-        yield from (word for mount in _mounts(job, settings) for word in ("--bind", mount))
-        yield settings.container_image or f"docker://{job.image or UNBUILT}"
-    yield "python"
-
-
-def _mounts(job: Job, settings: SlurmPlatformConfig) -> list[str]:
-    """The run's folder's root, where it is one, and what the user names."""
-    root = [] if is_remote(job.directory) else [str(PurePosixPath(job.root or job.directory))]
-    return [*root, *settings.mounts]
 
 
 # The batch script itself runs on the first node alone. SIGTERM, which Slurm sends before the time limit, goes on to the
