@@ -75,12 +75,45 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     kueue = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": queue and settings.priority}
     metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **asked(**kueue)}}
     plain = {**metadata, "labels": labels}
-    items = [_network_policy(plain)] if settings.isolated else []
+    items: list[dict[str, Any]] = []
+    if settings.isolated:
+        # Pods of the attempt alone connect to its pods: rank 0's store and gloo ask nobody for a password. All ports,
+        # because NCCL and gloo listen on any that is free. What pods connect to (DNS, buckets) is left open. It holds
+        # on eth0, where the cluster has network policy enforcement (GKE: Dataplane V2 or Calico); the further
+        # interfaces of TCPX, TCPXO and RDMA are networks of the GPUs' own, which it does not cover:
+        # https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
+        attempt = {"matchLabels": {label: labels[label] for label in (RUN_LABEL, ATTEMPT_LABEL)}}
+        ingress = [{"from": [{"podSelector": attempt}]}]
+        policy = {"podSelector": attempt, "policyTypes": ["Ingress"], "ingress": ingress}
+        version = "networking.k8s.io/v1"
+        items.append({"apiVersion": version, "kind": "NetworkPolicy", "metadata": plain, "spec": policy})
     items += [_claim(claim, job, plain, network) for claim in network.claims]
     # Kueue starts what waits in its queues; nothing else may.
     spec = {**asked(suspend=queue is not None), "ttlSecondsAfterFinished": settings.ttl}
     if workload == "jobset":
-        spec |= _jobset(settings, {"metadata": {"labels": labels}, "spec": _gang(job, template)})
+        # It makes the headless Service itself; pods are `<name>-nodes-0-<index>.<name>`.
+        # By its failure policy what comes back ends it; anything else restarts it and is counted. A preemption is
+        # counted too. The cluster knows of no checkpoint, does not pause between two restarts, and takes a pod's
+        # eviction from a full machine for a preemption; the launcher, which starts the next attempt, knows better.
+        # A disrupted pod and an exit code are both `PodFailurePolicy` to JobSet, told apart by the Job controller's
+        # message (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy):
+        # `Container … for pod … failed with exit code 42 matching …`.
+        hopeless = {
+            "name": "hopeless",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+            "onJobFailureMessagePatterns": [f".*failed with exit code ({'|'.join(map(str, HOPELESS))}) matching.*"],
+            "targetReplicatedJobs": [NODES],
+        }
+        # BlockingRecreate: no pod of the next life starts before the last of this one is gone (jobset#665, #684).
+        how = {"maxRestarts": settings.restarts, "restartStrategy": "BlockingRecreate", "rules": [hopeless]}
+        made = {"metadata": {"labels": labels}, "spec": _gang(job, template)}
+        spec |= {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All"},
+            "failurePolicy": how,
+            "replicatedJobs": [{"name": NODES, "replicas": 1, "template": made}],
+        }
         version = "jobset.x-k8s.io/v1alpha2"
         items.append({"apiVersion": version, "kind": "JobSet", "metadata": metadata, "spec": spec})
     else:
@@ -126,47 +159,6 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [disrupted, {"action": "FailJob", "onExitCodes": codes}]},
         "template": dict(template),
     }
-
-
-def _jobset(settings: GkePlatformConfig, template: Mapping[str, Any]) -> dict[str, Any]:
-    """A JobSet. It makes the headless Service itself; pods are `<name>-nodes-0-<index>.<name>`.
-
-    By its failure policy what comes back ends it; anything else restarts it and is counted. A preemption is counted
-    too. The cluster knows of no checkpoint, does not pause between two restarts, and takes a pod's eviction from a full
-    machine for a preemption; the launcher, which starts the next attempt, knows better.
-
-    A disrupted pod and an exit code are both `PodFailurePolicy` to JobSet, told apart by the Job controller's message
-    (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy): `Container … for pod …
-    failed with exit code 42 matching …`.
-    BlockingRecreate: no pod of the next life starts before the last of this one is gone (jobset#665, #684).
-    """
-    hopeless = {
-        "name": "hopeless",
-        "action": "FailJobSet",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [f".*failed with exit code ({'|'.join(map(str, HOPELESS))}) matching.*"],
-        "targetReplicatedJobs": [NODES],
-    }
-    return {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "successPolicy": {"operator": "All"},
-        "failurePolicy": {"maxRestarts": settings.restarts, "restartStrategy": "BlockingRecreate", "rules": [hopeless]},
-        "replicatedJobs": [{"name": NODES, "replicas": 1, "template": template}],
-    }
-
-
-def _network_policy(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Let pods of the attempt alone connect to its pods: rank 0's store and gloo ask nobody for a password.
-
-    All ports, because NCCL and gloo listen on any that is free. What pods connect to (DNS, buckets) is left open. It
-    holds on eth0, where the cluster has network policy enforcement (GKE: Dataplane V2 or Calico); the further
-    interfaces of TCPX, TCPXO and RDMA are networks of the GPUs' own, which it does not cover:
-    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
-    """
-    attempt = {"matchLabels": {name: metadata["labels"][name] for name in (RUN_LABEL, ATTEMPT_LABEL)}}
-    ingress = [{"from": [{"podSelector": attempt}]}]
-    spec = {"podSelector": attempt, "policyTypes": ["Ingress"], "ingress": ingress}
-    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": spec}
 
 
 def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) -> dict[str, Any]:
