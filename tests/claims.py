@@ -5,13 +5,22 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job, JobId
 from launcher.platforms.base import Platform
-from launcher.runs.attempts import Attempts, Claim, claim_of
+from launcher.runs.attempts import Attempts, Claim, claim_at
 from launcher.runs.index import Index
+from launcher.runs.run import plan_run, plan_script
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
+
+
+def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
+    """The claim on what a config means now."""
+    if isinstance(config, RunConfig):
+        return claim_at(plan_run(config))
+    return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
 def claim_on(platform: Platform, folder: Path | str, run: str, *, marked: bool = True, **changes: Any) -> Claim:

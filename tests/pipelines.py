@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from claims import claim_of
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.events import Event, Listener
-from launcher.runs.attempts import claim_of
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import METRICS_MARK
 

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.benchmark import BenchmarkConfig
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
@@ -24,7 +23,7 @@ from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
 from launcher.runs.restarts import blamed
-from launcher.runs.run import Run, Script, plan_run, plan_script
+from launcher.runs.run import Run, Script
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
 from litgpt_demo.runs import read_document
@@ -298,12 +297,6 @@ class Claim:
             machine=this_machine(),
             created=time.time(),
         )
-
-
-def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
-    if isinstance(config, RunConfig):
-        return claim_at(plan_run(config))
-    return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:

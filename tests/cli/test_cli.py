@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from claims import claim_of
 from console_script import Cli, Said
 
 from cli import main as main_module
@@ -21,7 +22,7 @@ from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.job import LogLine, LogPage
-from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.data.dataset import DatasetManifest

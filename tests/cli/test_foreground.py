@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import claim_of
 
 from cli.foreground import Tracker, cancel_commands, end_flow_runs, farewell
 from launcher.config import ScriptConfig
 from launcher.events import FlowRunStarted, JobChanged, JobPhase, Step, StepStarted
 from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import claim_of
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 

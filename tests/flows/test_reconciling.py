@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from claims import running_job
+from claims import claim_of, running_job
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
@@ -21,7 +21,6 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobStatus
-from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from launcher.runs.listing import run_rows

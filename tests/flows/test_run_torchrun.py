@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import claim_of
 from strict_platform import StrictPlatform
 
 from flows.run_torchrun import run_torchrun
@@ -14,7 +15,6 @@ from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, Event, FlowRunStarted, Listener, Note, Step, StepDone
 from launcher.job import JobId, JobState, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import claim_of
 
 pytestmark = pytest.mark.prefect
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from claims import begin
+from claims import begin, claim_of
 from prefect import get_client
 from prefect.client.schemas.sorting import ArtifactSort
 from strict_platform import StrictPlatform
@@ -25,7 +25,7 @@ from launcher.errors import ConfigProblem, JobCancelled
 from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
-from launcher.runs.attempts import claim_at, claim_of
+from launcher.runs.attempts import claim_at
 from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare

@@ -1,9 +1,9 @@
 import pytest
+from claims import claim_of
 
 from launcher.benchmark import BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
 from launcher.errors import ConfigProblem
-from launcher.runs.attempts import claim_of
 from litgpt_demo.node.gate import Result, Speed
 
 # An RDMA cluster's published table: ranks to algbw and busbw in Gbit/s.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from claims import claim_of
 from console_script import Cli
 from echoing_server import Echo, echoing_server
 from leaking import leaks
@@ -29,7 +30,6 @@ from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import SCOPE, connect
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.runai.rest import TOKEN
-from launcher.runs.attempts import claim_of
 from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer

@@ -8,7 +8,7 @@ from threading import Barrier, Event
 from unittest.mock import Mock, call
 
 import pytest
-from claims import begin, claim_on
+from claims import begin, claim_of, claim_on
 from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig, StartSettings, validated
@@ -16,7 +16,7 @@ from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, settle_others
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage

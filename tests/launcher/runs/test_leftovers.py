@@ -10,14 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from claims import begin, claim_on
+from claims import begin, claim_of, claim_on
 from strict_platform import StrictPlatform
 from typer.testing import CliRunner
 
 from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import claim_of
 from launcher.runs.listing import leftovers, remove_leftover
 
 

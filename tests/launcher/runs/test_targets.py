@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from claims import claim_of
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
-from launcher.runs.attempts import claim_of, recorded_platform
+from launcher.runs.attempts import recorded_platform
 from launcher.runs.index import Index
 from launcher.runs.listing import find, find_started_with
 from launcher.runs.sweeps import sweep_name, trials

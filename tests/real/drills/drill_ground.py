@@ -23,11 +23,11 @@ from unittest.mock import patch
 import httpx
 import psutil
 import yaml
+from claims import claim_of
 from waiting import until
 
 from launcher.config import RunConfig, overridden, validated
 from launcher.job import JobState
-from launcher.runs.attempts import claim_of
 from launcher.runs.lease import Lease
 from launcher.runs.listing import leftovers
 from launcher.runs.run import plan_run

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from claims import claim_of
 from waiting import until
 
 from flows.train_litgpt import prepare_dataset
@@ -13,7 +14,6 @@ from launcher.config import ProcessWorkers, RunConfig
 from launcher.job import JobState
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import claim_of
 
 # Modules of Python, of what we depend on, and of ours.
 NAMES = (

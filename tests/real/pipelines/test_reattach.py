@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from claims import claim_of
 from waiting import until
 
 from launcher.config import ScriptConfig
 from launcher.job import JobState
-from launcher.runs.attempts import claim_of
 
 
 def test_a_killed_orchestrator_leaves_one_job_and_the_next_goes_on_with_its_log(

@@ -13,6 +13,7 @@ from uuid import UUID
 
 import psutil
 import pytest
+from claims import claim_of
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
@@ -21,7 +22,6 @@ from waiting import until
 
 from launcher.config import RunConfig
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.documents import read_manifest
 from litgpt_demo.runs import read_metrics

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from claims import claim_of
 from terminal import Terminal, terminal
 from waiting import until
 
 from launcher.config import ScriptConfig
-from launcher.runs.attempts import claim_of
 from launcher.runs.lease import Lease
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
