@@ -51,13 +51,9 @@ _PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (li
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
-    """Write a small file under the root and remove it, and reach the platform; returns what was found, in words.
-
-    Raises:
-        LoginProblem: the root may not be written, or the platform does not let us in.
-        DiskFull, NodeError, NetworkError, Unreachable: as the storage has it; a full or silent one refuses nobody.
-        PlatformUnreachable: the platform does not answer.
-    """
+    """Write a small file under the root and remove it, and reach the platform; returns what was found, in words. A
+    LoginProblem where either does not let us in; else the storage's own error, for a full or silent one refuses nobody,
+    or PlatformUnreachable."""
     storage = open_storage(config.root)
     probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
     try:

@@ -255,10 +255,8 @@ def released(
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
     says which release it is, and only a known one what it is qualified for. `plugin` and `daemon` are the publisher's
-    images, without tag; `manifest` is the address of the installer's.
-
-    Raises:
-        ConfigProblem: `latest`, or a tag whose partner is not known.
+    images, without tag; `manifest` is the address of the installer's. A ConfigProblem for `latest`, or a tag whose
+    partner is not known.
     """
     given, given_daemon = options.network_plugin or "", getattr(options, "network_daemon", None) or ""
     tag, daemon_tag = (re.split("[:/]", one.partition("@")[0])[-1] for one in (given, given_daemon))

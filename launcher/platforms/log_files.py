@@ -45,13 +45,8 @@ class KeptJob:
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
-    """Return the lines that the nodes' logs have had added since `position`, node by node.
-
-    Args:
-        ended: whether the job had ended before this look: then a line without its end is a line too.
-
-    Raises:
-        PlatformUnreachable: a log cannot be read.
+    """Return the lines that the nodes' logs have had added since `position`, node by node; PlatformUnreachable where
+    one cannot be read. `ended` says if the job had ended before this look: then a line without its end is a line too.
     """
     positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []

@@ -49,17 +49,13 @@ async def asked(
     bears: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
     pauses: tuple[float, float] = (1.0, 15.0),
 ) -> T:
-    """Return the answer of a platform, which is asked again while it does not answer.
+    """Return the answer of a platform, which is asked again while it does not answer: what it `bears` is raised when it
+    has lasted longer than PATIENCE, or where it cannot be asked from here.
 
     Args:
         about: the job or run that it is asked about, and the platform, for the message.
         on_silence: called once when it has refused the credentials, or has not answered for half a minute.
-        bears: what counts as no answer.
         pauses: seconds before it is asked again, at first and at the most.
-
-    Raises:
-        PlatformUnreachable: it was silent for longer than PATIENCE, or cannot be asked from here.
-        LoginProblem: the same of the credentials, where that is borne.
     """
     begun, told, wait = now(), False, pauses[0]
     while True:
@@ -100,9 +96,6 @@ async def follow(
         on_silence: as `asked` calls it, for each silence; waiting goes on.
         position: where to begin in the logs; the beginning, if it is not said.
         on_position: told of the place behind the lines that were handed on, whenever some were.
-
-    Raises:
-        PlatformUnreachable, LoginProblem: for longer than PATIENCE.
     """
     known = now()
 
