@@ -39,17 +39,15 @@ GKE = google.Service(
 def connect(settings: GkePlatformConfig) -> Cluster:
     """The cluster that the settings mean. Nothing is asked of the cluster itself yet."""
     try:
-        return _by_kubeconfig(settings) if settings.cluster is None else google_way(settings)[0]
+        from kubernetes import config
+        from kubernetes.client import ApiClient
+        from kubernetes.config import ConfigException
+
+        if settings.cluster is not None:
+            return google_way(settings)[0]
     except ImportError as error:
         what = f"platform.kind=gke needs packages that are not here ({error})"
         raise NotInstalled(what, fix='pip install "train-litgpt[gke]"') from error
-
-
-def _by_kubeconfig(settings: GkePlatformConfig) -> Cluster:
-    from kubernetes import config
-    from kubernetes.client import ApiClient
-    from kubernetes.config import ConfigException
-
     path, context = settings.kubeconfig, settings.context
     where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
     if settings.in_cluster:
