@@ -456,7 +456,6 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
 
 
 def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
-    """Names of the settings that the section has, in the order they are declared."""
     branches = [kind]
     for part in section:
         kinds = {branch: branch.model_fields.get("kind") for branch in branches}

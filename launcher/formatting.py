@@ -70,7 +70,6 @@ def loss_text(loss: float | None) -> str:
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Three significant digits in the largest unit that fits; empty below the smallest."""
     for size, name in reversed(units):
         # 999.9995 M shall read 1.00 B, not 1000 M: a number belongs to the unit that it rounds to.
         # Above the largest of all numbers that is infinite; a number that damaged metrics hold may be as large.

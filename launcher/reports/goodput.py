@@ -172,8 +172,6 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
 
 
 class _Life(NamedTuple):
-    """One life of a training, as its rows of metrics tell, each with the seconds since its node began."""
-
     start: Row
     rows: list[Row]
 
@@ -183,12 +181,10 @@ class _Life(NamedTuple):
 
     @property
     def last(self) -> float:
-        """The moment of the last sign of it, in seconds since the epoch."""
         return self.started + float(self.rows[-1]["elapsed"])
 
 
 def _lives(rows: Sequence[Row]) -> list[_Life]:
-    """Return the lives that the rows tell of, in the order they were written; rows without times belong to none."""
     lives: list[_Life] = []
     for row in rows:
         if row.get("kind") == "start":

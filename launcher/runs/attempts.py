@@ -258,7 +258,6 @@ class Claim:
                 return record
 
     def _goes_on(self, last: Attempt) -> bool:
-        """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
         there, here = last.record, self._record(last.number)
         if not last.status.state.live:
             # Its platform knows no such job, and no node wrote anything: it never began.

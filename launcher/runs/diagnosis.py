@@ -251,8 +251,6 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class _Suspect(Verdict):
-    """The end of one node, as the reason why all others ended."""
-
     node: int
     part: Part = Part.CAUSE
     ended: float = -math.inf
@@ -267,7 +265,6 @@ class _Suspect(Verdict):
 
     @property
     def order(self) -> tuple[int, float, float, int]:
-        """Return what sorts the likeliest cause first."""
         # A broken machine explains what hangs and is taken away, and no mistake in a program.
         severity = _SEVERITY.index(Fault.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
         return self.part, severity, self.began, self.node

@@ -128,7 +128,6 @@ class Lease:
         return max((int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))), default=0)
 
     def _is_free(self, term: int, unless_stopped_after: int) -> bool:
-        """Return whether a term is over: given back, or without a beat for DEAD seconds of this one's clock."""
         if (stopped := self._released(term)) is not None:
             self._lived = False  # it counted to its end
             return not (unless_stopped_after and stopped == unless_stopped_after)
@@ -147,7 +146,6 @@ class Lease:
         return None if released is None else released.get("stopped", 0)
 
     def _read(self, path: str, kind: type[T], *, damaged: T | None = None) -> T | None:
-        """None where it is not there yet, `damaged` where it is nothing that a holder writes."""
         try:
             return parse_json(self._folder.read(path, most=_MOST), kind, where=path, fix="its holder counts as dead")
         except FileNotFoundError:

@@ -134,7 +134,6 @@ def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) 
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
-    """The last attempt of every run whose record can be read, and those that cannot; a DataError if one is meant."""
     newest = index.newest(bad := DamagedRecords())
     if bad and not any(map(means, newest)):
         raise DataError(str(bad))

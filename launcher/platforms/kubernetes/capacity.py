@@ -155,7 +155,6 @@ def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
 
 
 def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
-    """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
@@ -179,7 +178,6 @@ def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
 
 
 def _too_small(node: ApiObject, wanted: Amounts) -> str:
-    """Return what a machine has less of than is asked for; empty if it is large enough."""
     allocatable = node.get("status", {}).get("allocatable", {})
     for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
         has, asked = _amount(allocatable.get(resource, "0")), wanted.get(resource, Decimal(0))

@@ -46,7 +46,6 @@ class Place:
 
 
 def _lines(stream: Iterator[bytes] | Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
-    """Yield the lines behind a place, each with the place behind it."""
     if place.pod != pod:
         place = Place(pod=pod)
     skip, number = place.seen, 0
@@ -181,8 +180,6 @@ class Follower:
 
 @dataclass
 class _Reader:
-    """Where a follower is in one pod's log."""
-
     pod: ApiObject
     place: Place
     ended: bool

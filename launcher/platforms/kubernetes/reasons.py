@@ -168,7 +168,6 @@ _WAITING = (
 
 
 def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
-    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
     reasons: dict[Finding, list[int]] = {}
     for pod in waiting:
         found: list[Finding] = []

@@ -291,7 +291,6 @@ def _environment(
 
 
 def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
-    """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
     rights: dict[str, Any] = {"capabilities": {"drop": ["ALL"]}}

@@ -179,7 +179,6 @@ class LocalPlatform:
 
 
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
-    """Who listens on a job's port, as far as this user may know, and what to do; None where nobody else does."""
     if port is None or port_is_free(port) or _live(directory):
         return None
     who = "a process of somebody else"

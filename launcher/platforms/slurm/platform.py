@@ -84,8 +84,6 @@ _LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
 class _Row(NamedTuple):
-    """A job of the queue, or of the accounts."""
-
     number: int
     state: str
     reason: str = ""
@@ -232,7 +230,6 @@ class SlurmPlatform:
         return [row for row in rows if not _STATES.get(row.state, JobState.UNKNOWN).final]
 
     def _row(self, name: str) -> _Row | None:
-        """Return the job of that name: as the queue has it, else as the accounts have it, where there are any."""
         if rows := self._rows(name):
             return min(rows)
         since = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
@@ -284,7 +281,6 @@ class SlurmPlatform:
 
 
 def _reason(row: _Row) -> Finding:
-    """Return why a job waits, in words, with the time at which Slurm expects to start it."""
     reason = row.reason.strip("()").partition(",")[0]
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     if limit := _LIMIT.fullmatch(reason):
