@@ -20,7 +20,7 @@ from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError, require
 from launcher.events import Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import count_text
-from launcher.reports import datasets
+from launcher.reports import report
 from litgpt_demo.data import preparation
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset
 from litgpt_demo.data.preparation import Preparation
@@ -87,21 +87,21 @@ class LivePreparation(Live):
         self._now = progress
         self.news += 1
         if progress is not None:
-            what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
+            what, fraction = report.progress_text(progress), report.fraction(progress)
             emit(StepProgress(step=Step.DATASET, what=what, fraction=fraction))
 
     def look(self) -> tuple[float, str]:
         if (progress := self._now) is None:
             return 100.0, "done"
-        return min(99.0, 100 * (datasets.fraction(progress) or 0.0)), datasets.progress_text(progress)
+        return min(99.0, 100 * (report.fraction(progress) or 0.0)), report.progress_text(progress)
 
 
 @step_task("publish-dataset")
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
     """Show in Prefect the totals of a preparation of `seconds`."""
-    name, table = f"{planned.name}-{planned.key}", datasets.table(manifest, seconds=seconds)
+    name, table = f"{planned.name}-{planned.key}", report.dataset_table(manifest, seconds=seconds)
     await acreate_table_artifact(table, key=f"dataset-figures-{name}", description="The dataset in figures")
-    if lengths := datasets.lengths_markdown(manifest):
+    if lengths := report.lengths_markdown(manifest):
         await acreate_markdown_artifact(lengths, key=f"dataset-lengths-{name}", description="Lengths of its documents")
 
 
