@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from launcher.environment import as_rows, node_environment
@@ -63,26 +62,8 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         bound = (word for one in mounts for word in ("--bind", one))
         image = settings.container_image or f"docker://{job.image or UNBUILT}"
         python = ["apptainer", "exec", *(["--nv"] if settings.gpus else []), *bound, image, "python"]
-    text = "\n".join(["#!/bin/bash", *_options(job, settings, folder), "", *given, "", _SCRIPT.format(
-        software="\n".join(software),
-        wait=_WAIT,
-        output=output,
-        container="".join(f" {shlex.quote(one)}" for one in container),
-        python=shlex.join(python),
-        words=shlex.join(command),
-        run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
-        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
-    )])  # fmt: skip
-    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
-    return Submission(
-        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
-    )
-
-
-def _options(job: Job, settings: SlurmPlatformConfig, folder: str) -> Iterator[str]:
     avoided = ",".join(dict.fromkeys((*settings.exclude, *job.exclude_nodes)))
     gpus = settings.gpus if settings.gres is None else 0
-    output = "/dev/null" if is_remote(job.directory) else f"{folder}/slurm-%j.log"
     options = {
         "job-name": job.attempt_name,
         "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
@@ -97,14 +78,26 @@ def _options(job: Job, settings: SlurmPlatformConfig, folder: str) -> Iterator[s
             "gres": settings.gres, "cpus-per-task": settings.cpus, "mem": settings.memory, "time": settings.time,
         }),
         "signal": f"B:TERM@{settings.grace}",
-        "output": output,
+        "output": "/dev/null" if remote else f"{folder}/slurm-%j.log",
         "export": "NONE",
     }  # fmt: skip
-    yield from (f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items())
-    yield "#SBATCH --no-requeue"
-    if settings.exclusive:
-        yield "#SBATCH --exclusive"
-    yield from (f"#SBATCH {option}" for option in settings.options)
+    flags = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()] + ["--no-requeue"]
+    flags += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
+    heading = [f"#SBATCH {flag}" for flag in flags]
+    text = "\n".join(["#!/bin/bash", *heading, "", *given, "", _SCRIPT.format(
+        software="\n".join(software),
+        wait=_WAIT,
+        output=output,
+        container="".join(f" {shlex.quote(one)}" for one in container),
+        python=shlex.join(python),
+        words=shlex.join(command),
+        run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
+        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
+    )])  # fmt: skip
+    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
+    return Submission(
+        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
+    )
 
 
 # The batch script itself runs on the first node alone. SIGTERM, which Slurm sends before the time limit, goes on to the
