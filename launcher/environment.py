@@ -70,7 +70,7 @@ def node_environment(
         "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
     }
     told = network.node.model_copy(update={**alike, **own}).model_dump(mode="json", exclude_defaults=True)
-    text = json.dumps({"name": network.name, **told} if named else told, separators=(",", ":"))
+    text = json.dumps({"name": network.node.name, **told} if named else told, separators=(",", ":"))
     rows = [
         *before,
         Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),

@@ -39,7 +39,7 @@ def chosen_image(config: RunConfig | ScriptConfig) -> Image:
     image = config.image
     if not isinstance(image, BuiltImage) or image.stack is not None or image.dockerfile is not None:
         return image
-    return image.model_copy(update={"stack": (stack_for(config.platform.fabric) or DEFAULT_STACK).name})
+    return image.model_copy(update={"stack": (stack_for(config.platform.fabric) or DEFAULT_STACK).stack})
 
 
 def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
     if network is not None:
         instead = network.without_stack
         if better := stack_for(network):
-            instead = f"leave image.stack out: stack {better.name} has NCCL {better.nccl}"
+            instead = f"leave image.stack out: stack {better.stack} has NCCL {better.nccl}"
         found += _softened(config, network, _check_contents(image.contents, network, owner=str(stack), instead=instead))
         if image.dockerfile is not None:
             what = f"that {image.dockerfile} installs {stack} is what image.stack says: nobody has looked"
@@ -144,6 +144,6 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
 def _verdict(contents: Contents, network: Network | None) -> str:
     if network is None:
         return "no NCCL plug-in is needed"
-    plugin = f"{network.name} {network.pair.plugin}" if network.pair else network.name
+    plugin = f"{network.node.name} {network.pair.plugin}" if network.pair else network.node.name
     fit = network.node.nccl_fit(contents.nccl)
     return f"{plugin} names no NCCL that it needs" if fit is NcclFit.UNSTATED else f"{fit.value} for {plugin}"

@@ -82,7 +82,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         return Build(tag=tag, context=context, platform=image.platform, args=args, labels=labels)
 
     if stack is not None:
-        args["STACK"] = stack.name
+        args["STACK"] = stack.stack
     if image.dockerfile is not None or stack is None:
         # No labels: nobody has compared them with what a Dockerfile of the user's installs.
         return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
@@ -96,7 +96,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     # Another stack's packages are none of this image's: a change of them must not change its key.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
     context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=image.pip_config)
-    packages = build(context, args, contents.labels, contents.labels, name=f"{stack.name}-")
+    packages = build(context, args, contents.labels, contents.labels, name=f"{stack.stack}-")
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
     context = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))

@@ -65,21 +65,17 @@ class Stack(Contents):
     """The oldest C library that the plug-in loads in which this stack is made for."""
 
     @property
-    def name(self) -> str:
-        return self.stack
-
-    @property
     def driver(self) -> str:
         """Return the oldest GPU driver that this CUDA runs on; empty for a stack without CUDA."""
         return DRIVER_FLOORS[self.cuda.partition(".")[0]] if self.cuda else ""
 
     def __str__(self) -> str:
-        return f"stack {self.name} (torch {self.torch})"
+        return f"stack {self.stack} (torch {self.torch})"
 
     @property
     def lock(self) -> str:
         """Every package of the image with its hashes; a path in the checkout."""
-        return f"litgpt_demo/stacks/{self.name}.lock"
+        return f"litgpt_demo/stacks/{self.stack}.lock"
 
     @property
     def pins(self) -> tuple[str, ...]:
@@ -90,7 +86,7 @@ class Stack(Contents):
         """Return what an image of this stack holds. Python and glibc are known of the product's own base."""
         base = {"python": self.python, "glibc": self.glibc} if own_base else {}
         wheels = {"torch": self.torch, "nccl": self.nccl, "cuda": self.cuda}
-        return Contents(stack=self.name, architecture=architecture, **wheels, **base)
+        return Contents(stack=self.stack, architecture=architecture, **wheels, **base)
 
 
 # The tag of the base image, python:3.11.15-bookworm, is Debian 12 (https://packages.debian.org/bookworm/libc6).
@@ -100,4 +96,4 @@ DEFAULT_STACK = Stack(stack="default", **_BASE, torch="2.13.0", cuda="13.0", ncc
 # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
 _TCPXO = Stack(stack="tcpxo", **_BASE, least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9")
 
-STACKS: Mapping[str, Stack] = MappingProxyType({stack.name: stack for stack in (DEFAULT_STACK, _TCPXO)})
+STACKS: Mapping[str, Stack] = MappingProxyType({stack.stack: stack for stack in (DEFAULT_STACK, _TCPXO)})

@@ -166,10 +166,6 @@ class Network:
     """None where nothing has to be on the nodes."""
 
     @property
-    def name(self) -> str:
-        return self.node.name
-
-    @property
     def root(self) -> bool:
         """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
         capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""

@@ -117,7 +117,8 @@ class PlatformSettings(Settings):
     @property
     def driver(self) -> str | None:
         """Return the GPU driver that the platform is asked to install, None where the machines' own is taken."""
-        return None
+        named: str | None = getattr(self, "gpu_driver", None)
+        return named
 
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for.

@@ -98,10 +98,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
 
     @property
-    def driver(self) -> str | None:
-        return self.gpu_driver
-
-    @property
     def parent(self) -> str:
         """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"

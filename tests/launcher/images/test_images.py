@@ -309,7 +309,7 @@ def locked(stack: Stack) -> dict[str, Requirement]:
     return {canonicalize_name(entry.name): entry for entry in map(Requirement, entries)}
 
 
-each_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=lambda stack: stack.name)
+each_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=lambda stack: stack.stack)
 
 
 @each_stack
@@ -360,7 +360,7 @@ def test_the_bill_of_an_image_is_valid_and_names_it_and_the_packages_of_its_stac
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
-    named, built = f"gcr.io/train@{DIGEST}", OWN.model_copy(update={"stack": stack.name})
+    named, built = f"gcr.io/train@{DIGEST}", OWN.model_copy(update={"stack": stack.stack})
     identity = SoftwareIdentity(image=named, commit="70af7e1" * 5, dirty=False)
     text = bill_of_materials(identity, built)
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
