@@ -25,7 +25,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
 
     kind: Literal["batch"] = Kind("batch")
 
-    # Where.
     # https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
     project: str = Field(pattern=r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$")
     """Google Cloud project that runs and pays for the job."""
@@ -33,8 +32,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     """Region of the job and its VMs."""
     zones: tuple[Annotated[str, Field(pattern=r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$")], ...] = ()
     """Only these zones of the region; empty is any."""
-
-    # Which machines, and how many.
     machine: str
     """Machine type (g2-standard-48, a2-highgpu-8g, …)."""
     gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=without_default)
@@ -53,8 +50,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     """Place the machines close to each other."""
     priority: Count = Field(0, ge=0, lt=100)
     """Among the project's jobs that wait; higher is earlier."""
-
-    # The VMs.
     os: Literal["debian", "cos"] = "debian"
     """The operating system of the VMs: Batch's Debian, or its Container-Optimized OS."""
     boot_image: str | None = None
@@ -77,8 +72,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     """Use Google's virtual NIC, which the boot image must support; newer machine types do anyway."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$")], ...] = ()
     """Network tags of the VMs, for firewall rules."""
-
-    # The containers.
     shm: str | None = Field(None, pattern=r"^[0-9]+(Mi|Gi|Ti|M|G|T)$")
     """Size of /dev/shm (`64Gi`), of which Docker would give 64 MB; empty is a quarter of the memory, 64 GiB at most."""
     nfs: str | None = Field(None, pattern=r"^[^:\s]+:/\S*$")

@@ -31,7 +31,6 @@ class GkePlatformConfig(
 
     kind: Literal["gke"] = Kind("gke")
 
-    # Which cluster.
     cluster: str | None = None
     """GKE cluster, with `location` (and `project`). Empty: a kubeconfig, or the cluster that this runs in."""
     location: str | None = None
@@ -50,8 +49,6 @@ class GkePlatformConfig(
     """Namespace of the job; it must be there."""
     workload: Literal["auto", "jobset", "job"] = "auto"
     """The kind of object: a JobSet, a plain Indexed Job with a Service, or a JobSet where the cluster knows them."""
-
-    # Which machines, and how many.
     machine: str | None = None
     """Machine type (a3-highgpu-8g, g2-standard-48, …); empty: any node with the `gpus`, `cpus`, `memory` given here."""
     nodes: Count = Field(1, gt=0, le=4096)
@@ -68,8 +65,6 @@ class GkePlatformConfig(
     """Only nodes with these labels."""
     exclude_nodes: tuple[str, ...] = ()
     """Never these nodes, by their kubernetes.io/hostname."""
-
-    # The network.
     network: InPods = DEFAULT
     """How nodes reach each other: plain (TCP, which every cluster has), gib (GPUDirect-RDMA of A3 Ultra, A4 and A4X),
     roce (RDMA over Ethernet on other machines), tcpx (GPUDirect of A3 High), tcpxo (GPUDirect of A3 Mega)."""
@@ -79,8 +74,6 @@ class GkePlatformConfig(
     """Pods take connections from the other pods of their attempt alone, by a NetworkPolicy."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
-
-    # When and where it is placed.
     queue: str | None = Field(None, pattern=OBJECT_NAME)
     """Kueue LocalQueue that admits the job."""
     priority: str | None = Field(None, pattern=OBJECT_NAME)
@@ -97,8 +90,6 @@ class GkePlatformConfig(
     """Dynamic Workload Scheduler: wait for all machines at once, for so many seconds of use."""
     reservation: str | None = None
     """Only machines of this Compute Engine reservation."""
-
-    # The pods.
     service_account: str | None = Field(None, pattern=OBJECT_NAME)
     """Kubernetes service account, bound to a Google one by Workload Identity that may read and write the root."""
     uid: Count = Field(UID, ge=0, lt=2**31)

@@ -68,7 +68,7 @@ class RunaiPlatform:
 
     def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None) -> None:
         self._settings = settings
-        self._api = api or (Rest(settings, os.environ) if settings.uses_rest(os.environ) else Cli(settings))
+        self._api: Api = api or (Rest(settings, os.environ) if settings.uses_rest(os.environ) else Cli(settings))
         self._settled: set[JobId] = set()
         self.settle = 20.0
         """Seconds that pods have to leave their reports and logs once the job as a whole has ended."""

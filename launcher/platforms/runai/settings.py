@@ -63,7 +63,6 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
 
     kind: Literal["runai"] = Kind("runai")
 
-    # How to reach it.
     api: Literal["auto", "rest", "cli"] = "auto"
     """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""
     url: str | None = Field(None, pattern=r"^https?://[^\s/@]+$")
@@ -78,8 +77,6 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
     """Run:ai project that the job belongs to."""
     cluster: str | None = None
     """Cluster's name or id, where the project could be on several; REST only."""
-
-    # How many pods, and what each has.
     nodes: Count = Field(1, gt=0, le=1000)
     """The number of pods: one master, the others workers."""
     gpus: float = Field(0, ge=0, le=16)
@@ -96,20 +93,14 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
     """Label whose value all machines of the job should share."""
     topology_required: bool = False
     """Wait for such machines, rather than prefer them."""
-
-    # The network.
     network: ByMultus = DEFAULT
     """How nodes reach each other: plain (TCP, which every cluster has), roce (RDMA over Ethernet on other machines)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
-
-    # When it runs.
     priority: str | None = Field(None, pattern=NAME)
     """Priority class; empty is the project's default."""
     preemptible: bool | None = None
     """Permission to stop it for others, and to use more than the project's quota; empty is Run:ai's default."""
-
-    # The pods.
     claims: tuple[Claim, ...] = ()
     """Volumes that all pods mount; one has the root, where that is a folder."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})

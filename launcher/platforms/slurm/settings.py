@@ -41,7 +41,6 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
 
     kind: Literal["slurm"] = Kind("slurm")
 
-    # Where.
     host: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
     """A login node by its name for `ssh` (`me@login.example.org`, or one of ~/.ssh/config), where Slurm's commands are;
     empty is this machine."""
@@ -57,8 +56,6 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     """Features that the nodes must have (`h100&ib`)."""
     exclude: tuple[str, ...] = ()
     """Nodes not to use, besides those that earlier attempts blame."""
-
-    # How many nodes, and what each has.
     nodes: Count = Field(1, gt=0, le=10_000)
     """The number of nodes; each starts one torchrun."""
     gpus: Count = Field(0, ge=0, le=16)
@@ -75,14 +72,10 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     """Share the nodes with no other job."""
     time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
     """Time limit in Slurm's own form. Before it ends the training saves, and the next attempt goes on from there."""
-
-    # The network.
     network: OnMachines = DEFAULT
     """How nodes reach each other: plain (TCP), ib (InfiniBand), roce (RDMA over Ethernet)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
-
-    # The software.
     venv: str | None = Field(None, pattern=_PATH)
     """A virtual or conda environment on the cluster, which has train-litgpt; empty takes `python` as PATH has it."""
     modules: tuple[str, ...] = ()
