@@ -69,7 +69,7 @@ class Team:
         prefect = f"{Path(sys.executable).with_name('prefect')} "
         if name.startswith("worker"):
             command = self.worker["ExecStart"].replace("/opt/train-litgpt/.venv/bin/prefect ", prefect)
-            command, more = f"{command.replace('%H', name)} --limit 4", self.environment
+            command, more = command.replace("%H", name), self.environment
         elif name == "postgres":
             command, user = f"{PACKAGED[-1]}/postgres -D {self.data} -p {port} -k {self.data}", "postgres"
         elif name == "door":

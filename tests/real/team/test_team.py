@@ -45,6 +45,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         made.up()
         said = made.call("deployments.bootstrap", "deploy")
         assert "automation   created      resume-crashed" in said
+        made.call("prefect", "work-pool", "set-concurrency-limit", "litgpt-local", "8")
         for name in ("worker-1", "worker-2"):
             made.start(name)
         yield made
@@ -125,7 +126,7 @@ def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_d
     until(lambda: states(client, flow_runs) == {StateType.COMPLETED}, seconds=900)
     assert {told(one).count("ended") for one in flow_runs} == {1}
     once = [one for one in flow_runs if len(told(one)) == 2]
-    assert len(once) >= len(flow_runs) - 2 - 4, "no more ran anew than were killed: two, and those of a worker of four"
+    assert len(once) >= len(flow_runs) - 2 - 8, "more ran anew than were killed: two, and eight at most of a worker"
 
 
 def test_a_restored_database_loses_nothing_of_what_it_had_and_starts_no_job_again(
