@@ -13,6 +13,7 @@ import resource
 from base64 import b64encode
 from collections.abc import Iterable
 from contextlib import ExitStack
+from operator import add
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
@@ -44,6 +45,8 @@ class Reporter:
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
+        self._losses: list[float] = []
+        """Of a mixture, what StepResult.by_source came to since the last row of a step."""
         self._loggers: dict[Logger, bool] = {}
         """All that were opened, and whether each still takes rows."""
         if not training.fabric.is_global_zero:
@@ -107,6 +110,7 @@ class Reporter:
         """A step is finished; throughput is over those since the last row of one, of the whole job."""
         spec, train, ended = self._training.spec, self._training.spec.train, result.ended
         self._waited += result.own.waited
+        self._losses = list(map(add, self._losses, result.by_source)) if self._losses else result.by_source
         if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
         if self._file is None or (result.done % train.log_every and result.done != spec.steps):
@@ -132,14 +136,19 @@ class Reporter:
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
+        self._losses = []
 
-    def _by_source(self, done: int) -> dict[str, int]:
-        """The tokens of each source of a mixture in all steps up to now; nothing of one source alone."""
+    def _by_source(self, done: int) -> dict[str, float]:
+        """Of each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if it has
+        any; nothing of one source alone."""
         spec, windows = self._training.spec, self._training.data.train
         if not isinstance(windows, MixedWindows):
             return {}
         seen = (windows.schedule.seen(done * spec.train.global_batch) * windows.length).tolist()
-        return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)}
+        sums, counts = self._losses[: len(seen)], self._losses[len(seen) :]
+        losses = zip(windows.names, sums, counts, strict=True)
+        means = {f"loss.{name}": one / count for name, one, count in losses if count}
+        return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)} | means
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
