@@ -154,6 +154,12 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _has_tasks(self) -> Self:
+        if (every := self.train.evaluate_with) is not None and self.evaluation is None:
+            raise ValueError(f"train.evaluate_with={every} has nothing to ask; give evaluation.tasks")
+        return self
+
+    @model_validator(mode="after")
     def _is_priced(self) -> Self:
         _require_price(self.platform, "start.max_usd", self.start.max_usd)
         return self
@@ -258,7 +264,9 @@ class Integer(Settings):
 
 
 Space: TypeAlias = Choice | Number | Integer
-Objective: TypeAlias = Literal["validation_loss", "tokens_per_second", "cost"]
+Objective: TypeAlias = (
+    Literal["validation_loss", "tokens_per_second", "cost"] | Annotated[str, Field(pattern=r"^evaluation\..+\..+$")]
+)
 
 
 class SweepSettings(Settings):
@@ -277,7 +285,8 @@ class SweepSettings(Settings):
     seed: Count = 0
     """The seed of the draws."""
     objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
-    """What a trial is judged by, the first above all; of several, the report has the trials that no other beats."""
+    """What a trial is judged by, the first above all; a score is `evaluation.TASK.METRIC`. Of several, the report has
+    the trials that no other beats."""
     prune: Literal["median", "asha"] | None = None
     """End a trial by its validation loss on the way: `median` where it is above the median of the trials at that point,
     `asha` where it is not in the best third; empty ends none."""
@@ -322,6 +331,16 @@ class SweepConfig(RunConfig):
         _require_price(
             self.platform, "sweep.max_usd or the objective cost", sweep.max_usd or "cost" in sweep.objectives
         )
+        return self
+
+    @model_validator(mode="after")
+    def _is_scored(self) -> Self:
+        asked = () if self.evaluation is None else self.evaluation.tasks
+        for name in self.sweep.objectives:
+            kind, _, score = name.partition(".")
+            if kind == "evaluation" and (task := score.rpartition(".")[0]) not in asked:
+                what = f"sweep.objectives has {name}, and evaluation.tasks={list(asked)} does not ask {task}"
+                raise ValueError(f"{what}; add it there")
         return self
 
 
