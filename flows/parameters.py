@@ -274,7 +274,7 @@ def parameters_with(
     """
     kind = KINDS.get(flow)
     if kind is None:
-        raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
+        raise ConfigProblem(f"{flow} has no config that could be changed; those that have one are {', '.join(KINDS)}")
     given = {name: value for name, value in parameters.items() if name != "overrides"}
     stored = overridden(given, parameters.get("overrides") or {})
     document = overridden({**stored, **(profile or {})}, overrides)

@@ -21,6 +21,7 @@ from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.errors import LauncherError
+from launcher.evaluation import found_scores
 from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
@@ -129,12 +130,13 @@ class _Sweep:
             [run] = runs_of([trial], self._plan)
             self._runs.add(run.name)
             final, mark = exported(run.storage), f"pruned/{run.name}"
-            if final is None and mark not in pruned:
+            asked = trial.config.evaluation
+            unscored = final is not None and asked is not None and found_scores(run.storage, final, asked) is None
+            if unscored or (final is None and mark not in pruned):
                 self._waiting.append((number, trial, run))
                 continue
-            loss = None if final is None else final.validation_loss
             ended = "" if final is not None else self.storage.read(mark).decode()
-            outcome = outcome_of(trial, run, attempt_times(self.index, run.name), loss=loss, ended=ended)
+            outcome = outcome_of(trial, run, attempt_times(self.index, run.name), final=final, ended=ended)
             for step, seen in outcome.losses.items():
                 self.search.is_hopeless(number, step // trial.config.train.evaluate_every, seen)
             self._settle(number, outcome)
@@ -182,13 +184,12 @@ class _Sweep:
             PLANNED.set(run)
             ON_ROW.set(partial(self._look, number, run))
             name = f"{trial.config.name} {short}".replace("{", "(").replace("}", ")")
-            loss, ended = None, ""
+            final, ended = None, ""
             try:
                 async with gpus(trial.config.world_size):
                     await asyncio.to_thread(self._watch.check)
                     final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
-                loss = final.validation_loss
-                emit(Note(what=f"validation loss {loss:.4f}", ends=True))
+                emit(Note(what=f"validation loss {final.validation_loss:.4f}", ends=True))
             except Exception as error:
                 await asyncio.to_thread(self._watch.check)
                 ended = str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
@@ -197,7 +198,10 @@ class _Sweep:
                     ended = (await asyncio.to_thread(self.storage.read, f"pruned/{run.name}")).decode()
                 emit(Note(what=ended.splitlines()[0], severity="warning", ends=True))
             times = await asyncio.to_thread(attempt_times, self.index, run.name)
-            self._settle(number, await asyncio.to_thread(outcome_of, trial, run, times, loss=loss, ended=ended))
+            outcome = await asyncio.to_thread(outcome_of, trial, run, times, final=final, ended=ended)
+            if final is not None and outcome.ended:
+                emit(Note(what=outcome.ended, severity="warning"))
+            self._settle(number, outcome)
 
     def _look(self, number: int, run: Run, row: Row) -> None:
         match row:

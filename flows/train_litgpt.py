@@ -22,7 +22,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
-from tasks.evaluation import evaluate
+from tasks.evaluation import CheckpointScores, evaluate
 from tasks.preflight import build_image, get_credentials, is_under_way
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit, reach
@@ -52,14 +52,16 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
         prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     if not lives:
         await get_credentials(config)
-    with closing(Collector(run)) as collector:
+    async with CheckpointScores(run) as scores:
+        with closing(Collector(run)) as collector:
 
-        def on_row(row: Row) -> None:
-            collector.follow(row)
-            ON_ROW.get()(row)
+            def on_row(row: Row) -> None:
+                collector.follow(row)
+                scores.follow(row)
+                ON_ROW.get()(row)
 
-        await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
-        final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
+            await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
+            final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     if config.evaluation is not None:
         final = await evaluate(run.storage.address(), config.evaluation)
     address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))

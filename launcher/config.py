@@ -139,6 +139,12 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _has_tasks(self) -> Self:
+        if (every := self.train.evaluate_with) is not None and self.evaluation is None:
+            raise ValueError(f"train.evaluate_with={every} has nothing to ask; give evaluation.tasks")
+        return self
+
+    @model_validator(mode="after")
     def _is_priced(self) -> Self:
         asks: dict[str, object] = {"start.max_usd": self.start.max_usd}
         if isinstance(self, SweepConfig):
@@ -233,7 +239,9 @@ class Integer(Settings):
 
 
 Space: TypeAlias = Choice | Number | Integer
-Objective: TypeAlias = Literal["validation_loss", "tokens_per_second", "cost"]
+Objective: TypeAlias = (
+    Literal["validation_loss", "tokens_per_second", "cost"] | Annotated[str, Field(pattern=r"^evaluation\..+\..+$")]
+)
 
 
 class SweepSettings(Settings, title="Sweep"):
@@ -250,7 +258,8 @@ class SweepSettings(Settings, title="Sweep"):
     seed: Count = 0
     """The seed of the draws."""
     objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
-    """What a trial is judged by, the first above all; of several, the report has the trials that no other beats."""
+    """What a trial is judged by, the first above all; a score is `evaluation.TASK.METRIC`. Of several, the report has
+    the trials that no other beats."""
     prune: Literal["median", "asha"] | None = None
     """End a trial by its validation loss on the way: `median` where it is above the median of the trials at that point,
     `asha` where it is not in the best third; empty ends none."""
@@ -288,6 +297,16 @@ class SweepConfig(RunConfig):
 
     sweep: SweepSettings = SweepSettings()
     """The settings to vary."""
+
+    @model_validator(mode="after")
+    def _is_scored(self) -> Self:
+        asked = () if self.evaluation is None else self.evaluation.tasks
+        for name in self.sweep.objectives:
+            kind, _, score = name.partition(".")
+            if kind == "evaluation" and (task := score.rpartition(".")[0]) not in asked:
+                what = f"sweep.objectives has {name}, and evaluation.tasks={list(asked)} does not ask {task}"
+                raise ValueError(f"{what}; add it there")
+        return self
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)

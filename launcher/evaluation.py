@@ -39,6 +39,8 @@ class Score(Settings):
     """The standard error; None where the harness has none."""
     samples: int
     few_shot: int
+    larger_is_better: bool = True
+    """As the harness has it; where it does not know, larger is."""
 
     def __str__(self) -> str:
         return f"{self.value:.4f}" + ("" if self.error is None else f" ± {self.error:.4f}")
@@ -58,19 +60,28 @@ class Evaluation(Settings):
         return [(f"{score.task}, {score.metric}", str(score)) for score in self.scores]
 
     @property
+    def objectives(self) -> dict[str, Score]:
+        """The scores by what a sweep calls them."""
+        return {f"evaluation.{score.task}.{score.metric}": score for score in self.scores}
+
+    @property
     def table(self) -> list[dict[str, Any]]:
         """The rows of a table of the scores."""
         return [score.model_dump(mode="json") for score in self.scores]
 
 
-def place_of(final: FinalManifest, asked: EvaluationConfig) -> str:
-    """Return where the scores lie below the run's folder: by the model's files, and what is asked of it."""
-    model = [file.crc32c for file in final.files if f"{FINAL}/{file.path}".startswith(f"{HUGGINGFACE}/")]
+def _files(final: FinalManifest) -> list[FileRecord]:
+    return [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{HUGGINGFACE}/")]
+
+
+def place_of(model: FinalManifest | int, asked: EvaluationConfig) -> str:
+    """Return where the scores lie below the run's folder: by what is asked, and the model's files or its step."""
+    which = f"step {model}" if isinstance(model, int) else " ".join(file.crc32c for file in _files(model))
     folder = asked.folder
     files = [] if folder is None else sorted(path for path in folder.rglob("*") if path.is_file())
     tasks = [f"{path.relative_to(folder or path)} {sha256_of(path)}" for path in files]
     what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size"})
-    return f"{EVALUATIONS}/{key_of(what, ' '.join(model), ' '.join(tasks))}.json"
+    return f"{EVALUATIONS}/{key_of(what, which, ' '.join(tasks))}.json"
 
 
 def read_evaluation(run: Storage, path: str) -> Evaluation | None:
@@ -82,10 +93,15 @@ def read_evaluation(run: Storage, path: str) -> Evaluation | None:
     return parse_json(content, Evaluation, where=run.address(path), fix="remove it, and evaluate again")
 
 
-def evaluations(run: Storage, step: int) -> list[Evaluation]:
-    """Return all scores of the model that was collected at this step."""
-    found = [read_evaluation(run, path) for path in run.list(EVALUATIONS)]
-    return [one for one in found if one is not None and one.step == step]
+def found_scores(run: Storage, final: FinalManifest, asked: EvaluationConfig | None) -> Evaluation | None:
+    """Return the scores of this model by what is asked, None where there are none yet or nothing is asked."""
+    return None if asked is None else read_evaluation(run, place_of(final, asked))
+
+
+def evaluations(run: Storage, step: int | None = None) -> list[Evaluation]:
+    """Return all scores of the model at this step, or at all, the oldest first."""
+    found = [one for path in run.list(EVALUATIONS) if (one := read_evaluation(run, path)) is not None]
+    return sorted((one for one in found if step in (None, one.step)), key=lambda one: one.step)
 
 
 def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
@@ -107,15 +123,16 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     return made
 
 
-def evaluate(run: Storage, asked: EvaluationConfig) -> Evaluation:
-    """Ask the run's final/huggingface the tasks, and leave the scores in the run's folder, or find them there.
+def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> Evaluation:
+    """Ask the run's final/huggingface, or the checkpoint of a step, the tasks; leave the scores in the run's folder, or
+    find them there.
 
     A UserError where there is no such model, no such task, or no harness.
     """
-    final = exported(run)
-    if final is None or final.huggingface is None:
+    which = exported(run) if step is None else step
+    if which is None or (isinstance(which, FinalManifest) and which.huggingface is None):
         raise UserError(f"{run.address(HUGGINGFACE)} is not there", fix="collect the run: `train-litgpt collect`")
-    if (done := read_evaluation(run, path := place_of(final, asked))) is not None:
+    if (done := read_evaluation(run, path := place_of(which, asked))) is not None:
         return done
     import torch
     from lm_eval import simple_evaluate
@@ -126,9 +143,14 @@ def evaluate(run: Storage, asked: EvaluationConfig) -> Evaluation:
     if missing := [task for task in asked.tasks if task not in known]:
         what = f"evaluation.tasks: the harness {version('lm_eval')} has no task {', '.join(missing)}"
         raise UserError(what, fix="`lm-eval ls tasks` lists them; evaluation.task_folder adds your own")
-    inside = [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{HUGGINGFACE}/")]
     with tempfile.TemporaryDirectory(prefix="evaluate-") as scratch:
-        model = bring(run.within(FINAL), inside, lambda: Path(scratch)) / HUGGINGFACE.removeprefix(f"{FINAL}/")
+        if isinstance(which, int):
+            from litgpt_demo.export.models import huggingface_of
+
+            model = huggingface_of(run, which, Path(scratch))
+        else:
+            folder = bring(run.within(FINAL), _files(which), lambda: Path(scratch))
+            model = folder / HUGGINGFACE.removeprefix(f"{FINAL}/")
         if asked.folder is not None:
             os.chdir(asked.folder)  # tasks name their files relative to it
         result: Mapping[str, Any] = simple_evaluate(
@@ -139,6 +161,7 @@ def evaluate(run: Storage, asked: EvaluationConfig) -> Evaluation:
     scores = list[Score]()
     for task, figures in result["results"].items():  # a group is among them, whose samples are its tasks'
         samples, shots = result["n-samples"].get(task, {}).get("effective", 0), result["n-shot"].get(task, 0)
+        better = result["higher_is_better"].get(task, {})
         for name, value in figures.items():
             metric, _, kind = name.partition(",")
             if isinstance(value, float) and math.isfinite(value) and not metric.endswith("_stderr"):
@@ -146,18 +169,23 @@ def evaluate(run: Storage, asked: EvaluationConfig) -> Evaluation:
                 known_error = error if isinstance(error, float) and math.isfinite(error) else None
                 told = metric if kind == "none" else name
                 scores.append(
-                    Score(task=task, metric=told, value=value, error=known_error, samples=samples, few_shot=shots)
-                )
+                    Score(
+                        task=task, metric=told, value=value, error=known_error, samples=samples, few_shot=shots,
+                        larger_is_better=better.get(metric) is not False,
+                    )
+                )  # fmt: skip
     versions = {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}
-    made = Evaluation(step=final.step, asked=asked, scores=tuple(scores), versions=versions)
+    reached = which if isinstance(which, int) else which.step
+    made = Evaluation(step=reached, asked=asked, scores=tuple(scores), versions=versions)
     run.write(path, sealed(made.model_dump_json(indent=1).encode(), "record"))
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m launcher.evaluation ADDRESS`: what to ask of that run comes on stdin, as a config's `evaluation`."""
+    """`python -m launcher.evaluation ADDRESS [STEP]`: what to ask of that run, or its checkpoint, comes on stdin, as a
+    config's `evaluation`."""
     try:
-        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(sys.stdin.read()))
+        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(sys.stdin.read()), *map(int, argv[1:]))
     except TrainLitgptError as error:
         print(error)
         return error.fault.exit_code

@@ -523,6 +523,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     NOT_IN_KEY: ClassVar[frozenset[str]] = IN_OLD_KEYS | {
         *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
         *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb", "profile"),
+        "evaluate_with",
     }
 
     # These came when there were keys already: they are in a key where they are not as they were before.
@@ -579,6 +580,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     """The number of validation samples that an evaluation takes, from the start of the validation split."""
     checkpoint_every: Count = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
+    evaluate_with: PositiveCount | None = None
+    """Every so many checkpoints, one is scored by the tasks of `evaluation` beside the training; empty scores none."""
     keep_last: Count = Field(2, gt=0)
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)

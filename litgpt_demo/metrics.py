@@ -30,7 +30,7 @@ Row: TypeAlias = Mapping[str, Any]
 - `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second, step_seconds, data_seconds, memory, and mfu where
   it is known; the first of an attempt has first_step_seconds, in which that step also compiled.
 - `evaluation`: validation_loss, perplexity, seconds. Of a mixture, also validation_loss.<source>, and steps have
-  tokens.<source>.
+  tokens.<source> and loss.<source>, of its samples since the step before that is told, where there were any.
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
 - `skip`: why, windows; a step without an update. `leave`: why; training ends here, to be gone on with.
@@ -111,8 +111,8 @@ def _row(text: bytes, bad: Unreadable | None) -> dict[str, Any] | None:
         if len(text) > MOST_LINE:
             raise ValueError(f"it has {len(text):,} bytes, and no row has more than {MOST_LINE:,}")
         row = _Row.model_validate_json(text).model_dump(exclude_unset=True, exclude_none=True)
-        if len(row) > 64:
-            raise ValueError(f"it has {len(row)} columns, and no row has more than 64")
+        if len(row) > 96:
+            raise ValueError(f"it has {len(row)} columns, and no row has more than 96")
     except ValueError as error:
         if bad is not None:
             why = first_problem(error) if isinstance(error, ValidationError) else str(error)

@@ -211,7 +211,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
         avoided=times[-1].record.exclude_nodes if times else (),
         seconds=trained_seconds(rows),
         ledger=ledger(times, rows, read_document(storage).price),
-        evaluations=evaluations(storage, final.step),
+        evaluations=evaluations(storage),
     )
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 

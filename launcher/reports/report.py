@@ -59,7 +59,7 @@ class RunReport:
     """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
     evaluations: Sequence[Evaluation] = ()
-    """The scores of the collected model."""
+    """The scores of the collected model, and of checkpoints on the way; the oldest first."""
 
     @cached_property
     def progress(self) -> Progress:
@@ -84,18 +84,20 @@ def outcome(report: RunReport) -> str:
     return "No training step is done yet"
 
 
+def bits_per_byte(nats: float, tokens: int, size: int) -> str:
+    """A loss per byte of text instead of per token, so that different tokenizers can be compared. Tokens per byte are
+    those of the whole dataset: no manifest counts the validation split's bytes."""
+    return f"{nats / math.log(2) * tokens / size:.3f}" if math.isfinite(nats) and size else NOTHING
+
+
 def figures(report: RunReport) -> tuple[Pairs, Pairs]:
     """The few figures that everybody asks for first, and the rest of them; what is not known is left out."""
     progress, start, final, dataset = report.progress, report.progress.start, report.final, report.dataset
     pace, used = (list(curve(report.rows, "step", name).values()) for name in ("tokens_per_second", "mfu"))
     loss = final.validation_loss if final else progress.validation_loss
     nats = math.nan if loss is None else loss
-    bits = NOTHING
-    if math.isfinite(nats) and dataset is not None and dataset.text_bytes:
-        # Per byte of text instead of per token, so that different tokenizers can be compared. Tokens per byte are those
-        # of the whole dataset: the manifest does not count the validation split's bytes.
-        tokens = dataset.train.tokens + dataset.validation.tokens
-        bits = f"{nats / math.log(2) * tokens / dataset.text_bytes:.3f}"
+    tokens = dataset.train.tokens + dataset.validation.tokens if dataset else 0
+    bits = bits_per_byte(nats, tokens, dataset.text_bytes if dataset else 0)
     device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
     processes = f"{start['world_size']:,}" if "world_size" in start else ""
     loaded_back = in_transformers = NOTHING
@@ -125,10 +127,20 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Loaded back", loaded_back),
         ("In transformers", in_transformers),
-        *(pair for one in report.evaluations for pair in one.pairs),
+        *scores(report),
     ]
     known = ([(name, value) for name, value in pairs if value != NOTHING] for pairs in (first, further))
     return next(known), next(known)
+
+
+def scores(report: RunReport) -> Pairs:
+    """Return each task and metric with its scores; of those on the way the steps too."""
+    found: dict[str, list[str]] = {}
+    for one in report.evaluations:
+        at = "" if report.final and one.step == report.final.step else f" at step {one.step:,}"
+        for name, value in one.pairs:
+            found.setdefault(name, []).append(value + at)
+    return [(name, "; ".join(values)) for name, values in found.items()]
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
@@ -207,15 +219,19 @@ def lengths_markdown(manifest: DatasetManifest) -> str:
 
 
 def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
-    """Return what came from each source of a mixture: its share at each stage, its tokens, its validation loss."""
+    """Return what came from each source of a mixture: its share at each stage, its tokens, its losses."""
     found: Pairs = []
     for number, source in enumerate(dataset.mixture.sources if dataset.mixture else ()):
         assert dataset.mixture is not None
         told = [", then ".join(f"{shares[number] / 10:g} %" for _, shares in dataset.mixture.schedule)]
         if seen := [*curve(rows, "step", f"tokens.{source.name}").values()]:
             told.append(f"{count_text(int(seen[-1]))} of its {count_text(source.train)} tokens seen")
+        if trained := [*curve(rows, "step", f"loss.{source.name}").values()]:
+            told.append(f"training loss {loss_text(trained[-1])}")
         if losses := [*curve(rows, "evaluation", f"validation_loss.{source.name}").values()]:
             told.append(f"validation loss {loss_text(losses[-1])}")
+            if (bits := bits_per_byte(losses[-1], source.train + source.validation, source.text_bytes)) != NOTHING:
+                told.append(f"{bits} bits per byte of text")
         found.append((f"Source {source.name}", "; ".join(told)))
     return found
 

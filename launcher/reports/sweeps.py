@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,14 @@ import yaml
 
 from launcher.config import Objective
 from launcher.curves import summary
+from launcher.evaluation import Score, found_scores
 from launcher.formatting import duration_text, loss_text, setting_text, share_text
 from launcher.reports.charts import SETTINGS, Chart, Line, element
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import template
 from launcher.runs.run import Run
 from launcher.runs.sweeps import Trial
+from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import curve
 from litgpt_demo.runs import REPORT, read_document, read_metrics
 
@@ -47,6 +50,8 @@ class Outcome:
     """Of a GPU, or of a process where there are no GPUs."""
     seconds: float = 0.0
     """Wall time over all attempts."""
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    """Of its model, those that are objectives."""
     losses: Mapping[int, float] = field(default_factory=dict)
     """Step to the validation loss at it."""
     link: str = ""
@@ -56,34 +61,43 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """The sort key of a trial: first those with a loss, an infinite one too, the smaller the better."""
-        loss = self.validation_loss
-        return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
+        """The sort key of a trial: first those with a loss, an infinite one too, by the first objective."""
+        loss, first = self.validation_loss, self.trial.objectives[:1]
+        if loss is None or math.isnan(loss):
+            return True, math.inf
+        return False, loss if first[0] == "validation_loss" else (self.values(first) or [math.inf])[0]
 
     def values(self, objectives: Sequence[Objective]) -> list[float] | None:
-        """Return the trial's objectives in their order, None where it has not all of them."""
-        by_name = {
-            "validation_loss": self.validation_loss, "tokens_per_second": self.tokens_per_second, "cost": self.usd,
+        """Return the trial's objectives in their order, None where it has not all of them. What is better the larger it
+        is has the other sign."""
+        by_name = {name: -one.value if one.larger_is_better else one.value for name, one in self.scores.items()} | {
+            "validation_loss": self.validation_loss, "cost": self.usd,
+            "tokens_per_second": None if self.tokens_per_second is None else -self.tokens_per_second,
         }  # fmt: skip
-        found = [value for name in objectives if (value := by_name[name]) is not None and math.isfinite(value)]
+        found = [value for name in objectives if (value := by_name.get(name)) is not None and math.isfinite(value)]
         return found if len(found) == len(objectives) else None
 
 
 def outcome_of(
-    trial: Trial, run: Run, times: Sequence[AttemptTimes], *, loss: float | None = None, ended: str = ""
+    trial: Trial, run: Run, times: Sequence[AttemptTimes], *, final: FinalManifest | None = None, ended: str = ""
 ) -> Outcome:
     """Return the result of a trial from its run's folder.
 
     Args:
         times: of the run's attempts.
-        loss: the validation loss of its model.
+        final: the manifest of its model.
     """
     rows, config = read_metrics(run.storage), run.config
     far, price = summary(rows), read_document(run.storage).price if times else None
     book = ledger(times, rows, price)
-    held = sum(book.held.values())
+    held, asked = sum(book.held.values()), [name for name in trial.objectives if name.startswith("evaluation.")]
+    made = None if final is None or not asked else found_scores(run.storage, final, trial.config.evaluation)
+    there = {} if made is None else made.objectives
+    if made is not None and (missing := [name for name in asked if name not in there]):
+        ended = f"there is no score {', '.join(missing)}; there are {', '.join(there)}"
     return Outcome(
-        trial=trial, run=run.name, validation_loss=loss, ended=ended,
+        trial=trial, run=run.name, validation_loss=None if final is None else final.validation_loss, ended=ended,
+        scores={name: there[name] for name in asked if name in there},
         tokens_per_second=far.tokens_per_second, mfu=far.mfu,
         usd=None if price is None else held / 3600 * price.usd,
         hours=(held or book.wall * config.platform.nodes) / 3600 * config.platform.processes,
@@ -97,6 +111,7 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
         {
             **{name: setting_text(value) for name, value in one.trial.changes.items()},  # best.yaml has all digits
             "validation loss": "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
+            **{name: str(one.scores.get(name, "")) for name in one.trial.objectives if name.startswith("evaluation.")},
             "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             "MFU": "" if one.mfu is None else share_text(one.mfu),
             "cost": "" if one.usd is None else f"${one.usd:,.2f}",
@@ -113,7 +128,8 @@ def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
     best = min(outcomes, key=lambda one: one.rank, default=None)
     if best is None or best.rank >= (False, math.inf):
         return None
-    heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
+    scores = "".join(f"{name} {score}, " for name, score in best.scores.items())
+    heading = f"# {scores}validation loss {best.validation_loss:.4f}, run {best.run}\n"
     settings = best.trial.config.model_dump(mode="json", exclude={"start"})
     return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
@@ -128,18 +144,21 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
     ]  # fmt: skip
     curves = Chart(name="trials", title="Validation loss of all trials", y_text="{:g}".format, lines=lines)
     unbeaten = [search.changes[number] for number in search.front] if len(search.objectives) > 1 else []
+    scores = [pair for one in outcomes for pair in one.scores.items()]
+    larger = {"tokens_per_second", *(name for name, score in scores if score.larger_is_better)}
     return template("sweep.html").render(
         title=name,
         rows=table(best),
         links={one.run: one.link for one in outcomes},
         curves=curves if lines else None,
-        pictures=pictures(search),
+        pictures=pictures(search, larger),
         front=table(one for one in best if one.trial.changes in unbeaten),
     )
 
 
-def pictures(search: Search) -> list[tuple[str, str]]:
-    """Return Optuna's pictures, each a caption and an SVG element; those that need more trials are left out."""
+def pictures(search: Search, larger: Collection[str]) -> list[tuple[str, str]]:
+    """Return Optuna's pictures, each a caption and an SVG element; those that need more trials are left out. The
+    objectives in `larger` are better the larger they are."""
     if (study := search.study) is None:
         return []
     import matplotlib.pyplot as plt
@@ -149,17 +168,18 @@ def pictures(search: Search) -> list[tuple[str, str]]:
 
     plt.switch_backend("agg")  # there may be no screen, and this may not be the main thread
     names = [name.replace("_", " ") for name in search.objectives]
-    first = (lambda trial: trial.values[0]) if len(names) > 1 else None
-    low = first and (lambda trial: trial.values[0] * (-1 if names[0] == "tokens per second" else 1))
+    signs = [-1.0 if name in larger else 1.0 for name in search.objectives]
     wanted: dict[str, Callable[[], Any]] = {
         "Importance of the settings": lambda: drawn.plot_param_importances(
-            study, evaluator=PedAnovaImportanceEvaluator(), target=low, target_name=names[0]
+            study, evaluator=PedAnovaImportanceEvaluator(), target=lambda trial: trial.values[0], target_name=names[0]
         ).set(xlabel=f"share in what changes the {names[0]}", ylabel=""),
-        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(study, target=first, target_name=names[0]),
+        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(
+            study, target=lambda trial: signs[0] * trial.values[0], target_name=names[0]
+        ),
     }
     if len(names) > 1:
         wanted["Not beaten in every objective"] = lambda: drawn.plot_pareto_front(
-            study, target_names=names
+            study, targets=lambda trial: list(map(mul, signs, trial.values)), target_names=names
         ).yaxis.set_major_formatter("{x:,.10g}")
     made, scale = [], LinearSegmentedColormap.from_list("trials", ["#2563eb", "#d97706"])
     for number, (caption, draw) in enumerate(wanted.items()):

@@ -44,8 +44,7 @@ class Search:
             "median": optuna.pruners.MedianPruner(n_startup_trials=3),
             "asha": optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
         }
-        ways = optuna.study.StudyDirection
-        directions = [ways.MAXIMIZE if name == "tokens_per_second" else ways.MINIMIZE for name in sweep.objectives]
+        directions = [optuna.study.StudyDirection.MINIMIZE] * len(sweep.objectives)
         self.study = optuna.create_study(directions=directions, pruner=pruners[sweep.prune])
         self._optuna, self._trials = optuna, list[optuna.Trial]()
         spaces = {name: Choice(kind="choice", values=values) for name, values in sweep.grid.items()} | sweep.space
@@ -106,7 +105,8 @@ class Search:
         return self._trials[number].should_prune()
 
     def tell(self, number: int, values: Sequence[float] | None, *, pruned: bool = False) -> None:
-        """Take up the end of a trial: its objectives; None where it was ended early or has failed."""
+        """Take up the end of a trial: its objectives, each the better the smaller it is; None where it was ended early
+        or has failed."""
         if self.study is not None:
             state = self._optuna.trial.TrialState
             ended = state.COMPLETE if values is not None else state.PRUNED if pruned else state.FAIL

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from launcher.config import RunConfig, SweepConfig, overridden, validated
+from launcher.config import Objective, RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import setting_text
 from launcher.runs.index import Index
@@ -32,6 +32,7 @@ class Trial:
     changes: Mapping[str, JsonValue]
     """Dotted setting to its value."""
     config: RunConfig
+    objectives: Sequence[Objective] = ("validation_loss",)
 
     def __str__(self) -> str:
         """Its changes as they would be written on a command line."""
@@ -54,7 +55,8 @@ def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue]) -> Trial:
     start = {**sweep.start.model_dump(), "sweep": sweep_name(sweep), "trial": short}
     base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {"start": start}
     where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
-    return Trial(changes=changes, config=validated(RunConfig, overridden(base, dict(changes)), where=where))
+    config = validated(RunConfig, overridden(base, dict(changes)), where=where)
+    return Trial(changes=changes, config=config, objectives=sweep.sweep.objectives)
 
 
 def trials(sweep: SweepConfig) -> list[Trial]:

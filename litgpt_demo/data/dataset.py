@@ -66,6 +66,8 @@ class Ingredient(Settings):
     """Tokens of its training split."""
     validation: int
     """Tokens of its validation split."""
+    text_bytes: int = 0
+    """Bytes of the text of both; 0 where they are not known."""
 
 
 class Mixture(Settings):

@@ -228,8 +228,8 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
     sources = list[Ingredient]()
     for source, one in zip(planned.data.mixture, made, strict=True):
-        tokens = {"train": one.train.tokens, "validation": one.validation.tokens}
-        sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **tokens))
+        sizes = {"train": one.train.tokens, "validation": one.validation.tokens, "text_bytes": one.text_bytes}
+        sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **sizes))
     return _manifest(
         planned,
         workers.settle_tokenizer(planned, work, lambda *_: None),

@@ -186,6 +186,20 @@ def make(
     return final.model_copy(update={"huggingface": proof, "findings": findings})
 
 
+def huggingface_of(run: Storage, step: int, scratch: Path) -> Path:
+    """Write the checkpoint of a step as a folder for Hugging Face, which nothing proves; return it. Errors are those of
+    `export`, and a UserError where transformers has no such architecture."""
+    spec = read_spec(run)
+    _, shards = verified_checkpoint(run, spec, scratch, step=step, newest=False)
+    folder = stage(spec.dataset, scratch / "dataset", train=False)
+    dataset = open_dataset(str(folder))
+    if (model := huggingface_model(litgpt_config(spec.model, vocab_size=dataset.vocab_size))) is None:
+        raise UserError("transformers has no architecture that computes what this model does", fix="ask no scores")
+    weights, target = Weights(shards, run.address(checkpoints.folder_of(step))), scratch / HUGGINGFACE
+    _write_huggingface(weights, model, folder / "tokenizer", dataset.end_of_text, target)
+    return target
+
+
 def _write_huggingface(
     weights: Weights, model: HuggingFaceModel, tokenizer: Path, end_of_text: int, target: Path
 ) -> None:

@@ -76,6 +76,8 @@ class LossGPT(GPT):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.workspace = Workspace()
+        self.each: Tensor | None = None
+        """Where the next losses put that of each token, in the order of the targets; None where nobody asks."""
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """The mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
@@ -83,8 +85,9 @@ class LossGPT(GPT):  # type: ignore[misc]
             return super().forward(idx, *args, **kwargs)
         head, softcap = self.lm_head, self.config.final_logit_softcapping
         return projected_cross_entropy(
-            self.body(idx), head.weight, targets, bias=head.bias, softcap=softcap, workspace=self.workspace
-        )
+            self.body(idx), head.weight, targets, bias=head.bias, softcap=softcap,
+            workspace=self.workspace, each=self.each,
+        )  # fmt: skip
 
     def body(self, idx: Tensor) -> Tensor:
         """Compute GPT.forward up to the output projection, without a KV cache."""
@@ -129,8 +132,10 @@ def projected_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     workspace: Workspace | None = None,
+    each: Tensor | None = None,
 ) -> Tensor:
-    """The mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, and of `targets`, a float32 scalar.
+    """The mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, and of `targets`, a float32 scalar;
+    that of each target is written into `each`.
 
     Under autocast the products take its precision and all else float32, as cross_entropy after a Linear would have it.
     """
@@ -139,7 +144,7 @@ def projected_cross_entropy(
     rows, gradients = hidden.reshape(-1, hidden.size(-1)), torch.is_grad_enabled()
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            rows, weight, bias, targets.reshape(-1), softcap, dtype, gradients, workspace or Workspace()
+            rows, weight, bias, targets.reshape(-1), softcap, dtype, gradients, workspace or Workspace(), each
         )
     return loss
 
@@ -156,6 +161,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         gradients: bool,
         workspace: Workspace,
+        each: Tensor | None,
     ) -> Tensor:
         """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
         inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
@@ -186,7 +192,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             # impossible.
             torch.log_softmax(scores, dim=-1, out=scores)
             places = targets[part].unsqueeze(1)
-            total += -scores.gather(1, places).sum()
+            found = scores.gather(1, places)
+            total += -found.sum()
+            if each is not None:
+                torch.neg(found.squeeze(1), out=each[part])
             scores.exp_().scatter_add_(1, places, scores.new_full((), -1.0).expand(places.shape))
             if by_hidden is None or by_weight is None:
                 continue
@@ -197,8 +206,8 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
             if by_bias is not None:
                 by_bias.add_(scores.sum(0), alpha=1 / count)
-        found = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
-        ctx.gradients = [None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in found]
+        made_of = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
+        ctx.gradients = [None if gradient is None or of is None else gradient.to(of.dtype) for gradient, of in made_of]
         return total / count
 
     @staticmethod
@@ -210,7 +219,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(scale)
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _multiply(

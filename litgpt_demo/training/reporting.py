@@ -13,6 +13,7 @@ import resource
 from base64 import b64encode
 from collections.abc import Iterable
 from contextlib import ExitStack
+from operator import add
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
@@ -46,6 +47,8 @@ class Reporter:
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
+        self._losses: list[float] = []
+        """Of a mixture, what StepResult.by_source came to since the last row of a step."""
         self._loggers: dict[Logger, bool] = {}
         """All that were opened, and whether each still takes rows."""
         if not training.fabric.is_global_zero:
@@ -109,6 +112,7 @@ class Reporter:
         """A step is finished; throughput is over those since the last row of one, of the whole job."""
         spec, train, ended = self._training.spec, self._training.spec.train, result.ended
         self._waited += result.own.waited
+        self._losses = list(map(add, self._losses, result.by_source)) if self._losses else result.by_source
         if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
         if self._file is None or (result.done % train.log_every and result.done != spec.steps):
@@ -118,10 +122,6 @@ class Reporter:
         pace = steps * tokens_per_step / seconds
         # The model's arithmetic as a share of the devices' peak, of which each has its part.
         share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
-        sources, windows = dict[str, int](), self._training.data.train
-        if isinstance(windows, MixedWindows):
-            seen = windows.schedule.seen(result.done * train.global_batch) * windows.length
-            sources = {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen.tolist(), strict=True)}
         self.row(
             kind="step",
             step=result.done,
@@ -129,7 +129,7 @@ class Reporter:
             learning_rate=train.rate(result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
-            **sources,
+            **self._by_source(result.done),
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(self._waited, 4),
@@ -138,6 +138,19 @@ class Reporter:
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
+        self._losses = []
+
+    def _by_source(self, done: int) -> dict[str, float]:
+        """Of each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if it has
+        any; nothing of one source alone."""
+        spec, windows = self._training.spec, self._training.data.train
+        if not isinstance(windows, MixedWindows):
+            return {}
+        seen = (windows.schedule.seen(done * spec.train.global_batch) * windows.length).tolist()
+        sums, counts = self._losses[: len(seen)], self._losses[len(seen) :]
+        losses = zip(windows.names, sums, counts, strict=True)
+        means = {f"loss.{name}": one / count for name, one, count in losses if count}
+        return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)} | means
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
@@ -331,7 +344,11 @@ class Profiler:
             # Every step is recorded; with a schedule torch also marks where each begins, by its number.
             self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True, profile_memory=True)
             self._profile.step_num = step + 1
-            self._profile.start()
+            try:
+                self._profile.start()
+            except RuntimeError as error:  # as where another profiler holds the device
+                self._profile, self.next = None, -1
+                warn(f"no profile is recorded: {words_of(error)}")
 
     def end(self, done: int, *, keep: bool = True) -> None:
         """End a recording, if there is one, after `done` steps, and leave it in the run's folder if it is kept."""

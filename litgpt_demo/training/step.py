@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.data.batches import validation_numbers
+from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_numbers
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 FIRST_PASS = 900.0
@@ -31,6 +31,8 @@ class Passed(NamedTuple):
     """The gradient's, on the device."""
     waited: float
     """Seconds spent waiting for samples."""
+    by_source: Tensor | None = None
+    """Of a mixture, each source's sum of this rank's losses of samples, and their number; on the device."""
 
 
 def train_step(training: Training, step: int) -> Passed:
@@ -43,7 +45,11 @@ def train_step(training: Training, step: int) -> Passed:
         group["lr"] = train.rate(step, steps=spec.steps)
     batches, waited = training.feed.take(step)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
+    windows, own, model = training.data.train, list[Tensor](), training.model.module
     for index, (inputs, targets) in enumerate(batches, 1):
+        if isinstance(windows, MixedWindows):
+            model.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
+            own.append(model.each)
         with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
             loss = training.model(inputs, targets)
             share = loss if len(batches) == 1 else loss / len(batches)
@@ -59,7 +65,15 @@ def train_step(training: Training, step: int) -> Passed:
         training.optimizer.optimizer.found_inf = (~whole.isfinite()).float()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    return Passed(total / len(batches), whole, waited)
+    model.each = None
+    by_source = None
+    if isinstance(windows, MixedWindows):
+        mine = share_of(positions_of(step, train.global_batch), rank=fabric.global_rank, world_size=fabric.world_size)
+        which = torch.from_numpy(windows.schedule.at(mine)[0]).to(fabric.device, non_blocking=True)
+        losses = torch.cat(own).view(len(which), -1).mean(1, dtype=torch.float64)
+        by_source = losses.new_zeros(2, len(windows.names))
+        by_source.index_add_(1, which, torch.stack([losses, torch.ones_like(losses)]))
+    return Passed(total / len(batches), whole, waited, by_source)
 
 
 class StepResult(NamedTuple):
@@ -75,6 +89,8 @@ class StepResult(NamedTuple):
     ended: float
     """When the device came to the end of the step, on the monotonic clock."""
     own: Passed
+    by_source: list[float]
+    """Of a mixture, the sums of each source's samples' losses, and then their numbers; of all ranks."""
 
 
 class Exchange:
@@ -94,7 +110,8 @@ class Exchange:
         on_gpu = self._device.type == "cuda"
         flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=on_gpu)
         own = torch.stack([passed.loss.double(), passed.norm.double()])
-        sums = torch.cat([own, flags.to(self._device, non_blocking=True)])
+        by_source = own.new_empty(0) if passed.by_source is None else passed.by_source.flatten()
+        sums = torch.cat([own, flags.to(self._device, non_blocking=True), by_source])
         # A CUDA event, or a collective's work; None where the sums are there at once.
         arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
         if on_gpu:
@@ -112,10 +129,10 @@ class Exchange:
                 self._last_event, self._last_ended = arrived, ended
             elif arrived is not None:
                 arrived.wait()
-            loss, norm, leave, time_up = sums.tolist()
+            loss, norm, leave, time_up, *by_source = sums.tolist()
             # The norm is the whole gradient's on every rank.
             why = "preempted" if leave > 0 else "max_time" if time_up > 0 else None
-            return StepResult(done, loss / self._world, norm / self._world, why, ended, passed)
+            return StepResult(done, loss / self._world, norm / self._world, why, ended, passed, by_source)
 
         self._underway.append(result)
 

@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 from deployments.bootstrap import AUTOMATIONS_FILE, CHECKOUT, CONFIGS, PREFECT_FILE, settings
 from flows.parameters import KINDS
-from launcher.config import read_yaml
+from launcher.config import overrides_of, read_yaml, validated
+from litgpt_demo.config import EvaluationConfig
 
 
 class Deployment(BaseModel, extra="forbid"):
@@ -28,7 +29,7 @@ class Deployment(BaseModel, extra="forbid"):
     entrypoint: str
     description: str
     build: list[dict[Literal["deployments.bootstrap.settings"], dict[str, str]]] = []
-    parameters: dict[str, str] = {}
+    parameters: dict[str, Any] = {}
     tags: list[str]
     work_pool: dict[str, str]
 
@@ -54,7 +55,7 @@ def test_every_config_has_a_deployment_which_is_resumed_when_it_crashes() -> Non
     assert configs == {path.name for path in CONFIGS.glob("*.yaml")}
 
 
-NAMES = sorted({*parsed()} - {"reap/reap-local"})
+NAMES = sorted(name for name, deployment in parsed().items() if deployment.build)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,6 +92,25 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
             if branches:
                 opened = max(branches, key=lambda one: len(one["properties"].keys() & value.keys()))
                 assert opened["properties"]["kind"]["const"] == value["kind"], opened["title"]
+
+
+def test_the_deployment_that_scores_asks_for_a_run_and_its_commands_are_ones_that_it_accepts() -> None:
+    from prefect.utilities.callables import parameter_schema
+    from prefect.utilities.schema_tools.validation import validate
+
+    deployment = parsed()["evaluate/evaluate"]
+    schema = parameter_schema(deployment.flow).model_dump()
+    assert set(schema["required"]) - set(deployment.parameters) == {"run"}
+    told = dict(re.findall(r"`(train-litgpt evaluate|prefect deployment run) (.*)`", deployment.description))
+    name, *options = shlex.split(told["prefect deployment run"])
+    given = dict(one.split("=", 1) for one in options if one != "-p")
+    asked = json.loads(given["evaluation"])
+    assert name == "evaluate/evaluate"
+    validate({**deployment.parameters, **given, "evaluation": asked}, schema, raise_on_error=True)
+    for evaluation in (deployment.parameters["evaluation"], asked):
+        EvaluationConfig.model_validate(evaluation)
+    _, *words = shlex.split(told["train-litgpt evaluate"])
+    validated(EvaluationConfig, overrides_of(words), where="it")
 
 
 def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_what_is_in_the_checkout() -> None:

@@ -19,16 +19,19 @@ from flows.evaluate import evaluate
 from launcher.checks.plan import plan_of
 from launcher.config import RunConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.events import Event, Listener, StepDone
+from launcher.evaluation import evaluations
+from launcher.events import Event, Listener, Note, StepDone
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.documents import read_manifest
+from litgpt_demo.training.checkpoints import committed
+from tasks.evaluation import CheckpointScores
 
 TEXTS = [("The first", " of them"), ("She said", " that it was"), ("A house", " and a tree")]
 
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason='pip install "train-litgpt[evaluate]"')
 
 
-def with_task(config: RunConfig, folder: Path) -> RunConfig:
+def with_task(config: RunConfig, folder: Path, **more: Any) -> RunConfig:
     """The same config, and a task of its own in `folder`."""
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": a, "goes_on": b}) + "\n" for a, b in TEXTS))
     task = {
@@ -37,7 +40,7 @@ def with_task(config: RunConfig, folder: Path) -> RunConfig:
         "doc_to_target": "{{goes_on}}", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }  # fmt: skip
     (folder / "words.yaml").write_text(yaml.safe_dump(task))
-    asked = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}}
+    asked = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}, **more}
     return validated(RunConfig, overridden(config.model_dump(mode="json"), asked), where="it")
 
 
@@ -78,6 +81,34 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
     assert storage.read("final/MODEL_CARD.md") == card
 
 
+@pytest.mark.prefect
+def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_warning(
+    trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path
+) -> None:
+    config = with_task(trained.config, tmp_path, train={"evaluate_with": 1})
+    run, every, notes = plan_run(config), config.train.checkpoint_every, list[Event]()
+    last, *before = [one.step for one in committed(run.storage)]
+
+    async def follow() -> None:
+        async with CheckpointScores(run) as scores:
+            scores.follow({"kind": "start", "step": 0, "steps": last})
+            for step in (*before, 1000 * every, 1000 * every + 1, last):
+                scores.follow({"kind": "checkpoint", "step": step})
+
+    with Listener(notes.append):
+        asyncio.run(follow())
+    *told, warned = [one for one in notes if isinstance(one, Note)]
+    assert warned.severity == "warning"
+    assert f"the checkpoint of step {1000 * every} has no scores" in warned.what
+    if find_spec("lm_eval") is None:
+        return
+    assert [one.what.partition(": words, ")[0] for one in told] == [f"step {step}" for step in before]
+    assert {one.step for one in evaluations(run.storage)} >= {*before}
+    run_again(config)
+    [score] = [one for one in evaluations(run.storage, before[0])[0].scores if one.metric == "acc"]
+    assert f"{score} at step {before[0]}; " in run.storage.read("report.html").decode()
+
+
 def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[..., RunConfig]) -> None:
     told = {one.code: one for one in plan_of(tiny({"evaluation": {"tasks": ["words"], "task_folder": "no"}})).findings}
     assert "task_folder=no is not a folder" in told["evaluation.task_folder"].what
@@ -85,3 +116,5 @@ def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[
         assert "train-litgpt[evaluate]" in str(told["evaluation.missing"].fix)
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
         tiny({"evaluation": {"tasks": []}})
+    with pytest.raises(ConfigProblem, match=r"train.evaluate_with=2 has nothing to ask"):
+        tiny({"train.evaluate_with": 2})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prefect import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from pydantic import ValidationError
 from waiting import until
 
 from flows import sweep_litgpt as module
@@ -21,8 +22,10 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
+from launcher.evaluation import Evaluation, Score, place_of
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
+from litgpt_demo.documents import sealed
 
 pytestmark = pytest.mark.prefect
 
@@ -53,10 +56,13 @@ def swept(
             raise JobFailed("user error on node 0: the loss is not finite")
         return SimpleNamespace(validation_loss=rate)
 
-    def run(grid: dict[str, list[Any]], train: Callable[..., Any] = train, **sweep: Any) -> list[dict[str, Any]]:
+    def run(
+        grid: dict[str, list[Any]], train: Callable[..., Any] = train, evaluation: Any = None, **sweep: Any
+    ) -> list[dict[str, Any]]:
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
         whole = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
-        config = SweepConfig.model_validate({**whole, "sweep": {"grid": grid, "max_parallel": 2} | sweep})
+        given = {**whole, "evaluation": evaluation, "sweep": {"grid": grid, "max_parallel": 2} | sweep}
+        config = SweepConfig.model_validate(given)
         return asyncio.run(sweep_litgpt(**dict(config)))
 
     return run
@@ -100,6 +106,36 @@ def test_an_error_that_is_ours_ends_its_trial_and_not_the_sweep(swept: Swept) ->
     assert [(row["train.seed"], row["ended"]) for row in table] == [
         ("1", ""), ("3", ""), ("2", "ZeroDivisionError: not foreseen"),
     ]  # fmt: skip
+
+
+def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_which_there_are(
+    swept: Swept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial's accuracy is its learning rate, which is its validation loss too."""
+    for name in ("lm_eval", "accelerate"):  # which are only looked for
+        (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def train(**groups: Any) -> Any:
+        config = RunConfig(**groups)
+        rate, asked = config.train.learning_rate, config.evaluation
+        assert asked is not None
+        final: Any = SimpleNamespace(validation_loss=rate, step=8, files=())
+        score = Score(task="words", metric="acc", value=rate, error=None, samples=3, few_shot=0)
+        made = Evaluation(step=8, asked=asked, scores=(score,), versions={})
+        run = await asyncio.to_thread(plan_run, config)
+        run.storage.write(place_of(final, asked), sealed(made.model_dump_json(indent=1).encode(), "record"))
+        return final
+
+    grid, objectives = {"train.learning_rate": [0.01, 0.03]}, ["evaluation.words.acc", "tokens_per_second"]
+    table = swept(grid, train, evaluation={"tasks": ["words"]}, objectives=objectives)
+    assert [row["evaluation.words.acc"] for row in table] == ["0.0300", "0.0100"]
+    [written] = tmp_path.glob("sweeps/*/best.yaml")
+    assert written.read_text().startswith("# evaluation.words.acc 0.0300, validation loss 0.0300")
+    with pytest.raises(LauncherError, match=r"no score evaluation.words.f1; there are evaluation.words.acc"):
+        swept(grid, train, evaluation={"tasks": ["words"]}, objectives=["evaluation.words.f1"])
+    with pytest.raises(ValidationError, match=r"evaluation.tasks=\['words'\] does not ask hellaswag; add it there"):
+        swept(grid, train, evaluation={"tasks": ["words"]}, objectives=["evaluation.hellaswag.acc"])
 
 
 def test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where(swept: Swept, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
         "objectives": ["validation_loss", "tokens_per_second"],
     }
     search = Search(SweepSettings.model_validate({**given, "prune": None}))
-    for values in ([3.0, 100.0], [2.0, 50.0], [3.5, 90.0]):
+    for values in ([3.0, -100.0], [2.0, -50.0], [3.5, -90.0]):
         number = search.ask()
         search.tell(number, values)
     assert search.front == {0, 1}

@@ -108,7 +108,7 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
     assert train_elsewhere((runs["killed"], 1, 0)) == [[0]]
     alike(runs["two"], runs["whole"])
     alike(runs["four"], runs["whole"])
-    by_source = [f"{name}.{source}" for name in ("tokens", "validation_loss") for source in ("ids", "prose")]
+    by_source = [f"{name}.{source}" for name in ("tokens", "loss", "validation_loss") for source in ("ids", "prose")]
     told = {
         name: [{key: row.get(key) for key in ("step", "loss", *by_source)} for row in rows(run, "step", "evaluation")]
         for name, run in runs.items()
@@ -117,6 +117,12 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
     last, evaluated = rows(runs["whole"], "step")[-1], rows(runs["whole"], "evaluation")[-1]
     # 96 samples of 32 tokens: three of four in the first half are ids, and one of five in the second half.
     assert (last["tokens.ids"], last["tokens.prose"]) == (32 * (36 + 10), 32 * (12 + 38))
+    seen = {"ids": 0, "prose": 0}
+    for row in rows(runs["four"], "step"):
+        parts = [(row[f"tokens.{source}"] - before, row.get(f"loss.{source}", 0.0)) for source, before in seen.items()]
+        mean = sum(part * loss for part, loss in parts) / sum(part for part, _ in parts)
+        assert mean == pytest.approx(row["loss"], rel=1e-5)
+        seen = {source: row[f"tokens.{source}"] for source in seen}
     both = [evaluated["validation_loss.ids"], evaluated["validation_loss.prose"]]
     assert min(both) < evaluated["validation_loss"] < max(both)
     final = export(open_storage(str(runs["whole"])))
