@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import blake2b
 from time import monotonic
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.data.batches import validation_numbers
@@ -42,11 +44,17 @@ def train_step(training: Training, step: int) -> Passed:
     for group in training.optimizer.param_groups:
         group["lr"] = train.rate(step, steps=spec.steps)
     batches, waited = training.feed.take(step)
+    module, last = training.model.module, len(batches)
+    sharded = isinstance(module, FSDPModule)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
     for index, (inputs, targets) in enumerate(batches, 1):
-        with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
+        # Sharded gradients are spread after every pass, for a rank may have no room for all of them; only between the
+        # copies of a hybrid they wait for the last one.
+        if sharded:
+            module.set_requires_all_reduce(index == last)
+        with nullcontext() if sharded else fabric.no_backward_sync(training.model, enabled=index < last):
             loss = training.model(inputs, targets)
-            share = loss if len(batches) == 1 else loss / len(batches)
+            share = loss if last == 1 else loss / last
             # An infinite loss may have finite gradients. Without, all ranks see it in the norm of their sum.
             fabric.backward(share * torch.where(loss.detach().isfinite(), 1.0, math.nan) if skips else share)
         total += loss.detach()
@@ -59,7 +67,7 @@ def train_step(training: Training, step: int) -> Passed:
         training.optimizer.optimizer.found_inf = (~whole.isfinite()).float()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    return Passed(total / len(batches), whole, waited)
+    return Passed(total / last, whole, waited)
 
 
 class StepResult(NamedTuple):
