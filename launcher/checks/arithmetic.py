@@ -102,7 +102,7 @@ def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] =
     if (model := model_of(config, vocab_size)) is None:
         return None
     train, length, nodes = config.train, config.model.sequence_length, config.platform.nodes
-    ranks = {"world_size": config.world_size, "nodes": nodes}
+    ranks: dict[str, Any] = {"world_size": config.world_size, "nodes": nodes}
     asked = Needs(model=model, train=train, length=length, place=place_of(config), **ranks)
     if train.strategy != "auto" or config.world_size == 1:
         return asked
