@@ -133,6 +133,11 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
+        nodes, processes = self.platform.nodes, self.platform.processes
+        if self.train.strategy == "hybrid" and 1 in (nodes, processes):
+            what = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
+            there = f"platform.nodes={nodes} with platform.processes={processes} each"
+            raise ValueError(f"{what}, and there are {there}; take train.strategy=fsdp, or at least 2 of both")
         if (profile := self.train.profile) is not None and max(profile.ranks) >= self.world_size:
             what = f"train.profile.ranks={list(profile.ranks)} are not all there"
             raise ValueError(f"{what}: the run has {self.world_size}, the first is 0")

@@ -559,10 +559,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     """Gradients are scaled down to this norm; empty leaves them."""
     precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"] = "bf16-mixed"
     """Lightning Fabric's precision."""
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
+    strategy: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    """`ddp` copies weights and optimizer to each process, `fsdp` shards them over all, `hybrid` over those of a node,
+    with a copy for each node. `auto` takes what fits and sends least over the network: `plan` says which and why."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights until the backward pass (fsdp). Off, each step gathers them once instead
+    """Free a block's gathered weights until the backward pass (fsdp, hybrid). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
@@ -608,7 +609,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        steps, tokens, fsdp = self.max_steps, self.max_tokens, self.strategy == "fsdp"
+        steps, tokens, strategy = self.max_steps, self.max_tokens, self.strategy
         if steps is not None and tokens is not None:
             raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
         if (whole := self.global_batch) < (part := self.micro_batch):
@@ -621,10 +622,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         if self.schedule != "wsd" and self.decay_steps != type(self).model_fields["decay_steps"].default:
             what = f"train.schedule={self.schedule} has no train.decay_steps={self.decay_steps}"
             raise ValueError(f"{what}; leave that out, or take train.schedule=wsd")
-        if fsdp and self.precision == "16-mixed":
-            raise ValueError("train.precision=16-mixed scales losses, and train.strategy=fsdp cannot; take bf16-mixed")
-        if fsdp and self.compile == "model":
-            raise ValueError("train.compile=model does not see through train.strategy=fsdp; take train.compile=blocks")
+        shards = f"train.strategy={strategy}" if strategy in {"fsdp", "hybrid"} else ""
+        if shards and self.precision == "16-mixed":
+            raise ValueError(f"train.precision=16-mixed scales losses, and {shards} cannot; take bf16-mixed")
+        if shards and self.compile == "model":
+            raise ValueError(f"train.compile=model does not see through {shards}; take train.compile=blocks")
         if self.float8 and self.compile == "none":
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
@@ -671,6 +673,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
         if self.schedule == "cosine":
             return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
         return high if self.schedule == "constant" else (1 - done) * high + done * low
+
+    def ways(self, nodes: int, processes: int) -> int:
+        """Return the ranks that a copy of the model is sharded over, of so many nodes with so many processes each."""
+        return {"fsdp": nodes * processes, "hybrid": processes}.get(self.strategy, 1)
 
     def accumulation(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""

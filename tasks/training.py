@@ -16,6 +16,7 @@ from typing import TypeVar
 from prefect import get_run_logger
 from prefect.runtime import flow_run
 
+from launcher.checks import arithmetic
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
@@ -55,7 +56,9 @@ async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
     """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
-    spec = training_spec(run, dataset)
+    spec, metrics = training_spec(run, dataset), await asyncio.to_thread(read_metrics, run.storage)
+    if needed := arithmetic.needs(run.config, vocab_size=dataset.vocab_size, metrics=metrics):
+        spec = spec.model_copy(update={"train": needed.train})  # of the strategy that `auto` comes to
     platform, train = run.config.platform, run.config.train
     on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
     emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))

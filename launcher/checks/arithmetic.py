@@ -16,6 +16,7 @@ from launcher.machines import ListPrice, Machine
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import Finding
+from litgpt_demo.metrics import Row
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
@@ -27,6 +28,7 @@ _UNCERTAIN = 1.5
 """Estimates come within 10 % of what torch measures (tests/litgpt_demo/models/test_estimates.py), without fragments."""
 _COMPILED = 3.0
 """torch.compile keeps less for the backward pass than is estimated, by what it fuses."""
+_NOT_HERE = "tensor, pipeline and expert parallelism are not here"
 _SHORTEST, _MOST = 128, 16_384  # tokens of a sample and processes: neither shorter nor more are proposed
 
 
@@ -69,12 +71,16 @@ class Needs:
     train: TrainConfig
     length: int
     world_size: int
+    nodes: int
     place: Place | None
+    why: str = ""
+    """The reason for the strategy in `train`, where it was `auto`."""
 
     @cached_property
     def memory(self) -> estimates.Memory:
         device = "cuda" if self.place is None else self.place.kind
-        return estimates.memory(self.model, self.train, length=self.length, world_size=self.world_size, device=device)
+        ranks = {"world_size": self.world_size, "nodes": self.nodes}
+        return estimates.memory(self.model, self.train, length=self.length, device=device, **ranks)
 
     @property
     def saved(self) -> int:
@@ -90,12 +96,65 @@ class Needs:
         return self.place is None or self.likely <= self.place.memory
 
 
-def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
-    """Return the memory that each process takes; None where the vocabulary is not known yet."""
+def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] = ()) -> Needs | None:
+    """Return the memory that each process takes, of the strategy that `auto` comes to; None where the vocabulary is not
+    known yet. `metrics` are the run's: the network may have been measured."""
     if (model := model_of(config, vocab_size)) is None:
         return None
-    length, world_size = config.model.sequence_length, config.world_size
-    return Needs(model=model, train=config.train, length=length, world_size=world_size, place=place_of(config))
+    train, length, nodes = config.train, config.model.sequence_length, config.platform.nodes
+    ranks: dict[str, Any] = {"world_size": config.world_size, "nodes": nodes}
+    asked = Needs(model=model, train=train, length=length, place=place_of(config), **ranks)
+    if train.strategy != "auto" or config.world_size == 1:
+        return asked
+    several = [_with(asked, strategy=name) for name in _shardings(asked)]
+    fitting = {one.train.strategy: one for one in several if one.fits}
+    if asked.place is None:
+        return replace(asked, why="the memory of the devices is not known here, so each process has a copy")
+    if asked.fits or not several:
+        return replace(asked, why=f"each process has a copy, which takes {bytes_text(asked.likely)}")
+    if not fitting:
+        return replace(several[-1], why="nothing fits as it is set, and this takes least")
+    if "hybrid" not in fitting:
+        whose, takes = ("node", several[0]) if len(several) > 1 else ("process", asked)
+        why = f"a copy for each {whose} does not fit: it takes {bytes_text(takes.likely)} of each {asked.place.name}"
+        return replace(fitting["fsdp"], why=why)
+    speed, how = _speed(config, metrics)
+    over_all, over_nodes = (estimates.sent(model, fitting[name].train, **ranks) for name in ("fsdp", "hybrid"))
+    flops = estimates.flops_per_token(model, length) * train.global_batch * length
+    products, seconds = seconds_for(config, flops), over_all / speed if speed else None
+    sends = f"{bytes_text(int(over_all))} a step" + (f", {seconds:.2g} s at {how}" if seconds else "")
+    if seconds and products:
+        sends += f", and the products take {products:.2g} s"
+        if seconds <= products:
+            return replace(fitting["fsdp"], why=f"it takes least memory and sends {sends}, which hide it")
+    why = f"each node holds a copy and sends {bytes_text(int(over_nodes))} a step"
+    return replace(fitting["hybrid"], why=f"{why}; fsdp would send {sends}")
+
+
+def _with(needed: Needs, **changes: Any) -> Needs:
+    return replace(needed, train=needed.train.model_copy(update=changes))
+
+
+def _shardings(needed: Needs) -> list[str]:
+    """The strategies that shard these ranks, and this precision; the one that sends least over the network first."""
+    train, nodes, ranks = needed.train, needed.nodes, needed.world_size
+    if ranks == 1 or train.precision == "16-mixed" or train.compile == "model":
+        return []
+    return ["hybrid", "fsdp"] if 1 < nodes < ranks else ["fsdp"]
+
+
+def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str]:
+    """Return the bus bandwidth among the nodes in bytes per second as the run's last gate measured it, or the least
+    that the network is known for, and that in words."""
+    nodes, fabric = config.platform.nodes, config.platform.fabric
+    found = [row for row in metrics if row["kind"] == "network" and row.get("nodes") == nodes and row.get("busbw")]
+    if found:
+        speed, how = found[-1]["busbw"], "as the gate measured"
+    elif fabric is not None and (floor := fabric.node.floor(nodes)) is not None:
+        speed, how = floor, f"the least of {fabric.name}"
+    else:
+        return None, ""
+    return speed * 1e9, f"{8 * speed:,.0f} Gbit/s ({how})"
 
 
 def model_of(config: RunConfig, vocab_size: int | None) -> Any:
@@ -107,10 +166,12 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
     return catalogue.config_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
 
 
-def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> list[dict[str, str]]:
+def figures(
+    config: RunConfig, *, vocab_size: int | None, tokens: int = 0, metrics: Sequence[Row] = ()
+) -> list[dict[str, str]]:
     """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
-    `tokens` are those to train on, 0 where that is not known yet."""
-    if (needed := needs(config, vocab_size=vocab_size)) is None:
+    `tokens` are those to train on, 0 where that is not known yet; `metrics` are the run's."""
+    if (needed := needs(config, vocab_size=vocab_size, metrics=metrics)) is None:
         return []
     model, length, place, memory = needed.model, needed.length, needed.place, needed.memory
     sizes = sorted(estimates.block(model, layer).held for layer in range(model.n_layer))
@@ -127,6 +188,15 @@ def figures(config: RunConfig, *, vocab_size: int | None, tokens: int = 0) -> li
             peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
+    if needed.world_size > 1:
+        train, platform = needed.train, config.platform
+        ways, strategy = train.ways(platform.nodes, platform.processes), train.strategy.replace("auto", "ddp")
+        how = needed.why or f"as train.strategy={strategy} says"
+        if ways > 1:
+            state = memory.weights + memory.optimizer + memory.gradients
+            how += f"; weights, AdamW and gradients of {bytes_text(ways * state)} / {ways} processes"
+            how += f" = {bytes_text(state)}; {_NOT_HERE}"
+        rows.append(("strategy", strategy, how))
     gradients = memory.gradients if memory.kept else 0
     parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered, "gradients": gradients}
     moment, most = max(memory.moments.items(), key=lambda item: item[1])
@@ -173,8 +243,8 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
 def _fitting(needed: Needs, place: Place) -> str:
     # The change that fits and costs least; where none is enough, shorter samples, more processes, or a smaller model.
     train, leanest, least = needed.train, needed, dict[str, Any]()
-    for least in _cheaper(train, needed.world_size):
-        leanest = replace(needed, train=train.model_copy(update=least))
+    for least in _cheaper(needed):
+        leanest = _with(needed, **least)
         if leanest.fits:
             return f"set {_changed(train, least)}, which takes about {bytes_text(leanest.likely)}"
     length = needed.length
@@ -185,22 +255,22 @@ def _fitting(needed: Needs, place: Place) -> str:
     count, spread = needed.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
     more = ""
     while not more and place.kind == "cuda" and train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
-        if replace(needed, train=train.model_copy(update=spread | {"global_batch": count}), world_size=count).fits:
+        if replace(_with(needed, **spread, global_batch=count), world_size=count, nodes=1).fits:
             more = f"take {count} processes and set {_changed(train, spread)}".removesuffix(" and set ")
     held = replace(leanest, length=_SHORTEST).likely
     parameters = count_text(estimates.parameters(needed.model) * place.memory // held)
     smaller = f"take a model of at most about {parameters} parameters"
-    return f"{more}, or {smaller}" if more else f"{smaller}, or devices with more memory"
+    return f"{more}, or {smaller}; {_NOT_HERE}" if more else f"{smaller}, or devices with more memory; {_NOT_HERE}"
 
 
-def _cheaper(train: TrainConfig, world_size: int) -> Iterator[dict[str, Any]]:
+def _cheaper(needed: Needs) -> Iterator[dict[str, Any]]:
     """Yield the settings that take less memory, the ones that cost least first. Micro-batches divide a process's share
-    of the batch; sharding takes several processes, and a precision that it knows."""
-    share = train.global_batch // world_size
+    of the batch."""
+    train = needed.train
+    share = train.global_batch // needed.world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}
-    shards = world_size > 1 and train.precision != "16-mixed" and train.compile != "model"
-    for strategy in dict.fromkeys([train.strategy, *(["fsdp"] if shards else [])]):
+    for strategy in dict.fromkeys([train.strategy, *_shardings(needed)]):
         for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
             for size in sorted(sizes, reverse=True):
                 yield {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}

@@ -91,7 +91,8 @@ def plan_of(config: AnyConfig) -> Plan:
     else:
         (sight,) = sights
         steps += [] if config.evaluation is None else [Step.EVALUATION]
-        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=sight.tokens(sight.steps))
+        known, metrics = sight.tokens(sight.steps), [] if sight.blind else read_metrics(sight.run.storage)
+        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=known, metrics=metrics)
     datasets = {sight.run.dataset.path: sight for sight in sights}
     rows = [sight.row(step) for sight in datasets.values() for step in steps]
     unique = list({tuple(row.items()): row for row in rows}.values())

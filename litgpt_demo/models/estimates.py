@@ -172,14 +172,16 @@ class Memory:
         return self.state + self.gathered + max(self.moments.values())
 
 
-def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
+def memory(
+    config: Any, train: TrainConfig, *, length: int, world_size: int, nodes: int = 1, device: str = "cuda"
+) -> Memory:
     """Return what one of `world_size` devices, cuda or cpu, holds in a step; torch.compile needs less."""
     kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if train.precision == "32-true" else 2
     cast = multiplied if kept != multiplied else 0
     layers, tokens, count = range(config.n_layer), train.micro_batch * length, parameters(config)
-    sharded = train.strategy == "fsdp" and world_size > 1
-    share = -(-count // world_size) if sharded else count
+    ways = train.ways(nodes, world_size // nodes)
+    sharded, share = ways > 1, -(-count // ways)
     sizes = [block(config, layer).held for layer in layers]
     gathered = 0
     if sharded:
@@ -222,6 +224,15 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
             "last block of the backward pass": begins + (0 if accumulates else kept * share),
         },
     )
+
+
+def sent(config: Any, train: TrainConfig, *, world_size: int, nodes: int) -> float:
+    """Return the bytes that each node sends over the network in a step, as rings move them: by a sharded strategy."""
+    count, passes = parameters(config), train.accumulation(world_size)
+    if train.strategy == "hybrid":  # the sum of float32 gradients over the nodes, once
+        return 2 * 4 * count * (nodes - 1) / nodes
+    gathered = (4 if train.precision == "32-true" else 2) * (2 if train.reshard_after_forward else 1)
+    return passes * (gathered + 4) * count * (world_size - 1) / world_size
 
 
 def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> tuple[int, int]:

@@ -72,7 +72,8 @@ class Reporter:
                 warn(f"{kind.__name__} is told no metrics: {words_of(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
-        estimate = estimates.memory(config, train, length=length, world_size=fabric.world_size, device=device.type)
+        world, nodes = fabric.world_size, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        estimate = estimates.memory(config, train, length=length, world_size=world, nodes=nodes, device=device.type)
         self.row(
             kind="start",
             step=resumed_from,

@@ -225,8 +225,9 @@ class Shards:
         """The first time, all ranks agree on whose share is what; it stays so, because the state keeps its form."""
         if self._agreed:
             return
-        # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks.
-        sharded = any(isinstance(weight, DTensor) for weight in state["model"].values())
+        # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks. Of
+        # copies, whole or one for each node, all ranks write a part.
+        sharded = any(isinstance(one, DTensor) and one.device_mesh.ndim == 1 for one in state["model"].values())
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=sharded)
         planner.set_up_planner(state, is_coordinator=True)
 

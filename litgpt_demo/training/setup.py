@@ -46,9 +46,10 @@ def open_fabric(train: TrainConfig) -> Fabric:
     # A hang is for the node to find, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
     patience = timedelta(seconds=max(1800.0, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
-    if train.strategy == "fsdp" and world_size > 1:
-        shard = partial(_sharded, train=train)
-        strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=patience)
+    if train.strategy in {"fsdp", "hybrid"} and world_size > 1:
+        shard, ways = partial(_sharded, train=train), train.ways(nodes, processes)
+        copies = world_size // ways
+        strategy = ModelParallelStrategy(shard, data_parallel_size=copies, tensor_parallel_size=ways, timeout=patience)
     elif world_size > 1:
         # Buffers are rotary tables, which never change: they are not sent before each pass. torch 2.11 has
         # broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
@@ -67,7 +68,9 @@ def open_fabric(train: TrainConfig) -> Fabric:
 def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
     """FSDP2: each block's weights come together when it runs, and the next one's while it does. Unlike FSDP1 it runs on
     CPUs, and weights keep their shapes, by which decay_groups tells matrices from vectors."""
-    data = mesh["data_parallel"]
+    # Fabric's names for the two dimensions are of another use: here the first has copies, and the second the shares of
+    # one, which are of all ranks (fsdp) or of a node's (hybrid).
+    data = mesh if mesh.size(0) > 1 else mesh["tensor_parallel"]
     # Gathered in the precision in which autocast would multiply; gradients are summed in float32. Inputs are left as
     # they are, for the residual stream and the rotary cosines are float32's.
     gathered = torch.bfloat16 if train.precision == "bf16-mixed" else None

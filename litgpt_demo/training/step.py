@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import blake2b
 from time import monotonic
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_numbers
@@ -44,15 +46,21 @@ def train_step(training: Training, step: int) -> Passed:
     for group in training.optimizer.param_groups:
         group["lr"] = train.rate(step, steps=spec.steps)
     batches, waited = training.feed.take(step)
+    module, last = training.model.module, len(batches)
+    sharded = isinstance(module, FSDPModule)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
-    windows, own, model = training.data.train, list[Tensor](), training.model.module
+    windows, own = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
         if isinstance(windows, MixedWindows):
-            model.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
-            own.append(model.each)
-        with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
+            module.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
+            own.append(module.each)
+        # Sharded gradients are spread after every pass, for a rank may have no room for all of them; only between the
+        # copies of a hybrid they wait for the last one.
+        if sharded:
+            module.set_requires_all_reduce(index == last)
+        with nullcontext() if sharded else fabric.no_backward_sync(training.model, enabled=index < last):
             loss = training.model(inputs, targets)
-            share = loss if len(batches) == 1 else loss / len(batches)
+            share = loss if last == 1 else loss / last
             # An infinite loss may have finite gradients. Without, all ranks see it in the norm of their sum.
             fabric.backward(share * torch.where(loss.detach().isfinite(), 1.0, math.nan) if skips else share)
         total += loss.detach()
@@ -65,7 +73,7 @@ def train_step(training: Training, step: int) -> Passed:
         training.optimizer.optimizer.found_inf = (~whole.isfinite()).float()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    model.each = None
+    module.each = None
     by_source = None
     if isinstance(windows, MixedWindows):
         mine = share_of(positions_of(step, train.global_batch), rank=fabric.global_rank, world_size=fabric.world_size)
@@ -73,7 +81,7 @@ def train_step(training: Training, step: int) -> Passed:
         losses = torch.cat(own).view(len(which), -1).mean(1, dtype=torch.float64)
         by_source = losses.new_zeros(2, len(windows.names))
         by_source.index_add_(1, which, torch.stack([losses, torch.ones_like(losses)]))
-    return Passed(total / len(batches), whole, waited, by_source)
+    return Passed(total / last, whole, waited, by_source)
 
 
 class StepResult(NamedTuple):

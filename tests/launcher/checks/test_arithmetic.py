@@ -56,8 +56,14 @@ LONG = 131_072  # tokens, of which not even one sample fits without recomputatio
     [
         ("pythia-1b", {"micro_batch": 64}, 1, 2048, "set train.micro_batch=16, which takes"),
         ("Llama-3.2-1B", {"micro_batch": 1}, 1, LONG, "set train.activation_checkpointing=full, which takes"),
-        ("Llama-3-8B", {"micro_batch": 1}, 8, 2048, "set train.strategy=fsdp, which takes about"),
-        ("transformer-175b", {}, 8, 2048, "take 128 processes and set train.strategy=fsdp train.activation_"),
+        ("Llama-3-8B", {"micro_batch": 1, "strategy": "ddp"}, 8, 2048, "set train.strategy=fsdp, which takes about"),
+        (
+            "transformer-175b",
+            {},
+            8,
+            2048,
+            "take 128 processes and set train.activation_checkpointing=full train.micro_",
+        ),
     ],
 )
 def test_the_fix_of_a_model_that_cannot_fit_is_the_change_that_fits_and_costs_least(
@@ -76,6 +82,66 @@ def test_the_fix_of_a_model_that_cannot_fit_is_the_change_that_fits_and_costs_le
     assert found(config(**fits)) == []
     (unsure,) = found(config({"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 32}))
     assert unsure.severity == "warning"
+
+
+def on_nodes(model: str, machine: str, network: str, nodes: int, **train: Any) -> RunConfig:
+    platform = {"kind": "gke", "machine": machine, "network": network, "nodes": nodes}
+    return config({"name": model, "sequence_length": 2048}, train=train, platform=platform)
+
+
+def test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_fast_enough_or_no_node_can() -> None:
+    passes = {"micro_batch": 4, "global_batch": 64, "activation_checkpointing": "full"}
+    llama = on_nodes("Llama-3-8B", "a3-megagpu-8g", "tcpxo", 2, **passes)
+    # The gate's figure of a network like that of RCP: 122.3 Gbit/s between nodes.
+    gate = [{"kind": "network", "step": 0, "nodes": 2, "busbw": 122.3 / 8}]
+    strategy, why = said(llama, metrics=gate)["strategy"]
+    assert (strategy, why[: why.index("; w")]) == (
+        "hybrid",
+        "each node holds a copy and sends 32.1 GB a step; fsdp would send 60.2 GB a step, 3.9 s at 122 Gbit/s "
+        "(as the gate measured), and the products take 1.1 s",
+    )
+    strategy, why = said(llama)["strategy"]
+    assert (strategy, why[: why.index("; w")]) == (
+        "fsdp",
+        "it takes least memory and sends 60.2 GB a step, 0.32 s at 1,520 Gbit/s (the least of tcpxo), "
+        "and the products take 1.1 s, which hide it",
+    )
+    unknown = llama.model_copy(update={"platform": llama.platform.model_copy(update={"network": "plain"})})
+    assert said(unknown)["strategy"][0] == "hybrid", "which sends least, however fast the network is"
+    assert said(on_nodes("pythia-1b", "a3-megagpu-8g", "tcpxo", 2, **passes))["strategy"][0] == "ddp"
+    for one in (llama, unknown):
+        assert found(one) == []
+    asked = config({"name": "pythia-14m"}, train={"strategy": "ddp"}, platform={"kind": "local", "processes": 2})
+    assert said(asked)["strategy"] == ("ddp", "as train.strategy=ddp says")
+
+
+@pytest.mark.parametrize(
+    ("machine", "network", "nodes"), [("a3-megagpu-8g", "tcpxo", 64), ("a3-ultragpu-8g", "gib", 16)]
+)
+@pytest.mark.parametrize(("model", "parameters"), [("transformer-100b", 100.9e9), ("transformer-175b", 175.2e9)])
+def test_models_of_a_hundred_billion_parameters_fit_with_each_term_shown(
+    model: str, parameters: float, machine: str, network: str, nodes: int
+) -> None:
+    full = {"activation_checkpointing": "full", "micro_batch": 1, "global_batch": 512}
+    asked = on_nodes(model, machine, network, nodes, **full)
+    assert found(asked) == []
+    strategy, why = said(asked)["strategy"]
+    assert strategy == "fsdp"
+    assert why.startswith("a copy for each node does not fit: it takes ")
+    whole, ranks, share = re.search(r"gradients of (\S+) TB / (\d+) processes = (\S+) GB", why).groups()  # type: ignore[union-attr]
+    assert float(whole) * 1e12 == pytest.approx(16 * parameters, rel=0.01)
+    assert float(share) * 1e9 == pytest.approx(16 * parameters / int(ranks), rel=0.01)
+    assert int(ranks) == 8 * nodes
+    assert why.endswith("; tensor, pipeline and expert parallelism are not here")
+    figure, terms = said(asked)["memory per process"]
+    parts = [term.rsplit(" ", 2) for term in terms.partition(";")[0].split(" + ")]
+    assert [name for name, *_ in parts] == ["weights", "AdamW", "gathered", "gradients", "at the loss"]
+    added = sum(float(size) * {"MB": 1e-3, "GB": 1}[unit] for _, size, unit in parts)
+    assert float(figure.removesuffix(" GB")) == pytest.approx(added, abs=0.2)
+    # As the settings are by default it does not fit, and the advice does.
+    (finding,) = found(on_nodes(model, machine, network, nodes, global_batch=4096))
+    changes = dict(re.findall(r"train\.(\w+)=(\w+)", finding.fix))
+    assert found(on_nodes(model, machine, network, nodes, **{"global_batch": 4096} | changes)) == []
 
 
 def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_a_file_is_of_one_split_and_nothing_is_copied_before_all_of_it_is_known_
     bucket: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS + 10}))
-    with pytest.raises(TrainLitgptError, match="selects no file that data.corpus.validation does not"):
+    with pytest.raises(TrainLitgptError, match=r"selects no file that data\.corpus\.validation does not"):
         plan_dataset(data_at("../data", tmp_path, train="./*.bin", validation="*.bin"))
     with pytest.raises(TrainLitgptError, match="holds the id 308"):
         made(data_at("../data", tmp_path), bucket.address("root"))

@@ -102,14 +102,15 @@ def test_the_memory_of_a_step_is_about_what_is_measured(
 def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> None:
     config = completed("pythia-1b")
 
-    def memory(world_size: int, **train: Any) -> estimates.Memory:
+    def memory(world_size: int, nodes: int = 1, **train: Any) -> estimates.Memory:
         asked = TrainConfig.model_validate({"global_batch": 64, "micro_batch": 8} | train)
-        return estimates.memory(config, asked, length=2048, world_size=world_size)
+        return estimates.memory(config, asked, length=2048, world_size=world_size, nodes=nodes)
 
     whole, sharded = memory(8), memory(8, strategy="fsdp")
     assert whole.state == 16 * estimates.parameters(config)  # weights, gradients and two averages, 4 bytes each
     assert sharded.state == pytest.approx(whole.state / 8, rel=1e-6)
     assert sharded.gathered > 0 == whole.gathered
+    assert memory(8, nodes=2, strategy="hybrid") == memory(4, strategy="fsdp")
     assert memory(8, strategy="fsdp", reshard_after_forward=False).gathered > sharded.gathered
     kept = [memory(1, activation_checkpointing=choice).activations for choice in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)

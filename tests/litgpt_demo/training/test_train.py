@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from states import training_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
-from litgpt_demo.config import TrainConfig
+from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
@@ -150,6 +150,26 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
     assert len(list((elsewhere[name] / folder_of(12)).glob("*_0.distcp"))) == 4  # both write both
 
 
+def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
+    elsewhere: dict[str, Path], finished: Path, tiny_dataset: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(elsewhere["sharded"], tmp_path / "sharded"))
+    before = curve(rows(run), "step", "loss")
+    for strategy, world_size, step in (("hybrid", 4, 8), ("ddp", 1, 10)):
+        shutil.rmtree(run / folder_of(12))
+        write_run(run, tiny_dataset, world_size=world_size, strategy=strategy, micro_batch=1, checkpoint_every=2)
+        assert (run / folder_of(step)).exists()
+        if world_size == 1:
+            train(run)
+        else:
+            assert train_elsewhere((run, world_size, 0), nodes=2) == [[0, 0, 0, 0]]
+            sizes = [path.stat().st_size for path in (run / folder_of(12)).glob("*.distcp")]
+            assert len(sizes) == 8, "both nodes write, though each has all"
+        assert rows(run, "start")[-1]["step"] == step
+        assert curve(rows(run), "step", "loss")[step + 1] == pytest.approx(before[step + 1], abs=1e-6)
+        alike(run, finished)
+
+
 def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
     elsewhere: dict[str, Path], bucket: Storage, proxy: FaultyBucket
 ) -> None:
@@ -175,6 +195,15 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
     assert [row["step"] for row in rows(finished_copy, "start")] == [0, 8]
     for name in ("loss", "grad_norm"):
         assert curve(rows(finished_copy), "step", name) == pytest.approx(curve(rows(finished), "step", name), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer-100b", "transformer-175b"])
+def test_a_block_of_a_model_that_fits_no_device_trains_when_it_is_narrower(new_run: NewRun, name: str) -> None:
+    narrow = {"n_layer": 1, "n_embd": 768, "padded_vocab_size": 320}
+    run = new_run(name, model=ModelConfig(name=name, config=narrow, sequence_length=32), learning_rate=0.003)
+    train(run)
+    losses = curve(rows(run), "step", "loss")
+    assert losses[12] < losses[1] - 1
 
 
 def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRun) -> None:

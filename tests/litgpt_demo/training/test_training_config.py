@@ -52,6 +52,8 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         (TrainConfig, {"profile": {"steps": 300}, "max_steps": 200}, "steps=300 come after train.max_steps=200"),
         (RunConfig, {"train": {"profile": {"ranks": [0, 2]}}}, "not all there: the run has 1, the first is 0"),
         (TrainConfig, {"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
+        (TrainConfig, {"strategy": "hybrid", "compile": "model"}, "see through train.strategy=hybrid; take .*=blocks"),
+        (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*processes=1 each; take train.strategy=fsdp, or"),
         (TrainConfig, {"float8": True, "compile": "blocks", "precision": "32-true"}, "precision=32-true wants exact"),
         (ModelConfig, {"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
         (ModelConfig, {"name": None}, "at least n_layer, n_embd and n_head"),

@@ -9,7 +9,8 @@ from nodes import ended_nodes
 from states import loss_and_gradients, model_with_loss
 from training_runs import NewRun, rows, train
 
-from litgpt_demo.config import TrainConfig
+from litgpt_demo.config import ModelConfig, TrainConfig
+from litgpt_demo.metrics import curve
 from litgpt_demo.node.gate import read_result
 from litgpt_demo.node.gpu import check_gpus, check_used, torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
@@ -24,6 +25,18 @@ def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, fini
     mine, theirs = ([row["loss"] for row in rows(folder, "step")] for folder in (run, finished))
     assert mine == pytest.approx(theirs, rel=1e-2)
     assert torch.cuda.max_memory_allocated() > 0
+
+
+@pytest.mark.parametrize("name", ["transformer-100b", "transformer-175b"])
+def test_a_block_of_a_model_that_fits_no_gpu_trains_on_one(new_run: NewRun, name: str) -> None:
+    if torch.cuda.mem_get_info()[1] < 40e9:
+        pytest.skip("weights, gradients and averages of such a block take 15 GB, and its update as much again")
+    one = ModelConfig(name=name, config={"n_layer": 1, "padded_vocab_size": 320}, sequence_length=32)
+    once = {"evaluate_every": 12, "checkpoint_every": 12}
+    run = new_run("run", model=one, precision="bf16-true", learning_rate=1e-4, **once)
+    train(run)
+    losses = curve(rows(run), "step", "loss")
+    assert losses[12] < losses[1] - 0.3
 
 
 def test_float8_multiplies_on_gpus_that_can() -> None:

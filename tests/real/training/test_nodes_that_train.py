@@ -17,6 +17,7 @@ from waiting import until
 from litgpt_demo.errors import Fault
 from litgpt_demo.export.models import export
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
+from litgpt_demo.metrics import curve
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -49,6 +50,27 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     shares = [sorted((run / folder_of(400)).glob("*.distcp")) for run in (taken, through)]
     assert len(shares[0]) == 4
     assert [path.read_bytes() for path in shares[0]] == [path.read_bytes() for path in shares[1]]
+
+
+def test_two_nodes_of_two_ranks_lose_what_one_process_loses_whichever_strategy_trained_before(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    thirty: dict[str, Any] = {"max_steps": 30, "evaluate_every": 30, "checkpoint_every": 5, "keep_every": 5}
+    alone = new_run("alone", **thirty)
+    train(alone)
+    for strategy, kept in (("hybrid", 0), ("fsdp", 5), ("hybrid", 15), ("ddp", 25)):
+        # Two micro-batches of each rank: what nodes send each other waits for the second.
+        run = new_run("run", world_size=4, strategy=strategy, micro_batch=1, **thirty)
+        before = curve(rows(run), "step", "loss") if kept else {}
+        for step in range(kept + 5, 31, 5):
+            shutil.rmtree(run / folder_of(step), ignore_errors=True)
+        codes, said = ended_nodes(tmp_path / strategy / str(kept), *train_of(run), nodes=2, processes=2)
+        assert codes == [0, 0], said
+        assert rows(run, "start")[-1]["step"] == kept
+        losses = curve(rows(run), "step", "loss")
+        assert losses == pytest.approx(curve(rows(alone), "step", "loss"), abs=1e-5)
+        assert len(losses) == 30
+        assert not kept or losses[kept + 1] == before[kept + 1], "it goes on from the same bits"
 
 
 def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: NewRun, tmp_path: Path) -> None:
