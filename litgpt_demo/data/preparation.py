@@ -90,7 +90,7 @@ class MapFn(Protocol):
 class Preparation:
     """The progress of a preparation."""
 
-    phase: Literal["tokenizer", "survey", "encode", "publish"]
+    phase: Literal["tokenizer", "survey", "encode", "count", "publish"]
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
@@ -271,12 +271,13 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
     tokenizer = settle_tokenizer(planned, work, lambda *_: None)
     manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
-    progress = Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources))
+    progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
     for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
         splits[selects(source.name, corpus.validation)].append(split)
-        done = progress.text_bytes + source.size
-        report(progress := replace(progress, text_bytes=done, seconds=monotonic() - progress.began))
+        done = {"documents": progress.documents + split.documents, "tokens": progress.tokens + split.tokens}
+        read = progress.text_bytes + source.size
+        report(progress := replace(progress, **done, text_bytes=read, seconds=monotonic() - progress.began))
     train, validation = (
         _total(some).model_copy(update={"files": tuple(file for split in some for file in split.files)})
         for some in (splits[False], splits[True])
