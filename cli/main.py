@@ -29,8 +29,9 @@ from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
+from launcher.checks.preflight import check_evaluation
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
-from launcher.errors import ConfigProblem, JobFailed
+from launcher.errors import ConfigProblem, JobFailed, require
 from launcher.evaluation import evaluations
 from launcher.formatting import bytes_text
 from launcher.images.identity import software_identity
@@ -305,6 +306,14 @@ def _folders(target: str, overrides: list[str] | None, profile: Path | None, roo
     return [found.storage(run) for run in found.runs]
 
 
+def _folder(target: str, root: str) -> Storage:
+    """The folder of the one run that is meant."""
+    folders = _folders(target, None, None, root)
+    if len(folders) > 1:
+        raise ConfigProblem(f"{target} is a sweep of {len(folders)} runs; name one: `train-litgpt status {target}`")
+    return folders[0]
+
+
 @app.command()
 def generate(
     target: Words,
@@ -316,13 +325,11 @@ def generate(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Let a run's model write on after a text: its collected model, or its newest checkpoint if that is further."""
-    folders = _folders(target, None, None, root)
-    if len(folders) > 1:
-        raise ConfigProblem(f"{target} is a sweep of {len(folders)} runs; name one: `train-litgpt status {target}`")
+    folder = _folder(target, root)
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet
         from litgpt_demo.export.generation import Writer
 
-        writer = Writer(folders[0])
+        writer = Writer(folder)
     pieces = writer.write(text, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     first = next(pieces, "")  # what cannot be written after is refused before anything is shown
     _say(f"[dim]by the model of step {writer.step}[/]", stderr)
@@ -335,8 +342,9 @@ def generate(
 def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
     """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
     asked = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
-    final = _watched("flows.evaluate:evaluate", {"run": target, "evaluation": asked, "root": root})
-    run = open_storage(target if "/" in target else f"{root}/runs/{target}")
+    require(check_evaluation(asked))  # before a server is started for it
+    run = _folder(target, root)
+    final = _watched("flows.evaluate:evaluate", {"run": run.address(), "evaluation": asked})
     found = evaluations(run, final.step)
     _answer([row for one in found for row in one.table])
     for name, value in (pair for one in found for pair in one.pairs):

@@ -18,7 +18,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import WithJsonSchema
 
 from litgpt_demo import catalogue
@@ -358,6 +367,12 @@ class DataConfig(Settings, title="Data"):
         first = (0.0, shares_of([one.weight for one in self.mixture]))
         return (first, *((stage.after, shares_of(stage.weights)) for stage in self.stages))
 
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _left_out(cls, corpus: Any) -> Any:
+        # For an override, which cannot take out what a config has.
+        return cls.model_fields["corpus"].default if corpus is None else corpus
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         of_ids, mixture = isinstance(self.corpus, TokensCorpus), self.mixture
@@ -370,7 +385,8 @@ class DataConfig(Settings, title="Data"):
         if of_ids and self.filters != Filters():
             raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
         if mixture and self.corpus != type(self).model_fields["corpus"].default:
-            raise ValueError("data.corpus and data.mixture are both given; make the corpus a source of the mixture")
+            what = "data.corpus and data.mixture are both given"
+            raise ValueError(f"{what}; make the corpus a source of the mixture, and data.corpus=null")
         if self.stages and (not mixture or starts != sorted(set(starts))):
             raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
         if len(names) > len(set(names)):

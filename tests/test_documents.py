@@ -12,6 +12,7 @@ import yaml
 PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
 
 
@@ -48,12 +49,17 @@ def test_a_port_is_told_to_make() -> None:
         assert "deployments.bootstrap serve --port 4300" in would
 
 
-def test_each_command_of_ours_is_understood_and_its_config_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_command_of_ours_is_understood_and_its_config_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from typer.main import get_command
 
     from cli.main import app, console, read_config
 
     monkeypatch.setattr("cli.main.console", console)  # --json takes another one
+    shown = dict(file for page in PAGES for file in FILE.findall(page.read_text(encoding="utf-8")))
+    for name in (name for name in shown if name.endswith(".yaml") and "/" not in name):
+        (tmp_path / name).write_text(shown[name])
     verbs = get_command(app).commands  # type: ignore[attr-defined]
     for words in commands("train-litgpt"):
         verb, *arguments = words[1:]
@@ -61,7 +67,7 @@ def test_each_command_of_ours_is_understood_and_its_config_stands(monkeypatch: p
         configs = [word for word in arguments if word.endswith(".yaml") and "/profiles/" not in word]
         overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
         for config in configs:
-            read_config(Path(config), overrides, given.get("profile"))
+            read_config((tmp_path if config in shown else Path()) / config, overrides, given.get("profile"))
 
 
 def test_each_link_to_a_file_leads_somewhere() -> None:

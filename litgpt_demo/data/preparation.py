@@ -66,7 +66,7 @@ class MapFn(Protocol):
 class Preparation:
     """The progress of a preparation."""
 
-    phase: Literal["tokenizer", "survey", "encode", "publish"]
+    phase: Literal["tokenizer", "survey", "encode", "count", "publish"]
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
@@ -258,11 +258,13 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
     tokenizer = workers.settle_tokenizer(planned, work, lambda *_: None)
     manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
-    progress = Preparation(phase="encode", all_bytes=sum(source.size for source in planned.sources))
+    progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
     for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
         splits[selects(source.name, corpus.validation)].append(split)
-        report(progress := replace(progress, text_bytes=progress.text_bytes + source.size))
+        done = {"documents": progress.documents + split.documents, "tokens": progress.tokens + split.tokens}
+        read = progress.text_bytes + source.size
+        report(progress := replace(progress, **done, text_bytes=read, seconds=monotonic() - progress.began))
     if not elsewhere:  # nothing is copied before all of it is known to be well
         list(each(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))

@@ -53,8 +53,9 @@ def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
         if (found := _of_folder(open_storage(there))) is not None:  # the folder has the name of the commit
             found = found.model_copy(update={"name": f"{hub[1]}@{Path(there).name}"})
     if found is None:
-        fix = "give a run, a checkpoint of one, a folder with lit_model.pth and model_config.yaml, or with config.json "
-        fix += f"and {_SAFETENSORS}, as transformers' save_pretrained writes it, or owner/name of such a one on the Hub"
+        fix = "give the whole name of a run (`train-litgpt runs`), a checkpoint of one, a folder with lit_model.pth "
+        fix += f"and model_config.yaml, or with config.json and {_SAFETENSORS}, as transformers' save_pretrained "
+        fix += "writes it, or owner/name of such a one on the Hub"
         raise UserError(f"model.from={name} holds no weights to start from", fix=fix)
     if optimizer and found.kind != "checkpoint":
         fix = "leave it out, or name a run, or a checkpoint of one"

@@ -194,9 +194,13 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
     assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
-def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:
-    for verb in ("status", "cancel", "logs", "collect", "generate"):
-        said = cli(verb, "training.yaml")
+def test_where_nothing_was_started_verbs_say_so_and_are_no_success(
+    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.main.check_evaluation", lambda _: [])  # the harness may not be installed
+    verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate")
+    for verb, *words in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
+        said = cli(verb, *words, *(["tasks=[words]"] if verb == "evaluate" else []))
         assert (said.code, said.out, "nothing has been started under" in said.err) == (UNKNOWN, "", True)
     for words in (["out"], ["--root", "out"]):
         assert cli("runs", *words) == Said(0, f"nothing has been started under {here}/out\n", "")

@@ -66,6 +66,14 @@ def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps
     assert again["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
 
 
+def test_overrides_turn_a_config_with_a_corpus_into_one_of_a_mixture() -> None:
+    changes = ["data.mixture=[{corpus: {kind: stdlib}, weight: 1}]", "data.tokenizer={kind: hub}"]
+    with pytest.raises(ConfigProblem, match=r"make the corpus a source of the mixture, and data\.corpus=null"):
+        validated(RunConfig, overridden(HUB, overrides_of(changes)), where="test")
+    made = validated(RunConfig, overridden(HUB, overrides_of([*changes, "data.corpus=null"])), where="test")
+    assert made.data.label == "stdlib"
+
+
 @pytest.mark.parametrize(
     ("assignment", "name", "value"),
     [

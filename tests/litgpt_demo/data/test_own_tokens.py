@@ -18,7 +18,7 @@ from litgpt_demo.data.dataset import (
     stage,
     verify_dataset,
 )
-from litgpt_demo.data.preparation import prepare
+from litgpt_demo.data.preparation import Preparation, prepare
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage, open_storage
 
@@ -39,7 +39,10 @@ def data_at(place: str, folder: Path, **fields: Any) -> DataConfig:
 
 def made(data: DataConfig, root: str) -> tuple[DatasetManifest, str]:
     planned = plan_dataset(data)
-    manifest = prepare(planned, open_storage(root))
+    told = list[Preparation]()
+    manifest = prepare(planned, open_storage(root), report=told.append)
+    counted = [(one.documents, one.tokens) for one in told if one.phase == "count"]
+    assert counted[-1:] in ([], [(manifest.documents, manifest.tokens)]), "none if it is found done"
     assert finished_dataset(open_storage(root), planned) == manifest
     return manifest, open_storage(root).address(planned.path)
 
