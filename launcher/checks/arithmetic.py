@@ -151,7 +151,7 @@ def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str
     if found:
         speed, how = found[-1]["busbw"], "as the gate measured"
     elif fabric is not None and (floor := fabric.node.floor(nodes)) is not None:
-        speed, how = floor, f"the least of {fabric.name}"
+        speed, how = floor, f"the least of {fabric.node.name}"
     else:
         return None, ""
     return speed * 1e9, f"{8 * speed:,.0f} Gbit/s ({how})"

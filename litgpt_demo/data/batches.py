@@ -130,11 +130,14 @@ def validation_numbers(windows: Windows, most: int) -> dict[str, Numbers]:
     return {windows.names[source]: numbers[which == source] for source in np.unique(which)}
 
 
+def positions_of(step: int, batch: int) -> Numbers:
+    """The places of a step (from 0) among all samples of a run."""
+    return np.arange(step * batch, (step + 1) * batch, dtype=np.uint64)
+
+
 def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
     """The samples of a whole step of a run (from 0), of all ranks, by their place in the training split."""
-    batch = spec.train.global_batch
-    places = np.arange(step * batch, (step + 1) * batch, dtype=np.uint64)
-    return at_places(windows, places, seed=spec.train.seed)
+    return at_places(windows, positions_of(step, spec.train.global_batch), seed=spec.train.seed)
 
 
 def at_places(windows: Windows, places: Numbers, *, seed: int | None) -> Numbers:

@@ -19,7 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import file_digest, sha256
@@ -262,9 +262,11 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     splits: dict[bool, list[Split]] = {True: [], False: []}
     for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
         splits[selects(source.name, corpus.validation)].append(split)
-        done = {"documents": progress.documents + split.documents, "tokens": progress.tokens + split.tokens}
-        read = progress.text_bytes + source.size
-        report(progress := replace(progress, **done, text_bytes=read, seconds=monotonic() - progress.began))
+        progress = replace(
+            progress, documents=progress.documents + split.documents, tokens=progress.tokens + split.tokens,
+            text_bytes=progress.text_bytes + source.size,
+        )  # fmt: skip
+        report(progress)
     if not elsewhere:  # nothing is copied before all of it is known to be well
         list(each(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))
@@ -279,9 +281,12 @@ def _copy(work: Work, source: Source) -> None:
 def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
     width, where = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
-    with nullcontext() if manifest.home is not None else local_copy(source, work.make_scratch()) as path:
-        place, name = (manifest.home, source.name) if path is None else (str(path.parent), path.name)
-        found = dataset.content_of(manifest, open_storage(place), record.model_copy(update={"path": name}))
+    if (home := manifest.home) is not None:
+        found = dataset.content_of(manifest, open_storage(home), record)
+    else:
+        with local_copy(source, work.make_scratch()) as path:
+            copy = record.model_copy(update={"path": path.name})
+            found = dataset.content_of(manifest, open_storage(str(path.parent)), copy)
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
     if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
