@@ -25,7 +25,7 @@ from litgpt_demo.export.card import CARD
 from litgpt_demo.runs import EVALUATIONS, FINAL, HUGGINGFACE
 from litgpt_demo.storage import Storage, open_storage, sha256_of
 
-_PART = re.compile(r"## Scores\n.*?(?=\n## )", re.DOTALL)
+_PART = re.compile(r"\n## Scores\n\n(\|.*\n)*\Z")
 
 
 class Score(Settings):
@@ -57,7 +57,8 @@ class Evaluation(Settings):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Task and metric, and the score, to be shown."""
-        return [(f"{score.task}, {score.metric}", str(score)) for score in self.scores]
+        first = "" if self.asked.limit is None else f", first {self.asked.limit:,} samples"
+        return [(f"{one.task}, {one.metric} ({one.few_shot}-shot{first})", str(one)) for one in self.scores]
 
     @property
     def objectives(self) -> dict[str, Score]:
@@ -78,7 +79,8 @@ def place_of(model: FinalManifest | int, asked: EvaluationConfig) -> str:
     """Return where the scores lie below the run's folder: by what is asked, and the model's files or its step."""
     which = f"step {model}" if isinstance(model, int) else " ".join(file.crc32c for file in _files(model))
     folder = asked.folder
-    files = [] if folder is None else sorted(path for path in folder.rglob("*") if path.is_file())
+    there = [] if folder is None else [path for path in folder.rglob("*") if path.is_file()]
+    files = sorted(path for path in there if "__pycache__" not in path.parts)  # the harness imports what is beside them
     tasks = [f"{path.relative_to(folder or path)} {sha256_of(path)}" for path in files]
     what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size"})
     return f"{EVALUATIONS}/{key_of(what, which, ' '.join(tasks))}.json"
@@ -108,11 +110,11 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     """Put all scores of the model on its card; return its manifest, in which the card is another file by then."""
     pairs = [pair for one in evaluations(run, final.step) for pair in one.pairs]
     rows = "\n".join(f"| {name} | {value} |" for name, value in pairs)
-    place, part = run.within(FINAL), f"## Scores\n\n| | |\n| --- | --- |\n{rows}\n"
+    place = run.within(FINAL)
     before = place.read(CARD).decode()
-    old = _PART.search(before)
-    card = before.replace(old[0] if old else "## Use\n", part if old else f"{part}\n## Use\n", 1)
-    if card == before:
+    head, mark, tail = before.rpartition("\n## Use\n")  # the last one: a model may have written such a line too
+    card = f"{_PART.sub('', head)}\n## Scores\n\n| | |\n| --- | --- |\n{rows}\n{mark}{tail}"
+    if card == before and any(file.path == CARD for file in final.files):
         return final
     # Without the card for a moment: a manifest never tells of other bytes than those that are there.
     others = tuple(file for file in final.files if file.path != CARD)
