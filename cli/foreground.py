@@ -124,8 +124,6 @@ class Tracker:
             time.sleep(0.02)
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _QUICK = 3.0  # seconds that nobody minds
 _REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
@@ -264,9 +262,6 @@ class Watch:
         self._progress.update(lines[step], completed=done, total=total, visible=True, **shown)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
-
-
 def program() -> list[str]:
     """The words that call this command line again from the same folder."""
     if os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py"):
@@ -296,9 +291,6 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     ]
     commands = [f"take up    {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
     return [standing[0], *(f"  {line}" for line in [*standing[1:], *commands])]
-
-
-# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 class _Departure:

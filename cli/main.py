@@ -173,9 +173,6 @@ def read_config(
     return validated(kind, document, where=str(path) if profile is None else f"{path} with {profile}")
 
 
-# --- doing ------------------------------------------------------------------------------------------------------------
-
-
 @app.command()
 def run(
     config: ConfigFile,
@@ -427,9 +424,6 @@ def _quiet_prefect() -> None:
         "PREFECT_CLIENT_MAX_RETRIES": "9",
     }
     os.environ.update({**ours, **os.environ})
-
-
-# --- looking ----------------------------------------------------------------------------------------------------------
 
 
 @app.command()

@@ -141,8 +141,7 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=asked.folder)
-    known = manager.all_tasks
-    if missing := [task for task in asked.tasks if task not in known]:
+    if missing := sorted({*asked.tasks} - {*manager.all_tasks}):
         what = f"evaluation.tasks: the harness {version('lm_eval')} has no task {', '.join(missing)}"
         raise UserError(what, fix="`lm-eval ls tasks` lists them; evaluation.task_folder adds your own")
     with tempfile.TemporaryDirectory(prefix="evaluate-") as scratch:

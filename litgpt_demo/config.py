@@ -18,16 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.json_schema import WithJsonSchema
 
 from litgpt_demo import catalogue
@@ -322,11 +313,14 @@ class MixtureStage(Settings, title="Stage"):
 MAX_DOCUMENT_BYTES = 1 << 30
 
 
+_STDLIB = StdlibCorpus(kind="stdlib", max_bytes=None)
+
+
 class DataConfig(Settings, title="Data"):
     """The dataset: its text, its tokenizer, and its split."""
 
-    corpus: Corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
-    """The source of the text."""
+    corpus: Annotated[Corpus, BeforeValidator(lambda given: _STDLIB if given is None else given)] = _STDLIB
+    """The source of the text; null, by which an override takes out what a config has, is the default."""
     tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
     """The tokenizer that turns the text into tokens."""
     filters: Filters = Filters()
@@ -366,12 +360,6 @@ class DataConfig(Settings, title="Data"):
         """Return the shares of a mixture's sources from each share of the run on."""
         first = (0.0, shares_of([one.weight for one in self.mixture]))
         return (first, *((stage.after, shares_of(stage.weights)) for stage in self.stages))
-
-    @field_validator("corpus", mode="before")
-    @classmethod
-    def _left_out(cls, corpus: Any) -> Any:
-        # For an override, which cannot take out what a config has.
-        return cls.model_fields["corpus"].default if corpus is None else corpus
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -110,9 +110,6 @@ def _crc32c(text: bytes) -> bytes:
     return copy_with_crc(io.BytesIO(text))[1].encode()
 
 
-# --- manifests: written last into an output folder, listing every file; no manifest, not done -------------------------
-
-
 class FileRecord(Settings):
     """One file of an output: where it lies, relative to the manifest, and what its bytes must be."""
 
@@ -131,6 +128,7 @@ class FileRecord(Settings):
 
 
 _FILES_AT_ONCE = 4  # a bucket's large file comes in parallel ranges by itself
+_ANEW = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before"
 
 
 def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
@@ -164,10 +162,7 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
     return None
 
 
-def bring(
-    storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path],
-    fix: str = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before",
-) -> Path:  # fmt: skip
+def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path], fix: str = _ANEW) -> Path:
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
     A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.

@@ -276,8 +276,6 @@ def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
     return min(failures, key=lambda one: (one.bystander, one.waits, int(one.time), not one.message), default=None)
 
 
-# --- findings: problems as values, which a node's checks, preflight, doctor and the diagnosis of failures speak in ----
-
 Severity = Literal["error", "unknown", "warning", "info"]
 """`unknown` is what this machine could not look at. A plan goes on without it; a run needs to know, and is refused."""
 

@@ -13,13 +13,7 @@ from typing import Any, Self
 from uuid import UUID
 
 import httpx
-from prefect import get_client, get_run_logger
-from prefect.artifacts import (
-    acreate_link_artifact,
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    aupdate_progress_artifact,
-)
+from prefect import artifacts, get_client, get_run_logger
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
@@ -124,9 +118,9 @@ class Live(ABC):
             get_run_logger().info(words)
         told = f"{self._what}: {words}" if words else self._what
         if self._progress is None:
-            self._progress = await acreate_progress_artifact(percent, key=self._key, description=told)
+            self._progress = await artifacts.acreate_progress_artifact(percent, key=self._key, description=told)
         else:
-            await aupdate_progress_artifact(self._progress, percent, description=told)
+            await artifacts.aupdate_progress_artifact(self._progress, percent, description=told)
 
 
 class LiveArtifacts(Live):
@@ -166,7 +160,7 @@ class LiveArtifacts(Live):
         await super().show()
         page = report.live_markdown(list(self._rows))
         if self._page is None:
-            self._page = await acreate_markdown_artifact(page, key=self._page_key, description="Loss so far")
+            self._page = await artifacts.acreate_markdown_artifact(page, key=self._page_key, description="Loss so far")
         else:
             async with get_client() as client:
                 await client.update_artifact(self._page, ArtifactUpdate(data=page))
@@ -175,7 +169,7 @@ class LiveArtifacts(Live):
 async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
     """Show in Prefect why an attempt ended."""
     page = report.verdict_markdown(verdict)
-    update = acreate_markdown_artifact(page, key=f"verdict-{attempt}", description=f"Why {attempt} ended")
+    update = artifacts.acreate_markdown_artifact(page, key=f"verdict-{attempt}", description=f"Why {attempt} ended")
     await could_show(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
 
 
@@ -185,11 +179,11 @@ async def publish_report(
 ) -> str:
     """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
     made = await asyncio.to_thread(_written, run, dataset, identity, final)
-    await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
+    await artifacts.acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="The report")
     address = run.storage.address(REPORT)
     if (there := bucket_path(address)) is not None:  # no page of a server may link to a local file
         link = f"https://storage.cloud.google.com/{there}"
-        await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
+        await artifacts.acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="Its page")
     return address
 
 

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 33_041,
-    "launcher": 15_296,
-    "launcher/platforms/kubernetes": 2_913,
-    "litgpt_demo": 13_448,
+    "source": 32_993,
+    "launcher": 15_282,
+    "launcher/platforms/kubernetes": 2_866,
+    "litgpt_demo": 13_312,
     "bench": 800,
-    "tests": 26_055,
+    "tests": 26_503,
     "test data": 3_610,
 }
 

@@ -127,9 +127,6 @@ def previews(config: AnyConfig) -> dict[str, Submission]:
     return shown
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sight:
     """A run or script, what is there of it, and what it would do."""
@@ -346,9 +343,6 @@ def plan_to_start(config: RunConfig) -> Run:
             require(finding for finding in found if finding.severity == "error")
             sight.claim.platform.check_access()
     return run
-
-
-# --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
 def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:

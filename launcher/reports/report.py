@@ -200,13 +200,8 @@ def lengths(manifest: DatasetManifest) -> dict[str, float]:
     counts = list(enumerate(manifest.document_lengths))
     first = next((power for power, documents in counts if documents), 0)
     every = sum(manifest.document_lengths)
-    return {_power(power): 100 * documents / every for power, documents in counts[first:]} if every else {}
-
-
-def _power(power: int) -> str:
-    """A power of two as it is spoken: 512, 1k, 64k, 1M."""
-    unit = min(power // 10, 3)
-    return f"{2 ** (power - 10 * unit)}{('', 'k', 'M', 'G')[unit]}"
+    spoken = [f"{2**power}{unit}" for unit in ("", "k", "M", "G") for power in range(10)]  # 512, 1k, 64k, 1M
+    return {spoken[power]: 100 * documents / every for power, documents in counts[first:]} if every else {}
 
 
 def lengths_chart(manifest: DatasetManifest) -> Chart:

@@ -174,9 +174,6 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
         )
 
 
-# --- on this machine, and in a bucket ---------------------------------------------------------------------------------
-
-
 def _on_this_machine(path: str, left_out: list[str]) -> Iterator[_Place]:
     """The files that match, of each folder once: by links only where nothing else leads there, and never back up."""
     given = Path(path).expanduser()
@@ -253,8 +250,6 @@ def selects(name: str, pattern: str) -> bool:
         return selects(name, later) or (visible and selects(deeper, pattern))
     return fnmatch.fnmatchcase(first, here) and (visible or here.startswith(first[0])) and selects(deeper, later)
 
-
-# --- the Hugging Face Hub ---------------------------------------------------------------------------------------------
 
 _HUB_ADDRESS = re.compile(r"hf://datasets/([^/]+/[^/@]+)@([^/]+)/(.+)")
 _HUB_TRIES = 3  # a download goes on where it broke off, so a few tries get a large file through a bad line
@@ -360,8 +355,6 @@ def _fetch_from_hub(source: Source, folder: Path) -> Path:
             lost = error
     raise NetworkError(f"{source.address} could not be fetched in {_HUB_TRIES} tries: {lost}")
 
-
-# --- a file on this machine, with the very content that was listed ----------------------------------------------------
 
 # Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the second
 # or two, and then two writes in a row look like one.

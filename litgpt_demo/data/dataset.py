@@ -309,9 +309,6 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     return Windows(files=files, length=length, key=manifest.key)
 
 
-# --- everything that a finished dataset promises, read again from its first byte to its last --------------------------
-
-
 class Content(NamedTuple):
     """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
 

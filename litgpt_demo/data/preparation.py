@@ -242,8 +242,6 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     )
 
 
-# --- tokens that somebody else made -----------------------------------------------------------------------------------
-
 # First bytes of files of ids that have a header: litdata's predecessor in LitGPT, and llm.c and modded-nanogpt.
 _HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "little"): "llm.c"}
 
@@ -301,9 +299,6 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
     record = found.record.model_copy(update={"path": source.name})
     return Split(documents=found.ends, tokens=record.size // width, files=(record,))
-
-
-# --- which documents, and which of them for validation ----------------------------------------------------------------
 
 
 def _survey_all(
@@ -398,9 +393,6 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
         leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
         first[numbers[order[leads]]] = True
     return np.split(first, starts[1:-1])
-
-
-# --- publishing -------------------------------------------------------------------------------------------------------
 
 
 # Of each split's files, one or several past the size cap, the pieces that are to be joined in it, and their sha256.

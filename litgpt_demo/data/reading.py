@@ -187,9 +187,6 @@ def cuts(path: Path, source: Source, layout: Layout, target: int) -> Iterator[tu
                 return
 
 
-# --- what a file is ---------------------------------------------------------------------------------------------------
-
-
 def _zstd() -> Any:
     from zstandard import ZstdDecompressor
 
@@ -343,9 +340,6 @@ def _decompressed(file: BinaryIO, compression: Compression, address: str) -> Ite
         yield text
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 def _only(bad: BadDocument) -> Batch:
     import pyarrow as pa
 
@@ -397,8 +391,6 @@ def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Call
         good.append(value if why is None else b"")
     return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
 
-
-# --- text -------------------------------------------------------------------------------------------------------------
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
 _MEMORY_OF_A_BYTE = 8
@@ -487,9 +479,6 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
     return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), most, source, place)
 
 
-# --- JSON lines -------------------------------------------------------------------------------------------------------
-
-
 def _json_lines(
     stream: io.BufferedReader, source: Source, column: str, start: int, begun: int, end: int | None, most: int
 ) -> Iterator[Batch]:
@@ -562,8 +551,6 @@ def _json_text(line: bytes, column: str, most: int) -> str:
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
-
-# --- parquet ----------------------------------------------------------------------------------------------------------
 
 _BUFFER = 1 << 20
 """Bytes read at a time, about a page."""

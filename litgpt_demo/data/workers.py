@@ -84,9 +84,6 @@ class Work:
         return self.scratch
 
 
-# --- the ledger -------------------------------------------------------------------------------------------------------
-
-
 class ShardRecord(Settings):
     """An entry of the ledger: what was made of a shard. Written when all of it is there."""
 
@@ -170,8 +167,6 @@ def _note(work: Work, name: str, record: Settings) -> None:
         work.ledger.write(name, content)
 
 
-# --- the tokenizer ----------------------------------------------------------------------------------------------------
-
 _TOKENIZER = "tokenizer.json"
 
 
@@ -233,9 +228,6 @@ def _encoder_of(work: Work) -> Encoder:
         if address not in _encoders:
             _encoders[address] = Encoder(_stored_tokenizer(work)[0])
         return _encoders[address]
-
-
-# --- the survey -------------------------------------------------------------------------------------------------------
 
 
 def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
@@ -302,8 +294,6 @@ def _free_copies(work: Work, shard: Shard) -> None:
         forget((part.source for part in shard.parts), work.scratch)
 
 
-# --- filters: by length, by the share of letters, and because it was there before -------------------------------------
-
 DIGEST_BYTES = 16
 """Bits of a hash that must agree for documents to count as the same: among 10^12, two different ones do so with
 a probability below 10^-14."""
@@ -363,9 +353,6 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
     every = [chr(point) for point in range(sys.maxunicode + 1)]
     letters = np.fromiter((unicodedata.category(character)[0] in "LM" for character in every), dtype=bool)
     return letters, np.fromiter((character.isspace() for character in every), dtype=bool)
-
-
-# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from litgpt_demo.config import TrainConfig
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
 
 class Weights(NamedTuple):
     """The numbers of a layer, and those of them that each token is multiplied with."""
@@ -100,9 +98,6 @@ def used_parameters(config: Any) -> int:
     return sum(block(config, layer).used for layer in range(config.n_layer)) + table(config)
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
 def attention_flops(config: Any, length: int) -> int:
     """Per token, in all layers, of scores and weighted values. A window that is shorter than the sample counts."""
     if config.latent_attention:
@@ -120,8 +115,6 @@ def flops_per_token(config: Any, length: int) -> int:
     """The operations per token of training: forward and backward."""
     return 6 * used_parameters(config) + attention_flops(config, length)
 
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 # Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
 CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}

@@ -148,8 +148,6 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     return {"NCCL_IB_HCA": f"={','.join(names)}", "NCCL_IB_GID_INDEX": str(index)}
 
 
-# --- what compilers look for ------------------------------------------------------------------------------------------
-
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 

@@ -125,9 +125,6 @@ def _last_lines(folder: Path, size: int) -> list[str]:
     return []
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
-
-
 def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: int) -> list[Trace]:
     """Return the traces of a node that ended badly: of its `ranks` by number within the whole job, with the folder of
     each one's output; of their dumps in `recorders`; of the kernel `since` then (by the epoch), and what it `killed`.

@@ -162,9 +162,6 @@ def libcuda_folder(environ: Mapping[str, str], root: Path = Path("/")) -> str | 
     return next((folder for folder in folders if folder and (Path(folder) / LIBCUDA).is_file()), None)
 
 
-# --- in the processes that are asked ----------------------------------------------------------------------------------
-
-
 def _say_driver() -> None:
     """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library. Errors
     are those of memory since the driver was loaded that ECC could not correct; null where they are not counted.

@@ -102,9 +102,6 @@ def drop_what_does_not_fit() -> None:
         setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, **flags))
 
 
-# --- brought to where it outlives the machine -------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interval: float = 60.0) -> Iterator[None]:
     """Copy a node's log, its report, and what its ranks left, to `address`, every `interval` seconds and in the end.

@@ -135,8 +135,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     )
 
 
-# --- the same as one word ---------------------------------------------------------------------------------------------
-
 SPEC = "--spec"
 
 

@@ -270,8 +270,6 @@ def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
         raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from raised
 
 
-# --- small files that say how something ended, to be written even where the disk has filled up since ------------------
-
 # Bytes: a node's report with the last 40 lines of a traceback of each of 8 ranks takes about 30 KiB, its traces 40 KiB
 # at the most (litgpt_demo.node.evidence).
 _ROOM = 96 * 1024
