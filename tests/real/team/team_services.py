@@ -114,13 +114,15 @@ class Team:
         """The processes that a worker's flow runs are."""
         return [one.pid for one in psutil.Process(self.processes[name].pid).children(recursive=True)]
 
-    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        """End a service; of a worker its flow runs too, as when its machine dies."""
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> set[int]:
+        """End a service; of a worker its flow runs too, as when its machine dies. Returns the processes that it was."""
         process = self.processes.pop(name)
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        all_of_it = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in all_of_it:
             if name != "postgres" or one.pid == process.pid:
                 one.send_signal(how)
         process.wait()
+        return {one.pid for one in all_of_it}
 
     def down(self) -> None:
         for name in reversed(list(self.processes)):
