@@ -92,10 +92,6 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
         yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
-    for one in (config.data.corpus, *(source.corpus for source in config.data.mixture)):
-        if isinstance(one, TokensCorpus) and is_remote(one.path) and getattr(config.platform, "stage", "") == "fuse":
-            what = f"token ids are read where they lie, in {one.path}, and platform.stage=fuse mounts the root alone"
-            yield Finding("error", "data.corpus.place", what, "platform.stage=copy")
     if config.evaluation is not None:
         yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)

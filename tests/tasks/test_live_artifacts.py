@@ -29,8 +29,8 @@ def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monk
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(report, "acreate_progress_artifact", never)
-    monkeypatch.setattr(report, "acreate_markdown_artifact", never)
+    monkeypatch.setattr(report.artifacts, "acreate_progress_artifact", never)
+    monkeypatch.setattr(report.artifacts, "acreate_markdown_artifact", never)
     monkeypatch.setattr(report, "_ANSWER", 0.05)
     verdict = Verdict(fault=Fault.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
 
