@@ -12,8 +12,8 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 32_988,
-    "launcher": 15_277,
+    "source": 32_989,
+    "launcher": 15_278,
     "launcher/platforms/kubernetes": 2_866,
     "litgpt_demo": 13_311,
     "bench": 800,
