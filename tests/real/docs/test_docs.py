@@ -1,6 +1,7 @@
 """The pages as a site, and the notebook: both are made anew, as `make docs` and a reader's Jupyter do."""
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def test_the_notebook_runs_as_it_is_and_was_run(
     shown = [len(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
     here = {"metadata": {"path": str(tmp_path / "examples")}}
+    ctrl_c = signal.getsignal(signal.SIGINT)  # asyncio leaves Python's own behind
     made = NotebookClient(notebook, kernel_name="python3", timeout=None, resources=here).execute()
+    signal.signal(signal.SIGINT, ctrl_c)
     assert [bool(cell.outputs) for cell in made.cells if cell.cell_type == "code"] == [count > 0 for count in shown]
     assert list(tmp_path.glob("output/runs/*/final/huggingface"))
