@@ -30,8 +30,7 @@ def write(page: Page, label: str, value: dict[str, Any]) -> None:
     until(lambda: editor.inner_text().strip() == "{}")
 
     def written() -> bool:
-        editor.click()
-        page.keyboard.press("ControlOrMeta+a")
+        editor.press("ControlOrMeta+a")  # which focuses it wherever the page has moved it
         page.keyboard.insert_text(json.dumps(value))
         return editor.inner_text().strip() == json.dumps(value)
 
@@ -119,5 +118,5 @@ def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
     assert not {"New attempts", "Field", "Sweep"} & {*titles}
     page.get_by_label("Learning Rate (Optional)", exact=True).fill("-1")
     page.get_by_role("button", name="Submit").click()
-    page.get_by_text("-1 is less than or equal to the minimum of 0").wait_for()
+    page.get_by_text("-1 is less than or equal to the minimum of 0", exact=True).wait_for()
     page.screenshot(path=tmp_path / "refused.png")
