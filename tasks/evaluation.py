@@ -43,8 +43,7 @@ async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
     made = found or await _evaluated(storage, asked, path)
     final = await asyncio.to_thread(write_on_card, storage, final)
     await acreate_table_artifact(made.table, key=f"scores-{final.run}", description="Scores of the collected model")
-    told = "; ".join(f"{name} {value}" for name, value in made.pairs)
-    what = f"{told} in {storage.address(EVALUATIONS)}"
+    what = f"{'; '.join(f'{name} {value}' for name, value in made.pairs)} in {storage.address(EVALUATIONS)}"
     emit(StepDone(step=Step.EVALUATION, what=what, reused=found is not None))
     return final
 

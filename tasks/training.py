@@ -56,15 +56,16 @@ async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
     """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
-    spec, metrics = training_spec(run, dataset), await asyncio.to_thread(read_metrics, run.storage)
-    if needed := arithmetic.needs(run.config, vocab_size=dataset.vocab_size, metrics=metrics):
-        spec = spec.model_copy(update={"train": needed.train})  # of the strategy that `auto` comes to
+    spec = training_spec(run, dataset)
     platform, train = run.config.platform, run.config.train
     on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
     emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))
     there = await asyncio.to_thread(checkpoints.committed, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
+        metrics = await asyncio.to_thread(read_metrics, run.storage)
+        if needed := arithmetic.needs(run.config, vocab_size=dataset.vocab_size, metrics=metrics):
+            spec = spec.model_copy(update={"train": needed.train})  # of the strategy that `auto` comes to
         if run.origin is not None:
             found = await asyncio.to_thread(bring_origin, run.origin, run.root)
             spec = spec.model_copy(update={"origin": found})
