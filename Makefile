@@ -108,22 +108,23 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is older than 3.11; make train PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@echo "✓ $(VENV)"
+	@# Python 3.11 comes with a pip that takes a minute longer to resolve what goes together.
+	@$(PIP) --upgrade pip
 	@# torch first: what depends on it must find this very version, not fetch a newer one
 	@$(PIP) torch
 	@extras=$$(echo $(EXTRA) $(if $(shell command -v nvidia-smi),float8) | tr ' ' ,); \
 		$(PIP) --editable ".$${extras:+[$$extras]}"
 	@echo "compiling what every start imports (20 s, once)"
-	@$(BIN)/python -c "import cli.foreground, flows.server, flows.train_litgpt"
-	@$(BIN)/python -c "import prefect.server.api.server, prefect.cli, uvicorn, matplotlib.backends.backend_svg"
-	@$(BIN)/python -c "import torch.distributed.run; from litgpt_demo.training import loop; from litgpt_demo.export import models; \
-		from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin"
+	@printf '%s\0' "import cli.foreground, flows.server, flows.train_litgpt, prefect.server.api.server, prefect.cli, uvicorn" \
+		"import torch.distributed.run, matplotlib.backends.backend_svg, litgpt_demo.training.loop, litgpt_demo.export.models; \
+		from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin" | xargs -0 -n 1 -P 2 $(BIN)/python -c
 	@touch $@
 	@$(if $(EXTRA),touch $(VENV)/.installed-$(EXTRA))
 
 # A first installation has this extra at once: pip takes half a minute to look at all that is there once more.
 $(VENV)/.installed-dev: EXTRA = dev
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@test $@ -nt $< || $(PIP) --editable '.[dev]'
+	@test ! $< -nt $@ || $(PIP) --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

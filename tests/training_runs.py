@@ -19,6 +19,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import open_storage
 
 NewRun: TypeAlias = Callable[..., Path]
+TrainElsewhere: TypeAlias = Callable[..., list[list[int]]]
 
 MODEL = ModelConfig(name=None, config={"n_layer": 2, "n_embd": 32, "n_head": 2}, sequence_length=32)
 TRAIN: dict[str, Any] = {
@@ -115,7 +116,8 @@ def alike(one: Path, other: Path) -> None:
         assert first == pytest.approx(second, rel=1e-4)
 
 
-_ELSEWHERE = """
+# A process that has imported what a rank needs, and forks ranks until its standard input is closed.
+_RANKS = """
 import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
@@ -124,6 +126,8 @@ from litgpt_demo.training import checkpoints, reporting
 from litgpt_demo.training.loop import main  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 
 def train(run, rank, world, dies_saving):
     local = world // int(os.environ["GROUP_WORLD_SIZE"])
@@ -139,34 +143,47 @@ def train(run, rank, world, dies_saving):
     checkpoints.commit = mortal
     main(["--run", run])
 
-codes = []
-for run, world, dies_saving in json.loads(sys.argv[1]):
-    ranks = [get_context("fork").Process(target=train, args=(run, rank, world, dies_saving)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    codes.append([rank.exitcode for rank in ranks])
-print(json.dumps(codes))
+for line in sys.stdin:
+    environment, runs = json.loads(line)
+    os.environ.clear()
+    os.environ.update(environment)
+    codes = []
+    for run, world, dies_saving in runs:
+        ranks = [get_context("fork").Process(target=train, args=(run, n, world, dies_saving)) for n in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        codes.append([rank.exitcode for rank in ranks])
+    print(json.dumps(codes), file=answers, flush=True)
 """
 
 
-def train_elsewhere(*runs: tuple[Path | str, int, int], nodes: int = 1) -> list[list[int]]:
+@pytest.fixture(scope="session")
+def train_elsewhere() -> Iterator[TrainElsewhere]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
     Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
     """
     from launcher.platforms.local.supervisor import reserved_ports
 
-    asked = json.dumps([(str(run), world, dies_saving) for run, world, dies_saving in runs])
-    with reserved_ports() as port:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(nodes),
-        }  # fmt: skip
-        command = [sys.executable, "-c", _ELSEWHERE, asked]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    def train(*runs: tuple[Path | str, int, int], nodes: int = 1) -> list[list[int]]:
+        asked = [(str(run), world, dies_saving) for run, world, dies_saving in runs]
+        with reserved_ports() as port:
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(nodes),
+            }  # fmt: skip
+            print(json.dumps([environment, asked]), file=to_them, flush=True)
+            return json.loads(from_them.readline())  # type: ignore[no-any-return]
+
+    command, pipe = [sys.executable, "-c", _RANKS], subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        to_them, from_them = process.stdin, process.stdout
+        assert to_them is not None
+        assert from_them is not None
+        yield train
 
 
 @pytest.fixture

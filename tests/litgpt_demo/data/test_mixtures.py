@@ -11,7 +11,7 @@ from corpora import TEXTS, corpus_in, large_vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 from test_own_tokens import IDS, put
-from training_runs import alike, rows, train_elsewhere, write_run
+from training_runs import TrainElsewhere, alike, rows, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
 from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, validation_numbers
@@ -99,7 +99,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tells_of_each_source(
-    mixed: Path, tmp_path: Path, one_thread: None
+    mixed: Path, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
     ranks = {"whole": 1, "killed": 1, "two": 2, "four": 4}
     runs = {name: write_run(tmp_path / name, mixed, world_size=count) for name, count in ranks.items()}

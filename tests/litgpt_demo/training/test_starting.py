@@ -11,7 +11,7 @@ from litgpt.model import GPT
 from litgpt.utils import save_config
 from safetensors.torch import load_file, save_file
 from states import training_of
-from training_runs import MODEL, NewRun, rows, train, train_elsewhere
+from training_runs import MODEL, NewRun, TrainElsewhere, rows, train
 
 from litgpt_demo.config import ModelConfig, Origin
 from litgpt_demo.errors import DataError, UserError
@@ -90,7 +90,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
 
 
 def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goes_on_from_its_own_checkpoint(
-    finished: Path, new_run: NewRun, tmp_path: Path
+    finished: Path, new_run: NewRun, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
     source = Path(shutil.copytree(finished, tmp_path / "source"))
     settings: dict[str, Any] = {"origin": found(source), "max_steps": 6, "checkpoint_every": 4}
@@ -107,7 +107,9 @@ def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goe
         train(new_run("late", **settings))
 
 
-def test_nodes_fetch_from_a_bucket_what_they_start_from(finished: Path, new_run: NewRun, bucket: Storage) -> None:
+def test_nodes_fetch_from_a_bucket_what_they_start_from(
+    finished: Path, new_run: NewRun, bucket: Storage, train_elsewhere: TrainElsewhere
+) -> None:
     for path in (finished / folder_of(12)).iterdir():
         bucket.upload(path, f"{folder_of(12)}/{path.name}")
     origin = found(bucket.address(folder_of(12)))

@@ -21,7 +21,7 @@ from hostile import flip_a_bit
 from hypothesis import given
 from hypothesis import strategies as st
 from states import training_of
-from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
+from training_runs import NewRun, TrainElsewhere, alike, rows, train, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset
@@ -118,7 +118,9 @@ def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(fini
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tiny_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def elsewhere(
+    tiny_dataset: Path, tmp_path_factory: pytest.TempPathFactory, train_elsewhere: TrainElsewhere
+) -> dict[str, Path]:
     """Runs of other processes: one was killed in its second save, one has two ranks, of one they share the weights."""
     folder = tmp_path_factory.mktemp("elsewhere")
     settings: dict[str, dict[str, Any]] = {
@@ -151,7 +153,7 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
 
 
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
-    elsewhere: dict[str, Path], finished: Path, tiny_dataset: Path, tmp_path: Path
+    elsewhere: dict[str, Path], finished: Path, tiny_dataset: Path, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
     run = Path(shutil.copytree(elsewhere["sharded"], tmp_path / "sharded"))
     before = curve(rows(run), "step", "loss")
@@ -171,7 +173,7 @@ def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same
 
 
 def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
-    elsewhere: dict[str, Path], bucket: Storage, proxy: FaultyBucket
+    elsewhere: dict[str, Path], bucket: Storage, proxy: FaultyBucket, train_elsewhere: TrainElsewhere
 ) -> None:
     for path in filter(Path.is_file, elsewhere["sharded"].rglob("*")):
         bucket.upload(path, str(path.relative_to(elsewhere["sharded"])))
@@ -199,8 +201,8 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
 
 @pytest.mark.parametrize("name", ["transformer-100b", "transformer-175b"])
 def test_a_block_of_a_model_that_fits_no_device_trains_when_it_is_narrower(new_run: NewRun, name: str) -> None:
-    narrow = {"n_layer": 1, "n_embd": 768, "padded_vocab_size": 320}
-    run = new_run(name, model=ModelConfig(name=name, config=narrow, sequence_length=32), learning_rate=0.003)
+    narrow = {"n_layer": 1, "n_embd": 64, "n_head": 8, "padded_vocab_size": 320}
+    run = new_run(name, model=ModelConfig(name=name, config=narrow, sequence_length=32))
     train(run)
     losses = curve(rows(run), "step", "loss")
     assert losses[12] < losses[1] - 1

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.runs.run import RunManifest
+from litgpt_demo.documents import read_manifest
 from litgpt_demo.metrics import curve, rows_of
+from litgpt_demo.storage import open_storage
 
 CHECKOUT = Path(__file__).parents[3]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
@@ -57,5 +60,10 @@ def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
     assert shares == pytest.approx([0.7, 0.3], abs=0.01)
     learned = curve(rows_of((first / "metrics.jsonl").read_bytes()), "step", "loss")
     assert curve(rows, "step", "loss")[1] < learned[10], "it began with the weights of the first"
+    origin = read_manifest(open_storage(str(second)), RunManifest).origin
+    lineage = json.loads((second / "final" / "lineage.json").read_text())["training"]["origin"]
+    assert origin is not None
+    assert lineage["files"] == {name: [*file] for name, file in origin.files.items()}
+    assert "trained from" in (second / "final" / "MODEL_CARD.md").read_text()
     assert "The value of " in said["generate"]
     assert ("openings, acc: " if find_spec("lm_eval") else "evaluation needs lm_eval") in said["evaluate"]

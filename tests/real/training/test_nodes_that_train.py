@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from nodes import ended_nodes, report_of, started_nodes
-from training_runs import NewRun, alike, rows, train, train_elsewhere
+from training_runs import NewRun, TrainElsewhere, alike, rows, train
 from waiting import until
 
 from litgpt_demo.errors import Fault
@@ -108,7 +108,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_a_training_goes_on_on_two_ranks_and_again_on_one(new_run: NewRun, strategy: str) -> None:
+def test_a_training_goes_on_on_two_ranks_and_again_on_one(
+    new_run: NewRun, strategy: str, train_elsewhere: TrainElsewhere
+) -> None:
     settings = SETTINGS[strategy] | {"keep_last": 9}
     plain = new_run("plain", weight_decay=settings.get("weight_decay", 0.1))
     train(plain)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from echoing_server import echoing_server
 from leaking import leaks
-from training_runs import NewRun, rows, train_elsewhere
+from training_runs import NewRun, TrainElsewhere, rows
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 SHORT = {"max_steps": 3, "warmup_steps": 1}
 
 
-def test_without_a_secret_its_records_stay_in_the_runs_folder(new_run: NewRun) -> None:
+def test_without_a_secret_its_records_stay_in_the_runs_folder(new_run: NewRun, train_elsewhere: TrainElsewhere) -> None:
     run = new_run("offline", wandb={"project": "pages", "secret": None}, **SHORT)
     assert train_elsewhere((run, 1, 0)) == [[0]]
     (records,) = run.glob("wandb/offline-run-*/*.wandb")
