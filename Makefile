@@ -24,7 +24,7 @@ help: ## this list
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
 
-test: $(VENV)/.installed-dev ## the tests of every change, three minutes
+test: $(VENV)/.installed-dev ## the tests of every change, five minutes on two cores
 	$(BIN)/pytest
 
 test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic, as make test-server: the folders of tests/real

@@ -57,7 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
-"""Seconds of each test; under the empty name, those of xdist's workers."""
 
 
 class _Shared:

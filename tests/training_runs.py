@@ -181,8 +181,6 @@ def train_elsewhere() -> Iterator[TrainElsewhere]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         to_them, from_them = process.stdin, process.stdout
-        assert to_them is not None
-        assert from_them is not None
         yield train
 
 

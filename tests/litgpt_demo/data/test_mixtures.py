@@ -125,7 +125,7 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
         seen = {source: row[f"tokens.{source}"] for source in seen}
     both = [evaluated["validation_loss.ids"], evaluated["validation_loss.prose"]]
     assert min(both) < evaluated["validation_loss"] < max(both)
-    final = export(open_storage(str(runs["whole"])))
+    final = export(open_storage(str(runs["four"])))
     assert final.validation_loss == pytest.approx(evaluated["validation_loss"], rel=1e-4)
 
 

@@ -62,7 +62,6 @@ def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
     assert curve(rows, "step", "loss")[1] < learned[10], "it began with the weights of the first"
     origin = read_manifest(open_storage(str(second)), RunManifest).origin
     lineage = json.loads((second / "final" / "lineage.json").read_text())["training"]["origin"]
-    assert origin is not None
     assert lineage["files"] == {name: [*file] for name, file in origin.files.items()}
     assert "trained from" in (second / "final" / "MODEL_CARD.md").read_text()
     assert "The value of " in said["generate"]
