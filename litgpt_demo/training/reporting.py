@@ -340,13 +340,13 @@ class Profiler:
         if self._profile is not None:
             self._profile.step()
         else:
-            if self._training.fabric.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             # Every step is recorded; with a schedule torch also marks where each begins, by its number.
             self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True, profile_memory=True)
             self._profile.step_num = step + 1
             try:
                 self._profile.start()
+                if self._training.fabric.device.type == "cuda":
+                    torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             except RuntimeError as error:  # as where another profiler holds the device
                 self._profile, self.next = None, -1
                 warn(f"no profile is recorded: {words_of(error)}")
@@ -368,11 +368,13 @@ class Profiler:
             if fabric.device.type == "cuda":
                 files.append(scratch / f"{name}.memory.pickle")
                 torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
-                torch.cuda.memory._record_memory_history(enabled=None)
             for file in files:
                 run.upload(file, f"{PROFILES}/{file.name}", move=True)
         except (TrainLitgptError, OSError, RuntimeError) as error:
             warn(f"the profile of the steps up to {done} is lost: {words_of(error)}")
+        finally:
+            if fabric.device.type == "cuda":
+                torch.cuda.memory._record_memory_history(enabled=None)
 
 
 _SIDES = (256, 384, 512, 768, 1024)
