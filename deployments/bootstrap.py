@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,12 +84,13 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
             raise ConfigProblem(
                 f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
             )
-        words = ("server", "start", "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING")
-        _start(*words, more=serving.server_environment(port, secret) | own_origins)
+        _start(
+            "server", serving.server_command(port, app="server"), serving.server_environment(port, secret) | own_origins
+        )
     give_up = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
         if serving.live("server") is None:  # something else may use its port
-            what = f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}"
+            what = f"Prefect's server ended; {log} ends with:\n{log.read_text().strip()[-200:]}"
             raise ConfigProblem(what, fix=f"if the port {port} is taken, take another: make serve PORT={port + 100}")
         if time.monotonic() > give_up:
             raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
@@ -99,7 +100,8 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     _deploy()
     works = serving.live("worker") is not None
     if not works:
-        _start("worker", "start", "--pool", POOL, "--name", socket.gethostname())
+        words = ("worker", "start", "--pool", POOL, "--name", socket.gethostname())
+        _start("worker", [*PYTHON, "-m", "prefect", "--no-prompt", *words])
     _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date(notify))
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
@@ -186,26 +188,16 @@ def prefect(*words: str, check: bool = True) -> int:
     return done.returncode
 
 
-def _start(name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
-
-    Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
-    (Prefect 3.8.8); a worker has no such option.
-    """
+def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Start the server or the worker in a session of its own, with its log and its pid in our folder."""
     log = serving.kept_file(f"{name}.log")
     close_folder(log.parent)
     log.touch(mode=0o600)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [*PYTHON, "-m", "prefect", "--no-prompt", name, *words],
-            env={**os.environ, **more},
-            cwd=CHECKOUT,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            umask=0o077,
-        )
+            command, env={**os.environ, **more}, cwd=CHECKOUT, start_new_session=True, umask=0o077,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     write_private(serving.kept_file(f"{name}.pid"), f"{process.pid} {started(process.pid)}\n")
 
 
@@ -297,9 +289,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
 
     All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
     `try_it` is Markdown for the description of the deployment that has the config's name: how to start it, its cost.
-
-    Args:
-        platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
+    `platform` is a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
     from flows.parameters import KINDS, parameters_with
 

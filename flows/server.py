@@ -114,7 +114,7 @@ class OwnServer:
         environment |= settings.to_environment_variables(exclude_unset=True) | serving.server_environment(port, secret)
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_HOME": str(home)}
         environment["PREFECT__SERVER_FINAL"] = "1"  # there is one server in the process, which saves 50 MB
-        command = serving.own_server_command(port)
+        command = serving.server_command(port, app="own_server")
         self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
         self._seconds = settings.server.ephemeral.startup_timeout_seconds
         self._deadline = time.monotonic() + self._seconds

@@ -80,14 +80,28 @@ def server_environment(port: int, secret: str) -> dict[str, str]:
     return leases | {SERVER_AUTH: secret, ORIGINS: ",".join(f"http://{name}:{port}" for name in LOOPBACK)}
 
 
-def own_server_command(port: int) -> list[str]:
-    """Return the command line of a server that only this machine can reach, and that ends with its standard input."""
+def server_command(port: int, *, app: str) -> list[str]:
+    """Return the command line of one of the servers below, which only this machine can reach."""
     options = ["--lifespan", "on", "--log-level", "error", "--host", "127.0.0.1", "--port", str(port)]
-    return [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory", "flows.serving:own_server", *options]
+    return [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory", f"flows.serving:{app}", *options]
+
+
+def server() -> Any:
+    """Return Prefect's server, whose transactions on SQLite wait for each other."""
+    from prefect.server.api.server import create_app
+    from sqlalchemy import Engine, event
+
+    # Prefect begins most transactions as readers. SQLite refuses one at once that writes after another has written,
+    # "database is locked", and an event to which this happens five times reaches no automation (Prefect 3.8.8).
+    @event.listens_for(Engine, "before_cursor_execute", retval=True)
+    def begin_as_writer(_: Any, __: Any, statement: str, values: Any, *___: Any) -> tuple[str, Any]:
+        return "BEGIN IMMEDIATE" if statement == "BEGIN DEFERRED" else statement, values
+
+    return create_app()
 
 
 def own_server() -> Any:
-    """Return Prefect's server, in a process whose standard input a command keeps open as long as it lives."""
+    """Return the same, in a process whose standard input a command keeps open as long as it lives."""
 
     def end_with_command() -> None:  # however that ended: a killed one could not say goodbye
         os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
@@ -96,6 +110,4 @@ def own_server() -> Any:
         os._exit(1)
 
     Thread(target=end_with_command, name="command", daemon=True).start()
-    from prefect.server.api.server import create_app
-
-    return create_app()
+    return server()

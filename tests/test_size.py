@@ -12,10 +12,10 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 32_989,
+    "source": 32_992,
     "launcher": 15_278,
     "launcher/platforms/kubernetes": 2_866,
-    "litgpt_demo": 13_311,
+    "litgpt_demo": 13_312,
     "bench": 800,
     "tests": 26_505,
     "test data": 3_610,

@@ -333,11 +333,10 @@ class Profiler:
 
     def turn(self, step: int) -> None:
         """Begin to record, mark the next step, or end and write; what this takes counts as time of the steps."""
+        self.next = step + 1
         if step == self._last:
             self.end(step)
-            return
-        self.next = step + 1
-        if self._profile is not None:
+        elif self._profile is not None:
             self._profile.step()
         else:
             # Every step is recorded; with a schedule torch also marks where each begins, by its number.

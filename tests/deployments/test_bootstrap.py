@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, put_automation
-from flows.serving import CHECKOUT, own_server_command
+from flows.serving import CHECKOUT, server_command
 
 
 def test_the_server_is_heard_on_this_machine_alone() -> None:
     from uvicorn.main import main as uvicorn
 
-    command = own_server_command(0)
+    command = server_command(0, app="own_server")
     options = uvicorn.make_context("uvicorn", command[command.index("uvicorn") + 1 :]).params
     assert options["host"] == "127.0.0.1"
 

@@ -74,11 +74,6 @@ def submitted(
     return made
 
 
-def cancelled(client: SyncPrefectClient, flow_run: FlowRun) -> None:
-    client.set_flow_run_state(flow_run.id, Cancelling())
-    until(lambda: client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
-
-
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_a_form_starts_its_flow(
     name: str, served: Any, client: SyncPrefectClient, browser_page: Page, tiny_under: Any, tmp_path: Path
@@ -105,7 +100,8 @@ def test_a_form_starts_its_flow(
         until(lambda: state() is not StateType.RUNNING, seconds=600)
         assert state() is StateType.COMPLETED
     else:
-        cancelled(client, flow_run)
+        client.set_flow_run_state(flow_run.id, Cancelling())
+        until(lambda: client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
 
 
 def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
