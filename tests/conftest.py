@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -55,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Shared())
 
 
-_SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
 
 
@@ -72,7 +70,7 @@ class _Shared:
             return (yield)
         finally:
             now = leaks.snapshot(_HOME)
-            _SHARED.update(now.threads - before.threads, now.children - before.children)
+            leaks.SHARED.update(now.threads - before.threads, now.children - before.children)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -85,7 +83,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail the test that leaves something behind, whatever its fixtures did."""
     result = yield
-    if told := leaks.left_behind(item.stash[_BEFORE], _HOME, shared=frozenset(_SHARED)):
+    if told := leaks.left_behind(item.stash[_BEFORE], _HOME):
         pytest.fail("this test left behind: " + "; ".join(told), pytrace=False)
     return result
 

@@ -27,6 +27,8 @@ KEPT = (
 )  # fmt: skip
 # The same, by the function that a thread without a name of its own runs: gRPC's.
 KEPT_FUNCTIONS = ("(_poll_wrapper)", "(channel_spin)", "(_serve)")
+# Threads and processes of fixtures that outlive a test.
+SHARED: set[threading.Thread | int] = set()
 # Processes that Python keeps, by a word of their command line.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -72,19 +74,13 @@ def descendants(home: Path) -> frozenset[int]:
     return frozenset(number for number, ours in _SEEN.items() if ours) | frozenset(map(int, children))
 
 
-def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thread | int]) -> list[str]:
-    """Return what is not as it was, after what is about to end has had time to.
-
-    Args:
-        before: the state before the test.
-        home: see `snapshot`.
-        shared: threads and processes of fixtures that later tests use too.
-    """
+def left_behind(before: Snapshot, home: Path) -> list[str]:
+    """Return what is not as it was before the test, after what is about to end has had time to; `home` as above."""
     begun = time.monotonic()
     while True:
         now = snapshot(home)
-        threads = [one.name for one in now.threads - before.threads - shared if not _is_kept(one.name)]
-        commands = {number: _command(number) for number in now.children - before.children - shared}
+        threads = [one.name for one in now.threads - before.threads - SHARED if not _is_kept(one.name)]
+        commands = {number: _command(number) for number in now.children - before.children - SHARED}
         told = [f"the thread {name!r}" for name in threads]
         told += [f"the process {number}: {command}" for number, command in commands.items() if command]
         if not told or time.monotonic() - begun > PATIENCE:

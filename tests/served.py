@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import leaks
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
@@ -51,7 +52,9 @@ class Served:
         return self.call(sys.executable, "-m", *words)
 
     def serve(self) -> str:
-        return self.python("deployments.bootstrap", "serve", "--port", str(self.port))
+        said = self.python("deployments.bootstrap", "serve", "--port", str(self.port))
+        leaks.SHARED.update(int(file.read_text().split()[0]) for file in (self.home / "serve").glob("*.pid"))
+        return said
 
 
 @pytest.fixture(scope="package")

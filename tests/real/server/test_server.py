@@ -88,7 +88,6 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     assert (manifest.step, manifest.attempts) == (80, 1)
 
 
-# The last of this folder: the server that it starts ends with the fixture.
 def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its_job_either(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
