@@ -23,9 +23,11 @@ from launcher.config import RunConfig, read_yaml
 DEPLOYMENTS = {one["name"]: one for one in read_yaml(PREFECT_FILE)["deployments"]}
 
 
-def write(page: Page, label: str, value: dict[str, Any]) -> None:
-    """Write JSON into the editor below a label, once the form has put there what it is by default."""
-    editor = page.locator(f"xpath=//label[starts-with(., '{label}')]/following::*[@role='textbox'][1]")
+def write(page: Page, value: dict[str, Any]) -> None:
+    """Write JSON into the editor of overrides, the next thing after its label, once its default stands there."""
+    editor = page.locator(
+        "xpath=//label[starts-with(., 'overrides')]/following::*[self::label or @role='textbox'][1][@role='textbox']"
+    )
     until(lambda: editor.inner_text().strip() == "{}")
 
     def written() -> bool:
@@ -50,14 +52,13 @@ def submitted(
     [deployment] = [one for one in client.read_deployments() if one.name == name]
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
     page.get_by_role("button", name="Submit").wait_for()
-    page.wait_for_load_state("networkidle")  # with all editors: the first one without text is not always the first
     given = dict(deployment.parameters)
     if overrides:
-        write(page, "overrides", overrides)
+        write(page, overrides)
         given["overrides"] = overrides
     if name == "evaluate":
         page.get_by_label("run", exact=True).fill("none-0123456789")
-        given["run"] = "none-0123456789"
+        given |= {"run": "none-0123456789", "evaluation": {"batch_size": 8, **given["evaluation"]}}  # 8 by default
     page.screenshot(path=picture, full_page=True)
 
     def accepted() -> UUID | None:
@@ -83,8 +84,7 @@ def test_a_form_starts_its_flow(
     if name in {"local", "dataset-local"}:  # these come to their good end
         changes |= {"data": tiny.data.model_dump(mode="json")}
     if name == "local":
-        names = ("name", "model", "train", "platform")
-        changes |= {part: value for part, value in tiny.model_dump(mode="json").items() if part in names}
+        changes |= tiny.model_dump(mode="json", include={"name", "model", "train", "platform"})
     given = {} if name in {"evaluate", "reap-local"} else changes
     flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", given)
 
