@@ -150,6 +150,9 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
     alike(elsewhere[name], finished)
     assert newest(elsewhere[name]).world_size == 2
     assert len(list((elsewhere[name] / folder_of(12)).glob("*_0.distcp"))) == 4  # both write both
+    shares = [path.stat().st_size for path in (elsewhere[name] / folder_of(12)).glob("__?_0.distcp")]
+    assert len(shares) == 2
+    assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
 
 
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
