@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+EXTRA   =
 # Where make docs leaves its pages.
 SITE   ?= site
 # What make test leaves out, by topic: a folder each of tests/real.
@@ -102,11 +103,13 @@ clean: ## everything that can be made again; runs and datasets under output/ are
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# A first installation has the EXTRA of its goal at once: pip takes half a minute to look at all packages a second time.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (2 minutes, once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; make train PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
+	@rm -f $@-*
 	@echo "✓ $(VENV)"
 	@# Python 3.11 comes with a pip that takes a minute longer to resolve what goes together.
 	@$(PIP) --upgrade pip
@@ -118,17 +121,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@printf '%s\0' "import cli.foreground, flows.server, flows.train_litgpt, prefect.server.api.server, prefect.cli, uvicorn" \
 		"import torch.distributed.run, matplotlib.backends.backend_svg, litgpt_demo.training.loop, litgpt_demo.export.models; \
 		from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin" | xargs -0 -n 1 -P 2 $(BIN)/python -c
-	@touch $@
-	@$(if $(EXTRA),touch $(VENV)/.installed-$(EXTRA))
+	@touch $@ $(EXTRA:%=$@-%)
 
-# A first installation has this extra at once: pip takes half a minute to look at all that is there once more.
+# The stamp of an extra exists only if that extra is installed beside this very .installed, whose recipe begins by removing
+# all of them. The file itself is the answer: dash takes a missing file for one that is not older, and stamps written in one
+# tick of the clock are equally old.
 $(VENV)/.installed-dev: EXTRA = dev
-$(VENV)/.installed-dev: $(VENV)/.installed
-	@test ! $< -nt $@ || $(PIP) --editable '.[dev]'
-	@touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	@$(PIP) --editable '.[docs]'
+$(VENV)/.installed-docs: EXTRA = docs
+$(VENV)/.installed-dev $(VENV)/.installed-docs: $(VENV)/.installed-%: $(VENV)/.installed
+	@test -e $@ || $(PIP) --editable '.[$*]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
