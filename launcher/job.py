@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,11 +40,20 @@ MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
+JOB_LABEL = "train-litgpt/job"
+
+PREVIEW = "000000"
+"""The nonce of a job that is only shown: an attempt gets its own when it is claimed."""
 
 
-def named_under(root: str, run: str) -> str:
-    """Return the name that platforms know a run by: its own, and a mark of the root, so that two roots are two jobs."""
-    return f"{run}-{sha256(root.encode()).hexdigest()[:6]}" if root else run
+def new_nonce() -> str:
+    """Return a random nonce, as long as PREVIEW: the name of a job must not come back with another root or index."""
+    return secrets.token_hex(len(PREVIEW) // 2)
+
+
+def attempt_name(run: str, attempt: int, nonce: str) -> str:
+    """Return the name of a job on its platform. It identifies one record of the run index, for ever."""
+    return f"{run}-{attempt}-{nonce}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +64,10 @@ class Job:
     """The name of the run: `<name>-<key>`. The same inputs have the same name."""
     attempt: int
     """The number of the attempt, from 1."""
+    nonce: str = PREVIEW
+    """The nonce of the attempt's record, which is part of the job's name on its platform."""
     root: str = ""
-    """The address of the root that the run lies under, which is part of the job's name on its platform."""
+    """The address of the root that the run lies under, which a label has a mark of."""
     nodes: int
     processes: int
     """Ranks on each node."""
@@ -80,13 +92,13 @@ class Job:
 
     @property
     def run_name(self) -> str:
-        """The run's name on its platform, where jobs of other roots may be, of the same config."""
-        return named_under(self.root, self.name)
+        """The run's name in labels: its own, and a mark of the root, for two roots may have jobs of one config."""
+        return f"{self.name}-{sha256(self.root.encode()).hexdigest()[:6]}" if self.root else self.name
 
     @property
     def attempt_name(self) -> str:
-        """The job's name on its platform: one per attempt, so that a dead one never shadows the next."""
-        return f"{self.run_name}-{self.attempt}"
+        """The job's name on its platform: one for each record of an attempt, so that an ended job never shadows it."""
+        return attempt_name(self.name, self.attempt, self.nonce)
 
     @property
     def world_size(self) -> int:
@@ -94,8 +106,9 @@ class Job:
 
     @property
     def all_labels(self) -> dict[str, str]:
-        """Return the labels by which everything of this attempt is found, and the job's own."""
-        return {RUN_LABEL: self.run_name, ATTEMPT_LABEL: str(self.attempt), **self.labels}
+        """Return the labels by which everything of this run and of this job is found, and the job's own."""
+        own = {RUN_LABEL: self.run_name, ATTEMPT_LABEL: str(self.attempt), JOB_LABEL: self.attempt_name}
+        return {**own, **self.labels}
 
     def node_command(
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,

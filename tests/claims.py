@@ -23,18 +23,15 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
-def claim_on(platform: Platform, folder: Path | str, run: str, *, marked: bool = True, **changes: Any) -> Claim:
-    """A claim on a script of two nodes under a root; its checkpoints are in the root's folder of the run's name.
-
-    Args:
-        marked: whether the root is part of the job's name, as it was not in earlier versions.
-        changes: of the script's config.
-    """
-    root = {"root": str(folder)} if marked else {}
+def claim_on(platform: Platform, folder: Path | str, run: str, **changes: Any) -> Claim:
+    """A claim on a script of two nodes under a root, with `changes` of its config; its checkpoints are in the root's
+    folder of the run's name."""
 
     def make_job(attempt: int) -> Job:
         directory = f"{folder}/runs/{run}/attempts/{attempt}"
-        return Job(name=run, attempt=attempt, nodes=2, processes=1, program=("a.py",), directory=directory, **root)
+        return Job(
+            name=run, root=str(folder), attempt=attempt, nodes=2, processes=1, program=("a.py",), directory=directory
+        )  # fmt: skip
 
     return Claim(
         attempts=Attempts(index=Index.of(str(folder)), run=run, open=lambda section: platform),
@@ -47,7 +44,7 @@ def claim_on(platform: Platform, folder: Path | str, run: str, *, marked: bool =
 
 def begin(claim: Claim) -> JobId:
     """Start the next attempt as the pipeline does."""
-    return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
+    return claim.platform.submit(claim.platform.render(claim.job_of(claim.take())))
 
 
 def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
@@ -56,7 +53,7 @@ def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
     record = claim.take()
     script = Path(config.root) / "works.py"
     script.write_text("import time; time.sleep(600)")
-    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
+    job = replace(claim.job_of(record), program=(str(script),), stage=())
     claim.platform.submit(claim.platform.render(job))
     assert claim.attempts.live()
     return claim

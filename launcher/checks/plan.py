@@ -21,7 +21,7 @@ from launcher.errors import OUT_OF_SIGHT, LauncherError, PlatformUnreachable, Ru
 from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
-from launcher.job import UNBUILT, Submission
+from launcher.job import PREVIEW, UNBUILT, Submission
 from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
@@ -121,6 +121,8 @@ def previews(config: AnyConfig) -> dict[str, Submission]:
         job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
         submission = claim.platform.render(job)
         unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
+        if job.nonce == PREVIEW:
+            unknown.append(f"{PREVIEW}, at the end of the job's name, stands for a random number of each attempt")
         if job.image is None and claim.config.platform.in_containers:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         shown[title] = replace(submission, unknown=(*unknown, *submission.unknown))

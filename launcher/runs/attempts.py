@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
-from launcher.job import Job, JobId, JobState, JobStatus, named_under
+from launcher.job import Job, JobId, JobState, JobStatus, attempt_name, new_nonce
 from launcher.platforms.base import Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
@@ -158,9 +158,8 @@ class Attempts:
             which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
             raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix="ask there", given_up=True)
         platform = self.open(record.platform)
-        # Before roots were part of it, the name was the second one: such jobs may live while the software is updated.
-        names = (f"{run}-{record.attempt}" for run in (named_under(record.root, record.run), record.run))
-        if not any(platform.gave(record.job_id, attempt_name=name, directory=record.directory) for name in names):
+        name = attempt_name(record.run, record.attempt, record.nonce)
+        if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
             where = f"on {platform.name}, kept in {record.directory}"
             raise DataError(f"{what}, which is not what that attempt is called {where}; {FIX}")
@@ -222,7 +221,7 @@ class Claim:
 
     def job_of(self, record: AttemptRecord) -> Job:
         """Return the job of an attempt as it was claimed: it avoids the machines that were known to be bad then."""
-        return replace(self.make_job(record.attempt), exclude_nodes=record.exclude_nodes)
+        return replace(self.make_job(record.attempt), nonce=record.nonce, exclude_nodes=record.exclude_nodes)
 
     def job_as_rendered(self, number: int) -> Job:
         """Return the job of an attempt as it was started, or with the machines that it would avoid if it was now."""
@@ -262,7 +261,7 @@ class Claim:
         if not last.status.state.live:
             # Its platform knows no such job, and no node wrote anything: it never began.
             left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
-            return left_nothing and (there.job_id, there.platform) == (here.job_id, here.platform)
+            return left_nothing and (there.directory, there.platform) == (here.directory, here.platform)
         theirs, ours = there.platform.get("kind"), here.platform.get("kind")
         moved = there.root != self.attempts.index.root.address()
         if theirs == ours and not moved:
@@ -275,13 +274,14 @@ class Claim:
         raise RunIsLive(f"{what}: wait for it, or run with --cancel-old, which cancels it first")
 
     def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
-        job = self.make_job(number)
+        job = replace(self.make_job(number), nonce=new_nonce())
         user, host = whoami()
         return AttemptRecord(
             run=job.name,
             name=self.config.name,
             key=job.name.rpartition("-")[2],
             attempt=number,
+            nonce=job.nonce,
             sweep=self.config.start.sweep,
             trial=self.config.start.trial,
             config=self.config.model_dump(mode="json"),

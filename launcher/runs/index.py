@@ -76,6 +76,8 @@ class AttemptRecord(Settings):
     """The config's name."""
     key: str
     attempt: int
+    nonce: str = Field(pattern="^[0-9a-f]{6}$")
+    """Part of the job's name on its platform, which does not come back when the index is deleted and made again."""
     sweep: str | None = None
     trial: str | None = None
     config: dict[str, JsonValue]
@@ -86,7 +88,7 @@ class AttemptRecord(Settings):
     """Address of the attempt's logs and reports: below the root that it was read from, wherever that was when the
     attempt was submitted."""
     root: str = Field("", exclude=True)
-    """The root's address when the attempt was submitted, which its job's name has a mark of; not stored by itself."""
+    """The root's address when the attempt was submitted; not stored by itself."""
     exclude_nodes: tuple[MachineName, ...] = Field((), max_length=MOST_EXCLUDED)
     """The machines that it avoids, because earlier attempts blamed them."""
     code: str | None = None

@@ -18,7 +18,7 @@ from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogP
 from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
 from launcher.platforms.batch import states
-from launcher.platforms.batch.render import container_of, job_id_of, render
+from launcher.platforms.batch.render import RUN, container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
 from litgpt_demo.errors import Finding, Severity
@@ -137,6 +137,7 @@ class BatchPlatform:
             raise PlatformRefused(f"{submission.job_id} has no image", fix="build one (image: {kind: docker, …}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
+        self._refuse_rivals(submission)
         # AlreadyExists: somebody was quicker, and that job is adopted.
         with google_errors(BATCH, f"submitting {submission.job_id}", "AlreadyExists"):
             from google.api_core.retry import Retry
@@ -151,6 +152,17 @@ class BatchPlatform:
             )
             self._batch.create_job(request, retry=Retry(timeout=_LIMIT), timeout=_LIMIT)
         return submission.job_id
+
+    def _refuse_rivals(self, submission: Submission) -> None:
+        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+        run = submission.body["job"]["labels"].get(RUN)
+        with google_errors(BATCH, f"asking for other jobs of {run}"):
+            for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):
+                if job.labels.get(RUN) == run and job.name != submission.job_id and not states.state_of(job).final:
+                    what = f"job {job.name} ({job.status.state.name}) trains {run} under the same root, and the run "
+                    what += "index has no record of it: two jobs would overwrite each other's files"
+                    fix = f"wait for its end, or end it: gcloud batch jobs delete {job.name}"
+                    raise PlatformRefused(what, fix=fix)
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == job_id_of(self._settings, attempt_name)

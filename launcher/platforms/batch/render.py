@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
 from launcher.environment import Entry, as_rows, node_environment
-from launcher.job import UNBUILT, Job, JobId, Object, Submission
+from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import plain
 from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -112,9 +111,15 @@ def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
 
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
-    labels = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
-    fit = partial(re.sub, r"[^a-z0-9_-]", "-")
-    return {fit(key.lower())[:63]: fit(value.lower())[:63] for key, value in labels.items()}
+    return {_fit(name): _fit(value) for name, value in job.all_labels.items()}
+
+
+def _fit(text: str) -> str:
+    return re.sub(r"[^a-z0-9_-]", "-", text.lower())[:63]
+
+
+RUN = _fit(RUN_LABEL)
+"""The label with the run's name."""
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,8 @@ class JobWatch:
         self.reasons: tuple[Finding, ...] = ()
         self._live = self._deleted = self._settled = False
         self._seen: dict[tuple[int, int], states.NodeSeen] = {}
+        # The newest pod of each node in each life of the job, with its creation; and the pods that it replaced.
+        self._newest, self._replaced = dict[tuple[int, int], tuple[str, str]](), set[str]()
         self._pods: dict[str, ApiObject] = {}
         self._version: str | None = None
         self._trouble: Exception | None = None
@@ -119,12 +121,20 @@ class JobWatch:
                 failures += 1
 
     def _apply(self, pod: ApiObject, *, gone: bool) -> None:
-        """Keep when a pod began and how it ended: the pods of a failed job are deleted."""
+        """Keep when a pod began and how it ended: the pods of a failed job are deleted.
+
+        A node has a second pod in the same life of the job where Kueue suspended the job and started it again. The
+        newest pod alone says what became of the node.
+        """
         node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
+        uid, created = states.uid_of(pod), pod["metadata"].get("creationTimestamp", "")
         with self._lock:
-            if seen.code is None and (before := self._seen.get(node)) is not None:
+            newest, since = self._newest.get(node, ("", ""))
+            if uid == newest and seen.code is None and (before := self._seen.get(node)) is not None:
                 seen = seen._replace(code=before.code, eviction=before.eviction)
-            self._seen[node] = seen
+            if uid == newest or (uid not in self._replaced and created >= since):
+                self._replaced |= {newest} - {uid, ""}
+                self._newest[node], self._seen[node] = (uid, created), seen
             self._pods[states.uid_of(pod)] = pod
             if gone:
                 del self._pods[states.uid_of(pod)]

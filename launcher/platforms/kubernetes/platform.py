@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Any, ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
-from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
 from launcher.platforms.kubernetes.capacity import spare_machines
@@ -127,6 +127,7 @@ class GkePlatform:
                 _serves_jobsets[self._key] = False
                 fix = "install it (docs/gke.md), or set platform.workload=job"
                 raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
+            self._refuse_rivals(job, meta.get("labels", {}).get(RUN_LABEL))
             other = "Job" if kind == "JobSet" else "JobSet"
             if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
                 what = f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other"
@@ -151,6 +152,24 @@ class GkePlatform:
         except api.ApiRefused as error:
             raise PlatformRefused(str(error), fix=advice(error.message)) from error
         return submission.job_id
+
+    def _refuse_rivals(self, job: states.JobName, run: str | None) -> None:
+        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+        for resource in (api.JOBSETS, api.JOBS) if run else ():
+            try:
+                found, _ = self.cluster.list(resource, job.namespace, labels=f"{RUN_LABEL}={run}")
+            except (api.NotThere, api.Forbidden):
+                continue
+            for workload in found:
+                name = workload["metadata"]["name"]
+                if name == job.name or states.owners_of(workload) or states.final(workload) is not None:
+                    continue
+                if workload["metadata"].get("deletionTimestamp"):
+                    raise PlatformUnreachable(f"{name}, an older job of the same run, is still being removed")
+                what = f"job {job.namespace}/{name} trains {run} under the same root"
+                what = f"{what}, and the run index has no record of it: two jobs would overwrite each other's files"
+                fix = f"wait for its end, or end it: kubectl delete {resource.plural} -n {job.namespace} {name}"
+                raise PlatformRefused(what, fix=fix)
 
     def _create(self, job: states.JobName, item: ApiObject, made: list[ApiObject]) -> dict[str, str]:
         """Create an object, or find the very same there; return the reference for what it owns."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from launcher.environment import Entry, as_rows, literal, node_environment
 from launcher.errors import ConfigProblem
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, UNBUILT, Job, JobId, Submission
+from launcher.job import JOB_LABEL, UNBUILT, Job, JobId, Submission
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
@@ -82,7 +82,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         # on eth0, where the cluster has network policy enforcement (GKE: Dataplane V2 or Calico); the further
         # interfaces of TCPX, TCPXO and RDMA are networks of the GPUs' own, which it does not cover:
         # https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
-        attempt = {"matchLabels": {label: labels[label] for label in (RUN_LABEL, ATTEMPT_LABEL)}}
+        attempt = {"matchLabels": {JOB_LABEL: name}}
         ingress = [{"from": [{"podSelector": attempt}]}]
         policy = {"podSelector": attempt, "policyTypes": ["Ingress"], "ingress": ingress}
         version = "networking.k8s.io/v1"

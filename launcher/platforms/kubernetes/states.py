@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus, Object
+from launcher.job import JOB_LABEL, JobState, JobStatus, Object
 from launcher.platforms.kubernetes.render import NODE
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding, fault_of_exit_code, words_of
 
@@ -41,9 +41,8 @@ class JobName:
 
     @property
     def labels(self) -> str:
-        """A selector. The name is that of the run with the attempt's number behind it."""
-        run, _, attempt = self.name.rpartition("-")
-        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
+        """A selector."""
+        return f"{JOB_LABEL}={self.name}"
 
 
 def workload_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -117,6 +117,10 @@ class LocalPlatform:
                         return submission.job_id
                     time.sleep(0.01)  # only somebody who asked, see _live
                 if not (directory / SUPERVISOR).exists():
+                    if running := tagged(JOB_TAG, submission.job_id):  # its folder was deleted while it ran
+                        pids = ", ".join(str(process.pid) for process in running)
+                        what = f"{directory} was deleted while a job ran in it, whose processes still run: {pids}"
+                        raise PlatformRefused(what, fix="end them, and run again")
                     _start(submission, directory, lock)
             finally:
                 os.close(lock)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -17,13 +16,15 @@ from typing import ClassVar, NamedTuple
 import psutil
 
 from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
-from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.log_files import page_of
 from launcher.platforms.slurm.render import SlurmJob, render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.diagnosis import exit_codes
+from litgpt_demo.config import Settings
+from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
-from litgpt_demo.storage import is_remote, open_storage
+from litgpt_demo.storage import Storage, is_remote, open_storage
 from litgpt_demo.storage.private import make_private
 
 SUBMITTED, CANCELLED = "submission.json", "cancelled.json"
@@ -77,18 +78,39 @@ _NO_ACCOUNTS = re.compile("accounting storage is disabled", re.IGNORECASE)
 _PATIENCE = 60.0
 """Seconds that one command may take."""
 _FRESH = 2.0
-"""Seconds for which one list of the queue answers for all jobs that are looked at."""
-_FORMAT = "%i|%T|%r|%S|%N|%j"
-"""Fields of squeue that releases from 20.02 on have: number, state, reason, start, nodes, name."""
+"""Seconds for which one look at a job answers for its state and its logs."""
+_FORMAT = "%i|%T|%r|%S|%N|%u|%j|%k"
+"""Fields of squeue that releases from 20.02 on have: number, state, reason, start, nodes, user, name, comment."""
+_RUN = re.compile(rf"{re.escape(RUN_LABEL)}=([^\s'\"]+)")
+"""The run in a job's comment."""
+_CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
 _LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
 class _Row(NamedTuple):
     number: int
     state: str
-    reason: str = ""
-    start: str = ""
-    nodes: str = ""
+    reason: str
+    start: str
+    nodes: str
+    user: str
+    name: str
+    comment: str
+
+    @property
+    def has_ended(self) -> bool:
+        return _STATES.get(self.state, JobState.UNKNOWN).final
+
+
+class SlurmSubmission(Settings):
+    """The submitter of a job, written before it is submitted, and the number that Slurm gave it."""
+
+    name: str
+    """The job's."""
+    user: str
+    """The Unix user on the cluster."""
+    cluster: str
+    number: int | None = None
 
 
 class SlurmPlatform:
@@ -104,8 +126,8 @@ class SlurmPlatform:
 
     def __init__(self, settings: SlurmPlatformConfig, *, settle: float = 20.0) -> None:
         self._settings, self._settle = settings, settle
-        self._user, self._queue = "", dict[str, list[_Row]]()
-        self._asked, self._lock = -_FRESH, threading.Lock()
+        self._user, self._cluster = "", ""
+        self._seen = dict[str, tuple[_Row | None, float]]()
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -148,30 +170,63 @@ class SlurmPlatform:
         return f"Slurm answers{where}: {self._run('sinfo', '--version').strip()}"
 
     def submit(self, submission: Submission) -> JobId:
+        """Submit the script once. The submitter is written down first: where an orchestrator dies before it has written
+        the number, the next one finds the job by its name, which no other job has."""
         job, script = SlurmJob.of(submission.job_id), submission.body["script"]
         if UNBUILT in script:
             raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
-        attempt = open_storage(job.directory)
-        if self._rows(job.name, fresh=True) or attempt.exists(SUBMITTED):
+        attempt, record = open_storage(job.directory), self._submission_of(job)
+        row = self._find(job, record, fresh=True)
+        if record is not None and record.number is not None:
             return submission.job_id
-        if not is_remote(job.directory):  # Slurm does not make the folder of its output
-            make_private(Path(job.directory))
-        number = int(self._run("sbatch", "--parsable", given=script).partition(";")[0])
-        # Of two that submit at once the first stays.
-        if others := [row for row in self._rows(job.name, fresh=True) if row.number < number]:
-            self._run("scancel", str(number))
-            number = min(row.number for row in others)
-        attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "number": number}).encode())
+        if row is None and record is not None:
+            self._require_sight(job, record)
+        if row is None:
+            self._refuse_rivals(script)
+            if not is_remote(job.directory):  # Slurm does not make the folder of its output
+                make_private(Path(job.directory))
+            user, cluster = self._whoami()
+            record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
+            _write(attempt, record)
+            try:
+                number = _number_in(self._run("sbatch", "--parsable", given=script))
+            except PlatformRefused:
+                attempt.remove(SUBMITTED)
+                raise
+            # Of two that submit at once the first stays.
+            row = self._find(job, None, fresh=True)
+            if row is not None and row.number < number:
+                self._run("scancel", str(number))
+                number, record = row.number, record.model_copy(update={"user": row.user})
+            _write(attempt, record.model_copy(update={"number": number}))
+        else:
+            user, cluster = row.user, self._whoami()[1]
+            _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster, number=row.number))
         return submission.job_id
+
+    def _refuse_rivals(self, script: str) -> None:
+        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+        run = _RUN.search(script)
+        for row in self._queue():
+            theirs = _RUN.search(row.comment)
+            if run and theirs and theirs[1] == run[1] and not row.has_ended:
+                what = f"job {row.number} ({row.state}) of {row.user} trains {run[1]} under the same root"
+                what = f"{what}, and the run index has no record of it: two jobs would overwrite each other's files"
+                raise PlatformRefused(what, fix=f"wait for its end, or end it: scancel {row.number}")
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         job = SlurmJob.of(job_id)
         return (job.place, job.name, job.directory) == (self._settings.host or "", attempt_name, directory)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return what the queue says, else the accounts, else what the nodes have left in the run's folder."""
+        """Return what the queue says, else the accounts, else what the nodes have left in the run's folder.
+
+        A job that is in none of them is FAILED for the user who submitted it, who sees all of their own jobs on that
+        cluster. For another user it is PlatformUnreachable: sites may hide jobs from others.
+        """
         job = SlurmJob.of(job_id)
-        row, attempt = self._row(job.name), open_storage(job.directory)
+        record, attempt = self._submission_of(job), open_storage(job.directory)
+        row = self._find(job, record)
         word = row.state if row else ""
         state, started = _STATES.get(word, JobState.UNKNOWN), _moment(row.start) if row else None
         if row and state.live:
@@ -185,11 +240,15 @@ class SlurmPlatform:
         patience = self._settle if row and job_id not in self._settled else 0.0
         codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
         self._settled.add(job_id)
+        if row is None and record is None:
+            return JobStatus(state=JobState.ABSENT, native="absent")
         if attempt.exists(CANCELLED):
             state = JobState.CANCELLED
-        elif row is None and not attempt.exists(SUBMITTED):
-            return JobStatus(state=JobState.ABSENT, native="absent")
         elif row is None or (state is JobState.SUCCEEDED and any(codes.values())):
+            if row is None and record is not None and len(codes) < job.nodes:
+                self._require_sight(job, record)
+                if record.number is None:  # its submitter died before it was submitted
+                    return JobStatus(state=JobState.ABSENT, native="absent")
             done = len(codes) == job.nodes and not any(codes.values())
             state = JobState.SUCCEEDED if done else JobState.FAILED
         if word in _MEANS:
@@ -199,58 +258,99 @@ class SlurmPlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job = SlurmJob.of(job_id)
-        row = self._row(job.name)  # asked before reading: what an ended job leaves unfinished is a line too
-        ended = row is None or _STATES.get(row.state, JobState.UNKNOWN).final
+        row = self._find(job, self._submission_of(job))  # before reading: an ended job's unfinished line is a line too
+        ended = row is None or row.has_ended
         return page_of(open_storage(job.directory), job.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         """Let the nodes save, then end the job; what is left is asked for until nothing is."""
-        job = SlurmJob.of(job_id)
-        rows = self._live(job.name)
-        if rows:
-            open_storage(job.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
-        for row in rows:
-            if row.state == "RUNNING":
-                self._run("scancel", "--signal=TERM", str(row.number), unless=_OVER)
-        save, deadline = time.monotonic() + self._settings.grace, time.monotonic() + self._settings.grace + 120
-        while rows := self._live(job.name):
-            if not any(row.state == "RUNNING" for row in rows) or time.monotonic() > save:
-                for row in rows:
-                    self._run("scancel", str(row.number), unless=_OVER)
-            if time.monotonic() > deadline:
-                what = f"{job.name} is still {rows[0].state} after it was cancelled"
-                raise PlatformUnreachable(what, fix=f"see `scontrol show job {rows[0].number}`, and cancel it again")
-            time.sleep(1.0)
+        cancelled, pause, start = False, 0.1, time.monotonic()
+        while (row := self._live(job_id)) is not None:
+            if row.state == "RUNNING" and not cancelled:
+                self._scancel(row, "--signal=TERM")
+            elif row.state != "RUNNING" or time.monotonic() > start + self._settings.grace:
+                self._scancel(row)
+            if not cancelled:
+                cancelled = True
+                content = json.dumps({"cancelled": time.time()}).encode()
+                open_storage(SlurmJob.of(job_id).directory).write(CANCELLED, content)
+            if time.monotonic() > start + self._settings.grace + 120:
+                what = f"job {row.number} is still {row.state} after it was cancelled"
+                raise PlatformUnreachable(what, fix=f"see `scontrol show job {row.number}`, and cancel it again")
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        return tuple(f"job {row.number} ({row.state})" for row in self._live(SlurmJob.of(job_id).name))
+        row = self._live(job_id)
+        return () if row is None else (f"job {row.number} ({row.state})",)
 
-    def _live(self, name: str) -> list[_Row]:
-        rows = self._rows(name, fresh=True)
-        return [row for row in rows if not _STATES.get(row.state, JobState.UNKNOWN).final]
+    def _scancel(self, row: _Row, *flags: str) -> None:
+        try:
+            self._run("scancel", *flags, str(row.number), unless=_OVER)
+        except PlatformRefused as error:
+            if "denied" not in error.what:
+                raise
+            what = f"job {row.number} is {row.user}'s, and Slurm does not let {self._whoami()[0]} end it ({error.what})"
+            raise PlatformRefused(what, fix=f"ask {row.user} to cancel it") from error
 
-    def _row(self, name: str) -> _Row | None:
-        if rows := self._rows(name):
-            return min(rows)
-        since = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
-        words = ("sacct", "-n", "-X", "-P", "-S", since, f"--name={name}", "-o", "JobIDRaw,State,Start,NodeList")
-        told = [line.split("|") for line in self._run(*words, unless=_NO_ACCOUNTS).splitlines()]
-        rows = [_Row(int(number), state.split()[0], "", start, nodes) for number, state, start, nodes in told]
-        return min(rows, default=None)
+    def _live(self, job_id: JobId) -> _Row | None:
+        job = SlurmJob.of(job_id)
+        row = self._find(job, self._submission_of(job), fresh=True)
+        if row is None:
+            self.status(job_id)  # raises where the job may run and cannot be seen from here
+        return None if row is None or row.has_ended else row
 
-    def _rows(self, name: str, *, fresh: bool = False) -> list[_Row]:
-        """Return the jobs of that name in the queue, which one command lists for all that look at the same time."""
-        with self._lock:
-            if fresh or time.monotonic() > self._asked + _FRESH:
-                self._user = self._user or self._run("id", "-un").strip()
-                self._queue = {}
-                for line in self._run("squeue", "-h", "-t", "all", "-u", self._user, "-o", _FORMAT).splitlines():
-                    number, state, reason, start, nodes, known = line.split("|", 5)
-                    if number.isdecimal():  # the tasks of an array are none of ours
-                        row = _Row(int(number), state, reason, start, nodes)
-                        self._queue.setdefault(known, []).append(row)
-                self._asked = time.monotonic()
-            return self._queue.get(name, [])
+    def _submission_of(self, job: SlurmJob) -> SlurmSubmission | None:
+        attempt = open_storage(job.directory)
+        try:
+            content = attempt.read(SUBMITTED, most=1 << 16)
+        except FileNotFoundError:
+            return None
+        fix = f"see by `squeue --name={job.name}` that no such job runs, then remove that file"
+        record = parse_json(content, SlurmSubmission, where=attempt.address(SUBMITTED), fix=fix)
+        return record if record.name == job.name else None
+
+    def _require_sight(self, job: SlurmJob, record: SlurmSubmission) -> None:
+        user, cluster = self._whoami()
+        if (record.user, record.cluster) == (user, cluster):
+            return
+        which = job.name if record.number is None else f"{record.number} ({job.name})"
+        what = f"job {which} was submitted by {record.user} on the cluster {record.cluster!r}"
+        what = f"{what}, and Slurm does not show it to {user} on {cluster!r}: it may be running"
+        file = open_storage(job.directory).address(SUBMITTED)
+        fix = f"run this as {record.user} on that cluster; where the job has surely ended, remove {file}"
+        raise PlatformUnreachable(what, fix=fix, given_up=True)
+
+    def _find(self, job: SlurmJob, record: SlurmSubmission | None, *, fresh: bool = False) -> _Row | None:
+        """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A
+        number that another job has by now, as after a new installation, is that of no job of ours."""
+        number = record.number if record else None
+        known, since = self._seen.get(job.name, (None, -_FRESH))
+        if not fresh and time.monotonic() < since + _FRESH:
+            return known
+        rows = self._queue(f"--name={job.name}" if number is None else f"--jobs={number}")
+        if record is not None and not rows:
+            begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
+            which = ("-S", begin, f"--name={job.name}") if number is None else ("-j", str(number))
+            words = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", "JobIDRaw,State,Start,NodeList,User,JobName")
+            for fields in _fields(self._run(*words, unless=_NO_ACCOUNTS), 6):
+                jobid, state, start, nodes, user, name = fields
+                rows.append(_Row(int(jobid), state.split()[0], "", start, nodes, user, name, ""))
+        found = min((row for row in rows if row.name == job.name), default=None)
+        self._seen[job.name] = found, time.monotonic()
+        return found
+
+    def _queue(self, *which: str) -> list[_Row]:
+        text = self._run("squeue", "-h", "-t", "all", *which, "-o", _FORMAT, unless=_OVER)
+        return [_Row(int(number), *fields) for number, *fields in _fields(text, 8)]
+
+    def _whoami(self) -> tuple[str, str]:
+        """Return the user and the cluster that commands are run as and on."""
+        if not self._user:
+            cluster = _CLUSTER.search(self._run("scontrol", "show", "config"))
+            self._cluster = cluster[1] if cluster else ""
+            self._user = self._run("id", "-un").split()[-1]
+        return self._user, self._cluster
 
     def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
         """Return what a command prints; `unless` has words of a no that is none."""
@@ -278,6 +378,25 @@ class SlurmPlatform:
         if _AWAY.search(said):
             raise PlatformUnreachable(what)
         raise PlatformRefused(what, fix="fix what it names in the `platform` section: `sinfo` and `sacctmgr` list it")
+
+
+def _write(attempt: Storage, record: SlurmSubmission) -> None:
+    attempt.write(SUBMITTED, record.model_dump_json(indent=1).encode())
+
+
+def _number_in(text: str) -> int:
+    found = re.search(r"^([0-9]+)(?:;\S*)?$", text, re.MULTILINE)
+    if found is None:
+        raise PlatformUnreachable(f"`sbatch` printed no job's number, but {text[:200]!r}")
+    return int(found[1])
+
+
+def _fields(text: str, count: int) -> Iterator[list[str]]:
+    """Yield the fields of each line that is a job's; a login shell may print other lines, and arrays have other ids."""
+    for line in text.splitlines():
+        fields = line.split("|", count - 1)
+        if len(fields) == count and fields[0].isdecimal():
+            yield fields
 
 
 def _reason(row: _Row) -> Finding:

@@ -103,7 +103,7 @@ class Cloud:
         for name, call, asked in (
             ("cloud.batch.v1.BatchService/CreateJob", self._create, types.CreateJobRequest),
             ("cloud.batch.v1.BatchService/GetJob", lambda asked: self._found(asked.name).job, types.GetJobRequest),
-            ("cloud.batch.v1.BatchService/ListJobs", lambda _: types.ListJobsResponse(), types.ListJobsRequest),
+            ("cloud.batch.v1.BatchService/ListJobs", self._list_jobs, types.ListJobsRequest),
             ("cloud.batch.v1.BatchService/ListTasks", self._list_tasks, types.ListTasksRequest),
             ("cloud.batch.v1.BatchService/CancelJob", self._cancel, types.CancelJobRequest),
             ("logging.v2.LoggingServiceV2/ListLogEntries", self._list, logging_types.ListLogEntriesRequest),
@@ -181,6 +181,9 @@ class Cloud:
         if name not in self.records:
             raise Refused(grpc.StatusCode.NOT_FOUND, f"Resource '{name}' was not found")
         return self.records[name]
+
+    def _list_jobs(self, request: types.ListJobsRequest) -> types.ListJobsResponse:
+        return types.ListJobsResponse(jobs=[record.job for record in self.records.values()])
 
     def _list_tasks(self, request: types.ListTasksRequest) -> types.ListTasksResponse:
         return types.ListTasksResponse(tasks=self._found(request.parent.removesuffix("/taskGroups/group0")).tasks)

@@ -1,6 +1,6 @@
 #!/bin/bash
-#SBATCH --job-name=owt-1a2b-1
-#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1'
+#SBATCH --job-name=owt-1a2b-1-000000
+#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1 train-litgpt/job=owt-1a2b-1-000000'
 #SBATCH --account=lab
 #SBATCH --partition=gpu
 #SBATCH --qos=long
@@ -33,7 +33,7 @@ export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
-  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; trap : TERM; own=$(mktemp -d "${TMPDIR:-/tmp}/train-litgpt.XXXXXX") || exit 43; "${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1 --directory @OWN@ --log-uri gs://bucket/runs/owt/attempts/1 --log-every 10 --grace 120 -- -m litgpt_demo train &
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; trap : TERM; own=$(mktemp -d "${TMPDIR:-/tmp}/train-litgpt.XXXXXX") || exit 43; "${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1-000000 --directory @OWN@ --log-uri gs://bucket/runs/owt/attempts/1 --log-every 10 --grace 120 -- -m litgpt_demo train &
 step=$!
 while kill -0 "$step" 2> /dev/null; do wait "$step"; done
 wait "$step"

@@ -1,6 +1,6 @@
 #!/bin/bash
-#SBATCH --job-name=owt-1a2b-1
-#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1'
+#SBATCH --job-name=owt-1a2b-1-000000
+#SBATCH --comment='train-litgpt/run=owt-1a2b train-litgpt/attempt=1 train-litgpt/job=owt-1a2b-1-000000'
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:TERM@120
@@ -19,7 +19,7 @@ export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 srun --export=ALL --kill-on-bad-exit=0 --wait=120 --output=/shared/runs/owt/attempts/1/node-%n.log --open-mode=append \
-  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; exec "$@"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 1 --master env:LITGPT_MASTER --run-id owt-1a2b-1 --directory /shared/runs/owt/attempts/1 --grace 120 -- -m litgpt_demo train &
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; exec "$@"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 1 --master env:LITGPT_MASTER --run-id owt-1a2b-1-000000 --directory /shared/runs/owt/attempts/1 --grace 120 -- -m litgpt_demo train &
 step=$!
 while kill -0 "$step" 2> /dev/null; do wait "$step"; done
 wait "$step"

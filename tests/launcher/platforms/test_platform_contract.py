@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.config import RunConfig, validated
-from launcher.errors import ConfigProblem
+from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState
 from launcher.platforms import PLATFORMS, settings_classes
 from launcher.platforms.base import Platform
@@ -148,6 +149,23 @@ def runai_place(
         )
 
 
+@contextlib.contextmanager
+def slurm_place(folder: Path) -> Iterator[Place]:
+    from slurm_commands import slurm_commands
+
+    from launcher.platforms.slurm.platform import SlurmPlatform
+    from launcher.platforms.slurm.settings import SlurmPlatformConfig
+
+    with slurm_commands() as cluster:
+        yield Place(
+            platform=SlurmPlatform(SlurmPlatformConfig.model_validate({"kind": "slurm", "nodes": 2}), settle=0),
+            folder=folder,
+            live_jobs=lambda: len(cluster.live()),
+            written=lambda: [call for call in cluster.calls if call[0] in {"sbatch", "scancel"}],
+            runs=False,
+        )
+
+
 PLACES = {
     "local": local_place,
     "strict": strict_place,
@@ -156,6 +174,7 @@ PLACES = {
     "runai-v1": partial(runai_place, variant="v1", version="2.13"),
     "runai-v2": partial(runai_place, variant="v2"),
     "batch": batch_place,
+    "slurm": slurm_place,
 }
 
 
@@ -226,16 +245,36 @@ def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
 
 
 def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
-    def submit_under(root: str) -> JobId:
-        asked = job(place, "rooted", SLEEP, root=root, directory=str(place.folder / root))
+    def submit_under(root: str, nonce: str) -> JobId:
+        asked = job(place, "rooted", SLEEP, root=root, nonce=nonce, directory=str(place.folder / root))
         return place.platform.submit(place.platform.render(asked))
 
-    ours, theirs = submit_under("ours"), submit_under("theirs")
+    ours, theirs = submit_under("ours", "aaaaaa"), submit_under("theirs", "bbbbbb")
     assert place.live_jobs() == 2
     place.platform.cancel(ours)
     assert place.platform.status(theirs).state.live
     place.platform.cancel(theirs)
     assert place.live_jobs() == 0
+
+
+def test_job_of_a_deleted_root_is_neither_adopted_nor_doubled(place: Place) -> None:
+    """The root was deleted while its job ran, and is made again: the new attempt is 1 too, with another nonce."""
+    if place.platform.name == "runai":
+        pytest.skip("Run:ai lists no jobs by their labels: that a job is not adopted is tried by the next test")
+    old = job(place, "deleted", SLEEP, root="root", nonce="aaaaaa")
+    old_id = place.platform.submit(place.platform.render(old))
+    new = place.platform.render(replace(old, nonce="bbbbbb"))
+    if place.platform.name != "local":  # whose ids are folders
+        assert place.platform.status(new.job_id).state is JobState.ABSENT
+    shutil.rmtree(place.folder / "runs/deleted", ignore_errors=True)
+    with pytest.raises(PlatformRefused):
+        place.platform.submit(new)
+    assert place.live_jobs() == 1
+    place.platform.cancel(old_id)
+    shutil.rmtree(place.folder / "runs/deleted", ignore_errors=True)
+    assert place.platform.submit(new) == new.job_id
+    assert place.live_jobs() == 1
+    place.platform.cancel(new.job_id)
 
 
 def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:

@@ -16,7 +16,7 @@ ENDED = JobStatus(state=JobState.FAILED, native="node 1 ended with 43")
 def record(run: str = RUN, attempt: int = 1, *, user: str = "ada", created: float = 1.0) -> AttemptRecord:
     name, _, key = run.rpartition("-")
     return AttemptRecord(
-        run=run, name=name, key=key, attempt=attempt, config={}, platform={"kind": "local"},
+        run=run, name=name, key=key, attempt=attempt, nonce="0a1b2c", config={}, platform={"kind": "local"},
         job_id=JobId(f"{run}-{attempt}"), directory=f"runs/{run}/attempts/{attempt}", user=user, host="laptop",
         machine=this_machine(), created=created,
     )  # fmt: skip

@@ -133,7 +133,7 @@ def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_l
 def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(followed: Followed) -> None:
     remove = partial(followed.platform.remove, followed.id)
     remove()
-    with pytest.raises(PlatformUnreachable, match=r"strict has not known strict/gpt-1-\w+-1 for \d+ s; was it removed"):
+    with pytest.raises(PlatformUnreachable, match=r"strict has not known strict/gpt-1-1-\w+ for \d+ s; was it removed"):
         followed.follow((500, followed.appear), (600, remove), patience=550)
     assert followed.clock.now() >= 1000 + 600 + 550
 

@@ -125,7 +125,7 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
         log = cluster.folder / "team-a/fate-1/0.log"
         until(lambda: log.exists() and "]:first" in log.read_text())
         (tmp_path / "second-life").touch()
-        cluster.trainings["team-a", "fate-1"].wanted = "preempt"
+        cluster.trainings["team-a", "fate-1-000000"].wanted = "preempt"
         until(lambda: not platform.status(job_id).state.live)
         seen = platform.status(job_id)
         assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})

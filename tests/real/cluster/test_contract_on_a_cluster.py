@@ -17,7 +17,7 @@ import real_cluster
 from kubernetes_cluster import running_cluster
 from waiting import until
 
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobId
+from launcher.job import JOB_LABEL, JobId
 from launcher.platforms.kubernetes.cluster import JOBS
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -45,9 +45,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
     def jobs() -> set[JobId]:
         """This suite's, all of which are called contract-…: also of a run that was interrupted."""
-        listed, _ = platform.cluster.list(JOBS, "default", labels=RUN_LABEL)
-        marks = [(one["metadata"]["labels"][RUN_LABEL], one["metadata"]["labels"][ATTEMPT_LABEL]) for one in listed]
-        return {JobId(f"default/{run}-{attempt}") for run, attempt in marks if run.startswith("contract-")}
+        listed, _ = platform.cluster.list(JOBS, "default", labels=JOB_LABEL)
+        names = [job["metadata"]["labels"][JOB_LABEL] for job in listed]
+        return {JobId(f"default/{name}") for name in names if name.startswith("contract-")}
 
     def cancelled() -> None:
         for job_id in jobs():

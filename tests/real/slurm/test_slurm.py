@@ -113,14 +113,14 @@ def test_ranks_save_before_the_time_limit_and_the_end_counts_as_a_preemption(slu
 def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "outside", WAITS)
     until((tmp_path / "outside.begun").exists)
-    slurm.call("scancel", "--name=outside-1")
+    slurm.call("scancel", "--name=outside-1-000000")
     assert ended(platform, job_id).state is JobState.CANCELLED
 
 
 def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "requeued", WAITS)
     until((tmp_path / "requeued.begun").exists)
-    number = slurm.call("squeue", "-h", "--name=requeued-1", "-o", "%i").strip()
+    number = slurm.call("squeue", "-h", "--name=requeued-1-000000", "-o", "%i").strip()
     slurm.call("scontrol", "requeue", number, check=False)
     assert platform.status(job_id).state is JobState.RUNNING
     platform.cancel(job_id)
@@ -200,7 +200,7 @@ def test_with_accounts_a_jobs_end_is_told_after_the_controller_forgot_it_and_a_l
             JobState.CANCELLED: submitted_job(tmp_path, "outside", WAITS, account="lab"),
         }
         until((tmp_path / "outside.begun").exists)
-        cluster.call("scancel", "--name=outside-1")
+        cluster.call("scancel", "--name=outside-1-000000")
         until(lambda: cluster.call("squeue", "-h", "-t", "all") == "")
         assert {SlurmPlatform(settings_of()).status(job_id).state for _, job_id in jobs.values()} == {*jobs}
 

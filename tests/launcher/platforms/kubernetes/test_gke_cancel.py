@@ -23,7 +23,7 @@ def test_all_of_a_cancelled_job_goes_and_nothing_of_others(cluster: Cluster, tmp
     cluster.add_nodes(4)
     platform = gke(cluster, workload=workload)
     other = started(cluster, platform, job(tmp_path, "other"))
-    second = started(cluster, platform, job(tmp_path, attempt=2, directory=str(tmp_path / "two")))
+    second = started(cluster, platform, job(tmp_path, nonce="bbbbbb", root="second", directory=str(tmp_path / "two")))
     before = left(cluster)
     job_id = started(cluster, platform, job(tmp_path))
     cluster.traffic.clear()
@@ -37,10 +37,10 @@ def test_all_of_a_cancelled_job_goes_and_nothing_of_others(cluster: Cluster, tmp
 
 def test_what_somebody_has_cut_loose_from_its_job_is_removed_too(cluster: Cluster, tmp_path: Path) -> None:
     """A Job deleted without saying more leaves its pods behind, with the GPUs."""
-    labels = {"train-litgpt/run": "demo", "train-litgpt/attempt": "1"}
+    labels = {"train-litgpt/job": "demo-1-000000"}
     pod = {"containers": [{"name": "node", "image": "x"}], "restartPolicy": "Never"}
-    cluster.apply("pods", {"metadata": {"name": "demo-1-0", "labels": labels}, "spec": pod})
-    cluster.apply("services", {"metadata": {"name": "demo-1"}, "spec": {"clusterIP": "None"}})
+    cluster.apply("pods", {"metadata": {"name": "demo-1-000000-0", "labels": labels}, "spec": pod})
+    cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
     platform = gke(cluster, workload="job")
     platform.cancel(platform.render(job(tmp_path)).job_id)
     assert left(cluster) == []
@@ -57,7 +57,7 @@ def test_what_does_not_go_is_named_with_what_holds_it(cluster: Cluster, tmp_path
             platform.cancel(job_id)
         return str(told.value)
 
-    held = r"1 pods \(demo-1-nodes-0-1-\w+ on node-\d; held by .*example.com/stuck"
+    held = r"1 pods \(demo-1-000000-nodes-0-1-\w+ on node-\d; held by .*example.com/stuck"
     until(lambda: re.search(held, said()))
     cluster.change("pods", pod, lambda thing: thing["metadata"]["finalizers"].remove("example.com/stuck"))
     gke(cluster).cancel(job_id)
@@ -68,7 +68,7 @@ def test_beside_a_lost_machine_cancelling_says_which_one_does_not_answer(cluster
     platform, job_id = begun(cluster, tmp_path, gone=2.0)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
-    words = rf"demo-1-nodes-0-1-\w+ on {lost}, which has not answered since 20.*kubectl delete node"
+    words = rf"demo-1-000000-nodes-0-1-\w+ on {lost}, which has not answered since 20.*kubectl delete node"
     with pytest.raises(PlatformUnreachable, match=words):
         platform.cancel(job_id)
 

@@ -26,7 +26,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def say(cluster: Cluster, node: int, *lines: str) -> None:
-    pod = cluster.pods(f"demo-1-nodes-0-{node}-")[0]["metadata"]["name"]
+    pod = cluster.pods(f"demo-1-000000-nodes-0-{node}-")[0]["metadata"]["name"]
     for line in lines:
         cluster.say(pod, line)
 

@@ -82,7 +82,7 @@ ADMISSION = {
 @pytest.mark.parametrize("words", ADMISSION)
 def test_every_refusal_is_told_by_who_refused_and_with_its_own_fix(words: str) -> None:
     code, fix = ADMISSION[words]
-    message = f'pods "demo-1-nodes-0-0-x7k2p" is forbidden: {words}'
+    message = f'pods "demo-1-000000-nodes-0-0-x7k2p" is forbidden: {words}'
     (found,) = refusals(message, "gke")
     assert (found.code, fix in found.fix) == (f"gke.{code}", True)
     assert ("rbac.yaml" in advice(message)) == (code == "permission")
@@ -150,7 +150,7 @@ def test_what_kueue_says_of_a_job_in_its_queue_is_told(
 ) -> None:
     platform, job_id = waiting(bare, tmp_path, queue="research")
     if conditions:
-        bare.workload("demo-1", **conditions)
+        bare.workload("demo-1-000000", **conditions)
     found = until(lambda: [one for one in platform.status(job_id).reasons if words in one.what])
     assert [(one.code, one.severity) for one in found] == [(f"gke.pending.{code}", severity)]
     assert platform.status(job_id).native == "JobSet Suspended"

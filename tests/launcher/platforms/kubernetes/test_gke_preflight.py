@@ -85,7 +85,7 @@ def test_what_admission_says_to_a_pod_that_is_only_tried_out_is_told_with_its_fi
     bare: Cluster, words: str, code: str
 ) -> None:
     bare.add_nodes(2)
-    bare.answer(403, verb="create", resource="pods", message=f'pods "demo-1" is forbidden: {words}')
+    bare.answer(403, verb="create", resource="pods", message=f'pods "demo-1-000000" is forbidden: {words}')
     (news,) = found(bare).values()
     assert (news.code, news.severity) == (code, "error")
     assert words.rpartition(": ")[2] in news.what

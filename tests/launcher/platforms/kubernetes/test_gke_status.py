@@ -11,6 +11,7 @@ from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import informer as watching
 from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.states import JobName
 from launcher.runs.diagnosis import Action, diagnose
 from litgpt_demo.errors import EXIT_CODES, Fault
 
@@ -32,7 +33,7 @@ def test_a_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workloa
     assert 1 < since - 1 <= scheduled <= pulled + 1 <= ended + 2, "in whole seconds"
 
 
-@pytest.mark.parametrize(("workload", "pod"), [("jobset", "-0-1"), ("job", "demo-1-1")])
+@pytest.mark.parametrize(("workload", "pod"), [("jobset", "-0-1"), ("job", "demo-1-000000-1")])
 def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path, workload: str, pod: str) -> None:
     """The Job controller deletes the pods that still run when one has failed."""
     platform, job_id = begun(cluster, tmp_path, workload=workload)
@@ -152,3 +153,21 @@ def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
     until(lambda: seen(platform, job_id) is JobState.RUNNING)
     cluster.finish("demo")
     until(lambda: seen(platform, job_id) is JobState.SUCCEEDED)
+
+
+def test_exit_code_is_of_the_pod_that_runs_when_kueue_starts_a_job_again() -> None:
+    """Suspended and started again, a job has the same life: its nodes' first pods ended, and must not speak for them."""
+
+    def pod(uid: str, minute: int, state: dict[str, object]) -> dict[str, object]:
+        labels = {"batch.kubernetes.io/job-completion-index": "0"}
+        created = f"2026-11-28T11:0{minute}:00Z"
+        meta = {"name": uid, "uid": uid, "creationTimestamp": created, "labels": labels}
+        return {"metadata": meta, "status": {"containerStatuses": [{"name": "node", "state": state}]}}
+
+    first = pod("first", 1, {"terminated": {"exitCode": PREEMPTED}})
+    second = pod("second", 2, {"running": {"startedAt": "2026-11-28T11:02:30Z"}})
+    watch = watching.JobWatch(None, JobName.parse("default/demo-1-000000"))  # type: ignore[arg-type]  # nothing is asked
+    for event in (first, second, first):
+        watch._apply(event, gone=False)
+    watch._apply(first, gone=True)
+    assert [seen.code for seen in watch._seen.values()] == [None]

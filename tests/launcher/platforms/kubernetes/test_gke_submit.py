@@ -14,9 +14,9 @@ from launcher.job import JobState, Submission
 def test_another_job_of_that_name_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     platform, other = gke(cluster, workload="jobset"), gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
-    with pytest.raises(PlatformRefused, match="demo-1 is there, and was made of something else; cancel it"):
+    with pytest.raises(PlatformRefused, match="demo-1-000000 is there, and was made of something else; cancel it"):
         platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
-    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1 is there, and this would be a Job"):
+    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1-000000 is there, and this would be a Job"):
         other.submit(other.render(job(tmp_path)))
     assert len(cluster.objects("jobsets")) == 1
 
@@ -52,15 +52,15 @@ def test_what_goes_with_a_job_goes_when_it_goes(cluster: Cluster, tmp_path: Path
     platform.submit(platform.render(job(tmp_path)))
     until(lambda: len(cluster.pods("demo")) == 2)
     for owned in ("services", "networkpolicies"):
-        assert [one["metadata"]["name"] for one in cluster.objects(owned)] == ["demo-1"]
-    cluster.remove("jobs", "demo-1")
+        assert [one["metadata"]["name"] for one in cluster.objects(owned)] == ["demo-1-000000"]
+    cluster.remove("jobs", "demo-1-000000")
     until(lambda: not any(map(cluster.objects, ("services", "networkpolicies", "pods"))))
 
 
 def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
-    cluster.apply("services", {"metadata": {"name": "demo-1"}, "spec": {"clusterIP": "None"}})
-    with pytest.raises(PlatformRefused, match="Service demo-1 is there, and belongs to something else"):
+    cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
+    with pytest.raises(PlatformRefused, match="Service demo-1-000000 is there, and belongs to something else"):
         platform.submit(platform.render(job(tmp_path)))
     until(lambda: not cluster.objects("jobs"))
     assert len(cluster.objects("services")) == 1
@@ -87,4 +87,4 @@ def test_auto_becomes_a_job_where_there_is_no_jobset(tmp_path: Path) -> None:
             blind.submit(submission)  # nobody has looked before
         platform.check_access()
         started(cluster, platform, job(tmp_path))
-        assert [one["metadata"]["name"] for one in cluster.objects("jobs")] == ["demo-1"]
+        assert [one["metadata"]["name"] for one in cluster.objects("jobs")] == ["demo-1-000000"]

@@ -219,7 +219,7 @@ def test_pods_take_connections_of_their_own_attempt_alone() -> None:
             assert policies == []
             continue
         (policy,) = policies
-        labels = {"train-litgpt/run": "owt-0123456789", "train-litgpt/attempt": "1"}
+        labels = {"train-litgpt/job": "owt-0123456789-1-000000"}
         assert policy["podSelector"]["matchLabels"] == labels
         assert policy["policyTypes"] == ["Ingress"]
         assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
@@ -268,7 +268,7 @@ def test_a_program_gets_its_words_as_they_are(word: str, workload: str) -> None:
 
 
 def test_names_that_do_not_fit_are_refused_with_what_would() -> None:
-    many, name = {**PLAIN, "nodes": 1000}, "a-name-of-thirty-two-characters0-0123456789"
+    many, name = {**PLAIN, "nodes": 1000}, "a-name-of-twenty-five-chr-0123456789"
     with pytest.raises(ConfigProblem, match=r"names of 64 characters.*takes 63.*1 characters shorter"):
         sent(many, name=name, attempt=11)
     sent(many, name=name, attempt=9)

@@ -70,7 +70,7 @@ def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_an
     platform = LocalPlatform(LocalPlatformConfig(kind="local"))
     asked = job(tmp_path, name="owt-1a2b", attempt=3, directory="gs://bucket/runs/x", nodes=3)
     submission = platform.render(asked)
-    assert submission.job_id == str(tmp_path / "jobs" / "owt-1a2b-3")
+    assert submission.job_id == str(tmp_path / "jobs" / "owt-1a2b-3-000000")
     commands = [" ".join(node["argv"]) for node in submission.body["nodes"]]
     assert all(f"--nodes 3 --node-rank {number} " in command for number, command in enumerate(commands))
     assert len({command.partition("--master ")[2].split()[0] for command in commands}) == 1

@@ -140,7 +140,7 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
     here = by_program()
     submission = here.render(waiting)
     cluster.lost = [("EOF", False)] * 9
-    with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1 is made is not known.*takes it up"):
+    with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1-000000 is made is not known.*takes it up"):
         here.submit(submission)
     cluster.lost = []
     assert here.status(here.submit(submission)).state.live

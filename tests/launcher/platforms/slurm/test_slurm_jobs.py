@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from golden_files import require_golden
 from pydantic import ValidationError
+from slurm_commands import SlurmCommands, slurm_commands
 
 from launcher.errors import LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobState
+from launcher.job import Job, JobId, JobState
 from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
+from litgpt_demo.errors import EXIT_CODES, was_given_up
 
+FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
 AWAY = "squeue: error: Unable to contact slurm controller (connect failure)"
 NO_ACCOUNTS = "Slurm accounting storage is disabled"
 
@@ -57,7 +60,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
 
 def row(state: str, reason: str = "None", start: str = "2026-11-28T11:03:48", nodes: str = "n0,n1") -> str:
-    return f"9|{state}|{reason}|{start}|{nodes}|owt-1a2b-1\n13|PENDING|BeginTime|N/A||another\n"
+    others = "13|PENDING|BeginTime|N/A||you|another|(null)\nWelcome to the login node\n"
+    return f"9|{state}|{reason}|{start}|{nodes}|me|owt-1a2b-1-000000|(null)\n{others}"
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -165,36 +169,130 @@ def test_a_job_that_waits_says_why_and_until_when(
     assert words in seen.reasons[0].what
 
 
-def test_one_list_of_the_queue_answers_for_all_jobs_that_are_looked_at_together(
-    slurm: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_one_look_at_the_queue_answers_for_state_and_logs(slurm: Callable[..., Any], tmp_path: Path) -> None:
     asked = slurm(squeue=row("RUNNING"))
     platform = SlurmPlatform(settings_of())
     job_id = platform.render(job_of(tmp_path)).job_id
-    for _ in range(20):
-        platform.status(job_id)
+    platform.status(job_id)
+    platform.logs(job_id)
     assert [command[0] for command in asked].count("squeue") == 1
 
 
-def test_a_job_that_slurm_has_forgotten_is_told_by_the_accounts_else_by_what_its_nodes_left(
-    slurm: Callable[..., Any], tmp_path: Path
-) -> None:
-    platform, attempt = SlurmPlatform(settings_of(), settle=0), tmp_path / "attempts/1"
-    job_id = platform.render(job_of(tmp_path)).job_id
-    slurm(sacct="9|CANCELLED by 1000|2026-11-28T11:03:48|n[0-1]\n")
-    assert platform.status(job_id).state is JobState.CANCELLED
-    slurm()
+@pytest.fixture
+def cluster() -> Iterator[SlurmCommands]:
+    with slurm_commands() as cluster:
+        yield cluster
+
+
+def submitted(folder: Path, **changes: Any) -> tuple[SlurmPlatform, JobId]:
     platform = SlurmPlatform(settings_of(), settle=0)
-    assert platform.status(job_id).state is JobState.ABSENT
-    attempt.mkdir(parents=True)
-    (attempt / SUBMITTED).write_text("{}")
-    assert platform.status(job_id).state is JobState.FAILED, "it was submitted, and nobody knows how it ended"
-    for node in (0, 1):
-        report = {"node": node, "exit_code": 0, "fault": None, "message": "", "ended": 1.0}
-        (attempt / f"node-{node}.json").write_text(json.dumps(report))
+    return platform, platform.submit(platform.render(job_of(folder, **changes)))
+
+
+def report_end(folder: Path, *codes: int) -> None:
+    for node, code in enumerate(codes):
+        fault = FAULTS.get(code)
+        report = {"node": node, "exit_code": code, "fault": fault, "message": "", "ended": 1.0}
+        (folder / f"attempts/1/node-{node}.json").write_text(json.dumps(report))
+
+
+def test_forgotten_job_is_judged_by_its_nodes_reports(cluster: SlurmCommands, tmp_path: Path) -> None:
+    _, job_id = submitted(tmp_path)
+    cluster.forget(77)
+    platform = SlurmPlatform(settings_of(), settle=0)
+    assert platform.status(job_id).state is JobState.FAILED, "its own user sees every job of theirs"
+    report_end(tmp_path, 0, 0)
     assert platform.status(job_id).state is JobState.SUCCEEDED
-    (attempt / CANCELLED).write_text("{}")
+    (tmp_path / "attempts/1" / CANCELLED).write_text("{}")
     assert platform.status(job_id).state is JobState.CANCELLED
+
+
+def test_forgotten_job_is_found_in_the_accounts(cluster: SlurmCommands, tmp_path: Path) -> None:
+    cluster.keeps_accounts = True
+    _, job_id = submitted(tmp_path)
+    cluster.jobs[77].state = "NODE_FAIL"
+    cluster.forget(77)
+    cluster.user = "bob"
+    seen = SlurmPlatform(settings_of(), settle=0).status(job_id)
+    assert (seen.state, seen.native, seen.exit_codes) == (JobState.FAILED, "NODE_FAIL", {0: 43, 1: 43})
+
+
+def test_second_user_sees_a_running_job(cluster: SlurmCommands, tmp_path: Path) -> None:
+    _, job_id = submitted(tmp_path)
+    cluster.user = "bob"
+    platform = SlurmPlatform(settings_of(), settle=0)
+    assert platform.status(job_id).state is JobState.RUNNING
+    assert platform.left(job_id) == ("job 77 (RUNNING)",)
+    with pytest.raises(PlatformRefused, match=r"job 77 is alice's, and Slurm does not let bob end it.*ask alice"):
+        platform.cancel(job_id)
+    assert not (tmp_path / "attempts/1" / CANCELLED).exists(), "the job goes on, and must not look cancelled later"
+    assert platform.submit(platform.render(job_of(tmp_path))) == job_id
+    assert len(cluster.live()) == 1
+
+
+def test_second_user_is_referred_to_the_first_where_jobs_are_hidden(cluster: SlurmCommands, tmp_path: Path) -> None:
+    cluster.hides_jobs = True
+    _, job_id = submitted(tmp_path)
+    cluster.user = "bob"
+    platform = SlurmPlatform(settings_of(), settle=0)
+    for verb in (platform.status, platform.cancel, platform.left):
+        with pytest.raises(
+            PlatformUnreachable, match=r"submitted by alice on.*it may be running.*run this as alice"
+        ) as no:
+            verb(job_id)
+        assert was_given_up(no.value), "asking again does not help"
+    report_end(tmp_path, 0, 0)
+    assert platform.status(job_id).state is JobState.SUCCEEDED
+
+
+def test_job_is_found_by_name_when_the_submitter_died_before_it_wrote_the_number(
+    cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(text: str) -> int:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("launcher.platforms.slurm.platform._number_in", die)
+        with pytest.raises(Killed):
+            submitted(tmp_path)
+    assert SlurmPlatform(settings_of()).status(job_id_of(tmp_path)).state is JobState.RUNNING
+    submitted(tmp_path)
+    assert len(cluster.live()) == 1
+    cluster.forget(77)
+    assert SlurmPlatform(settings_of(), settle=0).status(job_id_of(tmp_path)).state is JobState.FAILED
+
+
+def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, tmp_path: Path) -> None:
+    platform, job_id = submitted(tmp_path)
+    cluster.jobs[77].name = "somebody-elses"
+    assert not SlurmPlatform(settings_of(), settle=0).status(job_id).state.live
+    platform.cancel(job_id)
+    assert cluster.jobs[77].state == "RUNNING"
+
+
+def test_ended_job_of_a_deleted_root_is_not_taken_for_the_new_one(cluster: SlurmCommands, tmp_path: Path) -> None:
+    cluster.keeps_accounts = True
+    submitted(tmp_path / "old", nonce="aaaaaa", root="/root")
+    cluster.jobs[77].state = "COMPLETED"
+    platform, job_id = SlurmPlatform(settings_of(), settle=0), job_id_of(tmp_path, nonce="bbbbbb", root="/root")
+    assert platform.status(job_id).state is JobState.ABSENT
+    assert submitted(tmp_path, nonce="bbbbbb", root="/root")[1] == job_id
+    assert [job.number for job in cluster.live()] == [78]
+
+
+def test_running_job_of_a_deleted_root_is_not_doubled(cluster: SlurmCommands, tmp_path: Path) -> None:
+    submitted(tmp_path / "old", nonce="aaaaaa", root="/root")
+    with pytest.raises(PlatformRefused, match=r"job 77 .RUNNING. of alice trains owt-1a2b.*scancel 77"):
+        submitted(tmp_path, nonce="bbbbbb", root="/root")
+    submitted(tmp_path / "elsewhere", nonce="bbbbbb", root="/another")
+    assert len(cluster.live()) == 2
+
+
+def job_id_of(folder: Path, **changes: Any) -> JobId:
+    return SlurmPlatform(settings_of()).render(job_of(folder, **changes)).job_id
 
 
 @pytest.mark.parametrize(
@@ -215,7 +313,8 @@ def test_a_no_is_told_from_no_answer(
     platform = SlurmPlatform(settings_of())
     with pytest.raises(kind, match="`sbatch` says"):
         platform.submit(platform.render(job_of(tmp_path)))
-    assert not (tmp_path / "attempts/1" / SUBMITTED).exists()
+    assert (tmp_path / "attempts/1" / SUBMITTED).exists() is (kind is PlatformUnreachable), "it may have been submitted"
+    assert platform.status(platform.render(job_of(tmp_path)).job_id).state is JobState.ABSENT
 
 
 def test_a_login_node_is_reached_by_ssh_which_asks_nothing(slurm: Callable[..., Any], tmp_path: Path) -> None:

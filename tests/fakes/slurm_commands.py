@@ -1,0 +1,124 @@
+"""Slurm's commands in memory: several users, a queue, accounts if the site keeps them. Others are refused.
+
+The words and their order are those of Slurm 22.05. The daemons themselves are in tests/real/slurm.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class _Job:
+    number: int
+    name: str
+    comment: str
+    user: str
+    state: str = "RUNNING"
+
+
+@dataclass
+class SlurmCommands:
+    """A cluster. A test decides who calls, and what becomes of jobs."""
+
+    user: str = "alice"
+    """The Unix user who calls the commands."""
+    hides_jobs: bool = False
+    """The site's PrivateData=jobs: users see their own jobs alone."""
+    keeps_accounts: bool = False
+    jobs: dict[int, _Job] = field(default_factory=dict)
+    """The queue."""
+    accounts: list[_Job] = field(default_factory=list)
+    calls: list[list[str]] = field(default_factory=list)
+    first_number: int = 77
+
+    def live(self) -> list[_Job]:
+        return [job for job in self.jobs.values() if job.state in {"PENDING", "RUNNING"}]
+
+    def forget(self, number: int) -> None:
+        """Let the controller forget a job that ended, as it does after MinJobAge."""
+        del self.jobs[number]
+
+    def run(self, command: list[str], *, input: str = "", **_: Any) -> subprocess.CompletedProcess[str]:
+        self.calls.append(command)
+        code, text = getattr(self, f"_{command[0]}")(command[1:], input)
+        return subprocess.CompletedProcess(command, code, "" if code else text, text if code else "")
+
+    def _id(self, words: list[str], _: str) -> tuple[int, str]:
+        assert words == ["-un"]
+        return 0, f"{self.user}\n"
+
+    def _sinfo(self, words: list[str], _: str) -> tuple[int, str]:
+        return 0, "slurm 22.05.8\n" if words == ["--version"] else "main* up infinite 2 (null)\n"
+
+    def _scontrol(self, words: list[str], _: str) -> tuple[int, str]:
+        assert words == ["show", "config"]
+        return 0, "Configuration data as of 2026-11-28T11:03:48\nClusterName             = cluster\n"
+
+    def _sbatch(self, words: list[str], script: str) -> tuple[int, str]:
+        if words == ["--test-only"]:
+            return 0, ""
+        assert words == ["--parsable"]
+        options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
+        number = max([self.first_number - 1, *self.jobs, *(job.number for job in self.accounts)]) + 1
+        comment = " ".join(shlex.split(options["comment"]))
+        self.jobs[number] = job = _Job(number, options["job-name"], comment, self.user)
+        self.accounts.append(job)
+        return 0, f"{number}\n"
+
+    def _squeue(self, words: list[str], _: str) -> tuple[int, str]:
+        assert words[:3] == ["-h", "-t", "all"]
+        assert words[-2:] == ["-o", "%i|%T|%r|%S|%N|%u|%j|%k"]
+        rows = self._seen(self.jobs.values())
+        for word in words[3:-2]:
+            flag, value = word.split("=")
+            rows = [job for job in rows if value == {"--name": job.name, "--jobs": str(job.number)}[flag]]
+            if flag == "--jobs" and not rows:
+                return 1, "slurm_load_jobs error: Invalid job id specified"
+        start = "2026-11-28T11:03:48"
+        return 0, "".join(f"{job.number}|{job.state}|None|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
+                          for job in rows)  # fmt: skip
+
+    def _sacct(self, words: list[str], _: str) -> tuple[int, str]:
+        if not self.keeps_accounts:
+            return 1, "Slurm accounting storage is disabled"
+        assert words[:4] == ["-n", "-X", "-P", "-a"]
+        assert words[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName"]
+        names = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
+        numbers = [int(words[words.index("-j") + 1])] if "-j" in words else []
+        rows = [job for job in self._seen(self.accounts) if job.name in names or job.number in numbers]
+        return 0, "".join(
+            f"{job.number}|{job.state}|2026-11-28T11:03:48|n[0-1]|{job.user}|{job.name}\n" for job in rows
+        )
+
+    def _scancel(self, words: list[str], _: str) -> tuple[int, str]:
+        job = self.jobs.get(int(words[-1]))
+        if job is None:
+            return 1, f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id specified"
+        if job.user != self.user:
+            return 1, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
+        job.state = "CANCELLED"
+        return 0, ""
+
+    def _seen(self, jobs: Any) -> list[_Job]:
+        return [job for job in jobs if job.user == self.user or not self.hides_jobs]
+
+
+@contextmanager
+def slurm_commands(**about: Any) -> Iterator[SlurmCommands]:
+    """Put a cluster's commands in place of this machine's."""
+    slurm = SlurmCommands(**about)
+    with pytest.MonkeyPatch.context() as patch:
+        commands = SimpleNamespace(run=slurm.run, TimeoutExpired=subprocess.TimeoutExpired)
+        patch.setattr("launcher.platforms.slurm.platform.subprocess", commands)
+        patch.setattr("launcher.platforms.slurm.platform.shutil", SimpleNamespace(which=lambda name: name))
+        yield slurm
