@@ -14,7 +14,7 @@ from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.runs.attempts import claim_at, known_image, script_of_flow_run
+from launcher.runs.attempts import CancelWatch, claim_at, known_image, script_of_flow_run
 from launcher.runs.run import plan_script
 from litgpt_demo.node.gate import RESULT, Result, read_result
 from litgpt_demo.storage import open_storage
@@ -39,6 +39,7 @@ async def run_script(config: ScriptConfig) -> str:
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
     await name_flow_run(script.name)
     claim = claim_at(script)
+    watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
     lives = await is_under_way(claim, partial(findings_of, config, {"": script}))
     image = known_image(config.image) if lives else None
     if image is None:  # a live job's too, where this step names the image: a new attempt would need it
@@ -50,7 +51,7 @@ async def run_script(config: ScriptConfig) -> str:
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
     claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=image))
-    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts)
+    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
     reach("run.finished", record.run, claim.attempts.index.root.address(), logs=record.directory)

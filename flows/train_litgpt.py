@@ -15,7 +15,7 @@ from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
 from launcher.images.identity import SoftwareIdentity
-from launcher.runs.attempts import claim_at, run_of_flow_run
+from launcher.runs.attempts import CancelWatch, claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
 from litgpt_demo.export import FinalManifest, exported
@@ -43,8 +43,10 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     mine = flow_runs()[0]
     run = await asyncio.to_thread(lambda: run_of_flow_run(config, mine) or PLANNED.get() or plan_run(config))
     await name_flow_run(run.name)
+    claim = claim_at(run)
+    watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
     find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
-    lives = await is_under_way(claim_at(run), find, done=done)
+    lives = await is_under_way(claim, find, done=done)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
         prepared, identity = await _prepared_and_built(config, run)
@@ -60,7 +62,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
                 scores.follow(row)
                 ON_ROW.get()(row)
 
-            await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row)
+            await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row, watch=watch)
             final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
     if config.evaluation is not None:
         final = await evaluate(run.storage.address(), config.evaluation)

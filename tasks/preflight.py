@@ -29,11 +29,17 @@ from tasks.training import ask
 async def is_under_way(
     claim: Claim, find: Callable[[], Sequence[Finding]], *, done: Callable[[], object] = lambda: None
 ) -> bool:
-    """Return whether a job of the claim lives; where none does, refuse what cannot work and settle with other jobs,
-    unless `done` returns what a finished run has: no other job can be in its way."""
+    """Return whether a job lives that the claim reattaches to.
+
+    Where none does, refuse what cannot work, and settle with other jobs unless `done` returns what a finished run has:
+    no other job can be in its way. A job of the run on another platform is refused too, or with `start.others=cancel`
+    is cancelled later, when the new one is ready to be submitted.
+    """
     attempts, config = claim.attempts, claim.config
-    if await ask(claim, attempts.live) is not None:
-        return True
+    if (live := await ask(claim, attempts.live)) is not None:
+        if claim.adopts(live):
+            return True
+        claim.require_replaceable(live)
     if await asyncio.to_thread(done) is None:
         await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
     await report_findings(find, artifact=attempts.run)

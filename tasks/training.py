@@ -7,9 +7,9 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,19 +20,19 @@ from launcher.checks import arithmetic
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
-from launcher.job import Job, JobState, JobStatus, LogLine
+from launcher.job import JobState, JobStatus, LogLine
 from launcher.reports.goodput import ledger
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
-from launcher.runs.lease import LOOK, Lease
+from launcher.runs.lease import BEAT, LOOK, Lease
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, words_of
+from litgpt_demo.errors import Fault, TrainLitgptError, words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
@@ -45,6 +45,7 @@ T = TypeVar("T")
 
 _TAIL = 200  # lines that are kept for the verdict
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
+_LONGEST_WHY = 4_000  # characters of a verdict in an event: Prefect refuses long ones
 _LOGGED = 40  # lines of node 0 that Prefect's database gets of a minute: NCCL alone prints thousands
 _MOST_WARNINGS = 20  # of an attempt that are told
 # As `warn` of the trainer and a node's findings have it, behind what torchrun puts before it.
@@ -53,8 +54,9 @@ _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 @step_task(Step.TRAINING.task, again=False)
 async def train(
-    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
-) -> None:
+    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None],
+    watch: CancelWatch | None = None,
+) -> None:  # fmt: skip
     """Train until the run's last checkpoint is committed, or find that it is; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform, train = run.config.platform, run.config.train
@@ -69,15 +71,17 @@ async def train(
         if run.origin is not None:
             found = await asyncio.to_thread(bring_origin, run.origin, run.root)
             spec = spec.model_copy(update={"origin": found})
-        await asyncio.to_thread(write_config, run, spec, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
             claim_at(run, steps=spec.steps),
             make_job=lambda attempt: run.job(attempt=attempt, image=identity.image, labels=labels),
             seconds=partial(_affordable, run),
+            prepare=lambda record: write_config(run, spec, identity, attempt=record.attempt),
         )
         step = there[0].step if there else 0
-        await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
+        await run_job(
+            claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step, watch=watch
+        )
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 
 
@@ -98,100 +102,160 @@ def _affordable(run: Run) -> float | None:
 
 async def run_job(
     claim: Claim, *, max_restarts: int, restarts: RestartSettings | None = None,
-    on_row: Callable[[Row], None] = lambda row: None, step: int = 0,
+    on_row: Callable[[Row], None] = lambda row: None, step: int = 0, watch: CancelWatch | None = None,
 ) -> AttemptRecord:  # fmt: skip
-    """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+    """Bring a job to its good end: reattach to it if it lives, else start it, and start it again where that helps.
 
-    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one. `step` is the
-    run's newest checkpoint; 0 without one, as for every script. Returns the attempt that ended well.
+    Of several orchestrators of a run one leads: it holds the lease, starts attempts, judges their ends and emits the
+    run's events. The others follow until the lease is free. A flow run that is resumed continues the count of its
+    attempts; a new command begins a new one. `step` is the run's newest checkpoint; 0 without one, as for every script.
+    `watch` has looked for cancellations since the flow began. Returns the attempt that ended well.
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
-    budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
+    if watch is None:
+        watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
+    last = await ask(claim, attempts.last)
+    if last is not None and last.status.state.live and not claim.adopts(last):
+        claim.require_replaceable(last)
+        await ask(claim, partial(watch.replace_live, attempts))
     # Those on the attempts that this flow run has counted, oldest first.
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    step = max((one.after for one in verdicts), default=step)
-    ended, verdict = verdicts[-1].attempt if verdicts else 0, None
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
+        orchestrator = _Orchestrator(
+            claim=claim,
+            lease=lease,
+            watch=watch,
+            budget=Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings()),
+            on_row=on_row,
+            verdicts=verdicts,
+            step=max((judged.after for judged in verdicts), default=step),
+            ended=verdicts[-1].attempt if verdicts else 0,
+        )
         while True:
-            mine, done = await _turn(claim, lease, watch, ended, verdict)
+            done = await orchestrator.follow() or await orchestrator.lead()
             if done is not None:
                 return done
-            if mine and lease.inherited is not None:
-                theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
-                counted = {one.attempt: one for one in [*verdicts, *theirs]}
-                verdicts = [counted[number] for number in sorted(counted)]
-            if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
-                verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
-            decision = budget.after(verdicts)
-            if mine and verdict is not None:
-                step = max(step, verdicts[-1].after)
-                facts = {"verdict": verdict.code, "why": str(verdict), "again": decision.wait is not None}
-                reach("attempt.ended", attempts.run, attempts.index.root.address(), attempt=ended, **facts)
-                if decision.wait is None:
-                    if decision.why:
-                        emit(Note(what=decision.why, severity="error"))
-                    await asyncio.to_thread(lease.release, stopped=ended)
-                    raise JobFailed(str(verdict), fault=verdict.fault)
-                emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
-                if verdict.fault is Fault.PREEMPTED:
-                    await show_state("Preempted")
-            if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= ended:
-                what = f"waiting {wait:.0f} s before attempt {ended + 1}: {decision.why}"
+
+
+@dataclass(kw_only=True)
+class _Orchestrator:
+    """One orchestrator of a run: it leads while it holds the lease, and follows while another one does."""
+
+    claim: Claim
+    lease: Lease
+    watch: CancelWatch
+    budget: Budget
+    on_row: Callable[[Row], None]
+    verdicts: list[AttemptVerdict]
+    """The attempts that count, oldest first."""
+    step: int
+    """The newest checkpoint before the attempt that is followed."""
+    ended: int
+    """The last attempt that is known to be over."""
+    verdict: Verdict | None = None
+    """Why `ended` ended badly, once this orchestrator has followed it to its end."""
+
+    async def follow(self) -> AttemptRecord | None:
+        """Follow what the leader starts, until the lease is this orchestrator's: None then. Nothing is created, judged
+        or cancelled. Returns an attempt that ended well; JobFailed where the leader stopped for good."""
+        claim, attempts = self.claim, self.claim.attempts
+        seen: int | None = None
+        while not await asyncio.to_thread(self.lease.take, unless_stopped_after=self.ended if self.verdict else 0):
+            last = await ask(claim, attempts.last)
+            if last is not None and last.number > self.ended and last.status.state.live and claim.adopts(last):
+                await asyncio.to_thread(attempts.index.follow, claim.flow_runs, last.record)
+                _tell(claim, last.record, "started")
+                emit(Note(what=f"{self._leader} leads {last.record.job_name}; this one follows"))
+                if await self._await(last.record) is None:
+                    continue
+                return last.record
+            if self.verdict is not None and await asyncio.to_thread(self.lease.stopped_after, self.ended):
+                raise JobFailed(str(self.verdict), fault=self.verdict.fault)
+            if seen is None:
+                seen = max(self.ended, last.number if last is not None else 0)
+                emit(Note(what=f"{attempts.run} is orchestrated by {self._leader}; this one follows"))
+            await asyncio.to_thread(self.watch.check)
+            await asyncio.sleep(LOOK)
+        last = await ask(claim, attempts.last) if seen is not None else None
+        ended_well = last is not None and last.number > (seen or 0) and last.status.state is JobState.SUCCEEDED
+        return last.record if last is not None and ended_well else None
+
+    async def lead(self) -> AttemptRecord | None:
+        """Start attempts and judge their ends, until one ends well, which is returned; None where another orchestrator
+        has taken the lease. JobFailed where another attempt would not help."""
+        claim, attempts, lease = self.claim, self.claim.attempts, self.lease
+        if lease.inherited is not None:
+            inherited = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
+            counted = {judged.attempt: judged for judged in [*self.verdicts, *inherited]}
+            self.verdicts = [counted[number] for number in sorted(counted)]
+        while True:
+            if self.verdict is not None:
+                await self._judge(self.verdict)
+            decision = self.budget.after(self.verdicts)
+            if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= self.ended:
+                what = f"waiting {wait:.0f} s before attempt {self.ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
-                await pause(wait, look=watch.check)
+                await pause(wait, look=self.watch.check)
             await ask(claim, attempts.sweep)
-            await asyncio.to_thread(watch.check)
+            await asyncio.to_thread(self.watch.check)
             # A machine that is taken away early has left nothing of its attempt, which is over all the same.
             exclude = await ask(claim, partial(_excluded, claim))
-            record = await ask(claim, partial(claim.take, ended=ended, exclude=exclude))
+            record = await ask(claim, partial(claim.take, ended=self.ended, exclude=exclude, leads=lease.take))
+            if record is None:
+                return None
             await submit_job(as_it_is(claim), record)
             try:
-                await asyncio.to_thread(watch.check)
+                await asyncio.to_thread(self.watch.check)
             except JobCancelled:  # asked for before its platform knew the job, so that there was nothing to end
                 await ask(claim, attempts.cancel)
                 raise
-            verdict = await await_job(as_it_is(claim), record, on_row)
-            if verdict is None:
+            if await self._await(record) is not None:
                 return record
-            ended = record.attempt
+            if not await asyncio.to_thread(lease.take, unless_stopped_after=self.ended):
+                return None
 
+    async def _await(self, record: AttemptRecord) -> AttemptRecord | None:
+        """Return the attempt if it ends well; else None, and `ended` and `verdict` have the end."""
+        verdict = await await_job(as_it_is(self.claim), record, self.on_row, as_it_is(self.lease))
+        if verdict is None:
+            return record
+        self.ended, self.verdict = record.attempt, verdict
+        return None
 
-async def _turn(
-    claim: Claim, lease: Lease, watch: CancelWatch, ended: int, verdict: Verdict | None
-) -> tuple[bool, AttemptRecord | None]:
-    """Return when this orchestrator may start what comes after `ended`, or another one has started it: whether the
-    lease is this one's, and the attempt that ended well meanwhile, if one did. `verdict` is why `ended` ended badly,
-    if this orchestrator has followed it."""
-    attempts, before, told = claim.attempts, ended, False
-    decided = ended if verdict is not None else 0
-    while not await asyncio.to_thread(lease.take, unless_stopped_after=decided):
-        last = await ask(claim, attempts.last)
-        if last is not None and last.number > ended and last.status.state.live:
-            return False, None
-        if verdict is not None and await asyncio.to_thread(lease.stopped_after, ended):
+    async def _judge(self, verdict: Verdict) -> None:
+        """Count the end of the attempt `ended`, unless an earlier leader has; JobFailed where none may follow."""
+        attempts, is_news = self.claim.attempts, False
+        if self.ended not in {judged.attempt for judged in self.verdicts}:
+            judged, is_news = await _judged(self.claim, verdict, attempt=self.ended, before=self.step)
+            self.verdicts.append(judged)
+        decision = self.budget.after(self.verdicts)
+        self.step, self.verdict = max(self.step, self.verdicts[-1].after), None
+        if is_news:
+            facts = {"verdict": verdict.code, "why": str(verdict)[:_LONGEST_WHY], "again": decision.wait is not None}
+            reach("attempt.ended", attempts.run, attempts.index.root.address(), attempt=self.ended, **facts)
+        if decision.wait is None:
+            if decision.why:
+                emit(Note(what=decision.why, severity="error"))
+            await asyncio.to_thread(self.lease.release, stopped=self.ended)
             raise JobFailed(str(verdict), fault=verdict.fault)
-        if not told:
-            told, before = True, max(ended, last.number if last is not None else 0)
-            holder = lease.holder or "another process"
-            emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
-        await asyncio.to_thread(watch.check)
-        await asyncio.sleep(LOOK)
-    last = await ask(claim, attempts.last) if told else None
-    if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
-        return True, last.record
-    return True, None
+        emit(Note(what=f"attempt {self.ended} ended: {verdict}", severity="warning"))
+        if verdict.fault is Fault.PREEMPTED:
+            await show_state("Preempted")
+
+    @property
+    def _leader(self) -> str:
+        return str(self.lease.holder or "another process")
 
 
-async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
+async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> tuple[AttemptVerdict, bool]:
     after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
         attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
     )
-    await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
+    is_news = await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
     await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
-    return judged
+    return judged, is_news
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
@@ -250,6 +314,7 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
             if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
                 await asyncio.to_thread(claim.attempts.index.end, record, refused)
+                reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
             raise
         reach("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
     verb = "adopted" if lives else "submitted"
@@ -263,25 +328,23 @@ def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
 
 
 @step_task("await-job", run_name="run attempt {record.attempt}", again=False)
-async def await_job(
-    claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None] = lambda row: None
-) -> Verdict | None:
+async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
     JobCancelled is raised where somebody stopped it, JobRefused where its platform does not run it, and
-    PlatformUnreachable where that fell silent: then the job is left alone.
+    PlatformUnreachable where that fell silent: then the job is left alone. Events are emitted while the lease is held.
     """
-    platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
-    index = claim.attempts.index
+    platform, job_id, index = claim.attempts.open(record.platform), record.job_id, claim.attempts.index
+    root = index.root.address()
     # What an orchestrator before has handed on is not told again.
     if position := await asyncio.to_thread(index.place_in_log, record):
         try:
             with suppress(PlatformUnreachable):
                 await asyncio.to_thread(platform.logs, job_id, position)
-        except (TypeError, ValueError):  # a place that somebody else wrote: the log is read from its beginning
+        except ValueError:  # a place that somebody else wrote: the log is read from its beginning
             position = ""
-    async with LiveArtifacts(job.name) as live:
-        lines = Lines(job, live, on_row)
+    async with LiveArtifacts(record.run) as live, _keeping(lease, record.attempt):
+        lines = Lines(record, root, live, on_row, leads=lambda: lease.held)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         refused = None
@@ -300,28 +363,46 @@ async def await_job(
             refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)
     lines.log()
     report_unreadable(lines.damaged)
-    if status.lingers:
+    if status.lingers and lease.held:
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
     _tell(claim, record, "ended")
-    if refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}:
+    if lease.held and (refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}):
         why = status.state if refused is None else "refused"
-        reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict=why, again=False)
+        reach("attempt.ended", record.run, root, attempt=record.attempt, verdict=why, again=False)
     if refused is not None:
         raise refused
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
-        raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
+        raise JobCancelled(f"{record.job_name} was cancelled; the same command goes on from its last checkpoint")
     if position:  # what it was before may be in the lines that another orchestrator has handed on
         lines.tail.clear()
         with suppress(PlatformUnreachable):  # the nodes' reports tell most
             await read_logs(platform, job_id, on_lines=lines.keep)
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := Unreadable("nodes' reports"))
     report_unreadable(bad)
-    verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
-    await show_verdict(verdict, attempt=job.attempt_name)
+    verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=record.nodes)
+    await show_verdict(verdict, attempt=record.job_name)
     return verdict
+
+
+@asynccontextmanager
+async def _keeping(lease: Lease, attempt: int) -> AsyncIterator[None]:
+    """Take the lease while an attempt is followed, once its holder is gone: its events would be emitted by nobody."""
+
+    async def look() -> None:
+        while True:
+            with suppress(TrainLitgptError):
+                await asyncio.to_thread(lease.take, unless_stopped_after=attempt)
+            await asyncio.sleep(BEAT)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
 
 
 class Lines:
@@ -330,8 +411,12 @@ class Lines:
     A warning of any node is a note. Of the other words Prefect's log has node 0's newest; the run's folder has all.
     """
 
-    def __init__(self, job: Job, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
-        self._job, self._live, self._on_row, self._logger = job, live, on_row, get_run_logger()
+    def __init__(
+        self, record: AttemptRecord, root: str, live: LiveArtifacts, on_row: Callable[[Row], None], *,
+        leads: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._record, self._root, self._leads = record, root, leads
+        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
         self._status: JobStatus | None = None
         self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
@@ -348,17 +433,17 @@ class Lines:
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
                 waits = " waits" if status.state is JobState.PENDING else ""
-                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+                emit(Note(what=f"{self._record.job_name}{waits}: {reason}", severity="warning"))
         if status.refused is not None:
             what, fix = status.refused.what, status.refused.fix
-            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
+            raise JobRefused(f"{self._record.job_name} is not let in, and was taken back: {what} -> {fix}")
         if known is None:
             return
         if status.restarts > known.restarts:
-            what = f"{self._job.attempt_name} was restarted by its platform, {status.native}"
+            what = f"{self._record.job_name} was restarted by its platform, {status.native}"
             emit(Note(what=what, severity="warning"))
         if known.state is JobState.PENDING and status.state is JobState.RUNNING:
-            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))
+            emit(Note(what=f"{self._record.job_name} runs: {status.native}"))
 
     def know(self, rows: Sequence[Row]) -> None:
         """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
@@ -384,7 +469,8 @@ class Lines:
                     loss = None
                     for step in [step for step in self._losses if step <= row["step"]]:
                         loss = self._losses.pop(step)
-                    reach("checkpoint.committed", self._job.name, self._job.root, step=row["step"], loss=loss)
+                    if self._leads():
+                        reach("checkpoint.committed", self._record.run, self._root, step=row["step"], loss=loss)
                 continue
             short = _cut(line)
             self.tail.append(short)

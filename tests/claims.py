@@ -23,7 +23,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
-def claim_on(platform: Platform, folder: Path | str, run: str, **changes: Any) -> Claim:
+def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any) -> Claim:
     """A claim on a script of two nodes under a root, with `changes` of its config; its checkpoints are in the root's
     folder of the run's name."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, dataclass
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 from urllib.parse import parse_qs, quote, urlsplit
+
+from pydantic import Field, TypeAdapter
 
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.job import JobId, LogLine, LogPage
@@ -15,6 +17,13 @@ from litgpt_demo.storage import Position, Storage
 PAGE = 4 << 20
 """Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
 _LEAST = 1 << 18
+_POSITIONS = TypeAdapter(
+    dict[int, tuple[Annotated[int, Field(ge=0, le=2**53)], Annotated[str, Field(pattern="^[0-9a-f]{8}$")]]]
+)
+"""The bytes of each node's log that were read, and their checksum.
+
+A position comes back from the run index, where nodes can write. A malformed one is a ValueError.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """Return the lines that the nodes' logs have had added since `position`, node by node; PlatformUnreachable where
     one cannot be read. `ended` says if the job had ended before this look: then a line without its end is a line too.
     """
-    positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
+    positions = {node: Position(*place) for node, place in _POSITIONS.validate_json(position or "{}").items()}
     lines: list[LogLine] = []
     share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # one that floods silences no other
     for node in range(nodes):

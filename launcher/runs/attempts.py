@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
-from launcher.job import Job, JobId, JobState, JobStatus, attempt_name, new_nonce
+from launcher.job import Job, JobId, JobState, JobStatus, new_nonce
 from launcher.platforms.base import Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
@@ -26,7 +26,7 @@ from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
-from litgpt_demo.runs import read_document
+from litgpt_demo.runs import CONFIG, read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
@@ -63,6 +63,11 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
 def opening_beside(given: PlatformSettings | None) -> OpenPlatform:
     """Return `recorded_platform` for who was given a config with this `platform` section, or none."""
     return partial(recorded_platform, given=given)
+
+
+def has_begun(directory: str) -> bool:
+    """Return whether an attempt was submitted: its folder then has more than the config that its claimant wrote."""
+    return any(path != CONFIG for path in open_storage(directory).list())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +115,7 @@ class Attempts:
             return
         if last.status.state.final:  # its orchestrator may have died before it wrote that down
             self.index.end(last.record, last.status)
-        if last.status.state.final or open_storage(last.record.directory).list():
+        if last.status.state.final or has_begun(last.record.directory):
             self.platform_of(last.record).cancel(last.record.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
@@ -120,6 +125,10 @@ class Attempts:
         does not answer is asked again for `patience` seconds.
         """
         self.index.request_cancel(self.run)
+        return self.stop(patience=patience)
+
+    def stop(self, *, patience: float = 0.0) -> list[JobId]:
+        """Cancel what lives, as `cancel` does, without a request to the run's orchestrators."""
         ends, live = time.monotonic() + patience, dict[JobId, Attempt]()
         while True:
             try:
@@ -158,8 +167,7 @@ class Attempts:
             which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
             raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix="ask there", given_up=True)
         platform = self.open(record.platform)
-        name = attempt_name(record.run, record.attempt, record.nonce)
-        if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):
+        if not platform.gave(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
             where = f"on {platform.name}, kept in {record.directory}"
             raise DataError(f"{what}, which is not what that attempt is called {where}; {FIX}")
@@ -206,6 +214,8 @@ class Claim:
     seconds: Callable[[], float | None] = lambda: None
     """Returns how long a new attempt may hold its machines before it has to save and leave; None for ever. A
     LauncherError where it had better not begin."""
+    prepare: Callable[[AttemptRecord], None] = lambda record: None
+    """Writes what the nodes of an attempt read, before it is submitted. The claimant calls it, and nobody else."""
     flow_runs: Sequence[str] = ()
     """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
 
@@ -237,41 +247,76 @@ class Claim:
         restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
         return blamed(verdicts, times=restarts.exclude_after)
 
-    def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
-        """Take up the attempt that lives, or claim the next one, which avoids the machines `exclude`.
+    def adopts(self, last: Attempt) -> bool:
+        """Return whether the last attempt is this claim's to reattach to: its job lives on the config's platform and
+        writes under this root, or it was claimed for that platform and never submitted."""
+        record = last.record
+        if last.status.state.live:
+            is_same_platform = record.platform.get("kind") == self.config.platform.kind
+            return is_same_platform and record.root == self.attempts.index.root.address()
+        if last.status.state is not JobState.ABSENT or has_begun(record.directory):
+            return False
+        section = self.config.platform.model_dump(mode="json")
+        return (record.directory, record.platform) == (self.make_job(last.number).directory, section)
 
-        The platform is asked for neither yet. `ended` is the last attempt that is over, though its platform may know
-        nothing of it any more. A RunIsLive where one lives on another platform than the config's.
+    def require_replaceable(self, last: Attempt) -> None:
+        """Raise RunIsLive for a live attempt that the claim does not adopt, unless `start.others` cancels it."""
+        if self.config.start.others == "cancel":
+            return
+        record, kind = last.record, self.config.platform.kind
+        recorded = record.platform.get("kind")
+        if record.root != self.attempts.index.root.address():
+            other = f"it writes to {record.root}, where this root was"
+        else:
+            other = f"this config's platform is {kind}"
+        what = f"{record.run} runs already, as {record.job_id} on {recorded}, and {other}"
+        raise RunIsLive(f"{what}: wait for it, or run with --cancel-old, which cancels it first")
+
+    def take(
+        self, *, ended: int = 0, exclude: tuple[str, ...] = (), leads: Callable[[], bool] = lambda: True
+    ) -> AttemptRecord | None:
+        """Return the attempt to reattach to, or claim the next one, which avoids the machines `exclude`.
+
+        Only the holder of the run's lease may call this. None where `leads` says that it is another's by now. The
+        platform is not asked to start anything yet. `ended` is the last attempt that is over, though its platform may
+        know nothing of it any more. A RunIsLive where one lives on another platform than the config's.
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
-        self.attempts.index.close(self.attempts.run)
+        index = self.attempts.index
+        index.close(self.attempts.run)
         while True:
             last = self.attempts.last()
-            if lives := last is not None and last.number > ended and self._goes_on(last):
-                record = last.record
+            if last is not None and last.number <= ended:
+                last = None
+            adopted = last is not None and self.adopts(last)
+            if last is not None and last.status.state.live and not adopted:
+                self.require_replaceable(last)
+                self.attempts.stop()
+                continue
+            if last is not None and adopted:
+                record, lives = last.record, last.status.state.live
             else:
-                record = self._record(max(last.number if last else 0, ended) + 1, exclude)
-            if lives or self.attempts.index.create(record):  # else somebody was faster: take up theirs
-                self.attempts.index.follow(self.flow_runs, record)
-                return record
+                first = max(last.number if last else 0, ended) + 1
+                record, lives = self._record(self._unused(first), exclude), False
+                known = {other.attempt for other in self.attempts.records()}
+                if record.attempt > first and max(known, default=0) >= first:
+                    continue  # another orchestrator has claimed an attempt since, whose folder was the used one
+                if not leads():
+                    return None
+                if not index.create(record):
+                    continue
+            if not lives:
+                self.prepare(record)
+            index.follow(self.flow_runs, record)
+            return record
 
-    def _goes_on(self, last: Attempt) -> bool:
-        there, here = last.record, self._record(last.number)
-        if not last.status.state.live:
-            # Its platform knows no such job, and no node wrote anything: it never began.
-            left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
-            return left_nothing and (there.directory, there.platform) == (here.directory, here.platform)
-        theirs, ours = there.platform.get("kind"), here.platform.get("kind")
-        moved = there.root != self.attempts.index.root.address()
-        if theirs == ours and not moved:
-            return True
-        if self.config.start.others == "cancel":
-            self.attempts.cancel()
-            return False
-        other = f"it writes to {there.root}, where this root was" if moved else f"this config's platform is {ours}"
-        what = f"{there.run} runs already, as {there.job_id} on {theirs}, and {other}"
-        raise RunIsLive(f"{what}: wait for it, or run with --cancel-old, which cancels it first")
+    def _unused(self, number: int) -> int:
+        """Return the first number from this one on whose folder is empty: where the index was deleted and the folders
+        were not, reports of an earlier attempt must not pass for those of the new one."""
+        while has_begun(self.make_job(number).directory):
+            number += 1
+        return number
 
     def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         job = replace(self.make_job(number), nonce=new_nonce())
@@ -359,6 +404,13 @@ class CancelWatch:
     def __init__(self, index: Index, names: Sequence[str]) -> None:
         self._index = index
         self._before = {name: index.cancellations(name) for name in names}
+
+    def replace_live(self, attempts: Attempts) -> None:
+        """Cancel the live job of a run that this orchestrator will start elsewhere. Its other orchestrators end; the
+        request is none to this one."""
+        request = attempts.index.request_cancel(attempts.run)
+        self._before[attempts.run] = self._before.get(attempts.run, frozenset()) | {request}
+        attempts.stop()
 
     def check(self) -> None:
         """Raise JobCancelled if a request has come since this watch began."""

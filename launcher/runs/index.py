@@ -35,7 +35,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_valid
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
+from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, attempt_name
 from litgpt_demo.config import Settings, readable_train
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -52,6 +52,7 @@ _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 MOST_EXCLUDED = 16
 """Machines that an attempt avoids at the most: where more are blamed, it is not the machines."""
 
+_LONGEST_POSITION = 1 << 20  # characters; a thousand nodes have 60 kB
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
 FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
@@ -100,6 +101,17 @@ class AttemptRecord(Settings):
     """A stable id of the machine that submitted it: host names change with the network."""
     created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that it was submitted for."""
+        nodes = self.platform.get("nodes")
+        return nodes if isinstance(nodes, int) and nodes > 0 else 1
+
+    @property
+    def job_name(self) -> str:
+        """The name of its job on its platform."""
+        return attempt_name(self.run, self.attempt, self.nonce)
 
     @field_validator("config", "platform")
     @classmethod
@@ -203,9 +215,9 @@ class Index:
         """Return how each attempt of a run ended, as far as somebody saw it."""
         return self._numbered(AttemptEnd, run, ".ended.json", "the platform is then asked how the attempt ended")
 
-    def judge(self, run: str, judged: AttemptVerdict) -> None:
-        """Write down why an attempt ended badly, unless another orchestrator has."""
-        self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
+    def judge(self, run: str, judged: AttemptVerdict) -> bool:
+        """Write down why an attempt ended badly, unless another orchestrator has; return whether this one did."""
+        return self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
 
     def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
@@ -225,12 +237,15 @@ class Index:
         """Return that place; the beginning where nothing tells of one."""
         with suppress(FileNotFoundError, DataError):
             path = f"{record.run}/{record.attempt}.read.json"
-            return self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
+            position = self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
+            return position if len(position) <= _LONGEST_POSITION else ""
         return ""
 
-    def request_cancel(self, name: str) -> None:
-        """Ask the orchestrator of this run or sweep to start nothing more of it."""
-        self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
+    def request_cancel(self, name: str) -> str:
+        """Ask the orchestrators of this run or sweep to start nothing more of it; return the request."""
+        request = f"cancel-{secrets.token_hex(8)}.json"
+        self._folder.create(f"{name}/{request}", b"{}")
+        return request
 
     def cancellations(self, name: str) -> frozenset[str]:
         """Return every such request ever made. An orchestrator compares them with those that it found at its start."""

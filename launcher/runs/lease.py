@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Literal, Self, TypeVar
 
 from launcher.runs.index import INDEX, Index, whoami
@@ -74,6 +74,7 @@ class Lease:
         # The term of another holder, its last beat, and when that was first seen.
         self._seen: tuple[int, int | None, float] = (0, None, 0.0)
         self._lived = False
+        self._looking = Lock()
         self._stop = Event()
         self._beating: Thread | None = None
         self.holder: Holder | None = None
@@ -90,6 +91,10 @@ class Lease:
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
         """Look once; return whether the lease is this one's now. Who stopped for good after that attempt keeps it."""
+        with self._looking:
+            return self._take(unless_stopped_after)
+
+    def _take(self, unless_stopped_after: int) -> bool:
         newest = self._newest()
         if self._term and newest == self._term:
             return True
@@ -105,6 +110,11 @@ class Lease:
         self._beating = Thread(target=self._beat, args=(self._term, self._stop), name="lease", daemon=True)
         self._beating.start()
         return True
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease was this one's at the last look."""
+        return bool(self._term)
 
     def stopped_after(self, attempt: int) -> bool:
         """Return whether the last holder let go because none may follow this attempt."""

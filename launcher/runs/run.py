@@ -72,7 +72,7 @@ class Run:
             attempt=attempt,
             nodes=self.config.platform.nodes,
             processes=self.config.platform.processes,
-            program=("-m", "litgpt_demo", "train", "--run", self.storage.address()),
+            program=("-m", "litgpt_demo", "train", "--run", self.storage.address(), "--attempt", str(attempt)),
             directory=self.storage.address(f"{ATTEMPTS}/{attempt}"),
             # The secret that these settings refer to, by its name.
             secrets=() if wandb is None or wandb.secret is None else (wandb.secret,),
@@ -154,15 +154,21 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     )
 
 
-def write_config(run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None) -> None:
-    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price; and
-    the bill of materials of that code, where we know what its image holds."""
+def write_config(
+    run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None, *, attempt: int | None = None
+) -> None:
+    """Leave config.json in the attempt's folder, which its nodes read, and in the run's, for who reads of its newest
+    attempt: the config as written, the nodes' settings, their code and price. Also the bill of materials of that code,
+    where we know what its image holds. Only the claimant of an attempt may call it: a follower's config may differ."""
     platform, price = run.config.platform, None
     if (known := platform.price) is not None:
         name = platform.hardware or f"a node ({platform.kind})"
         price = RecordedPrice(machine=name, usd=known.usd, region=known.region, date=known.date)
     written, software = run.config.model_dump(mode="json"), asdict(identity) if identity else {}
-    write_document(run.storage, RunDocument(run=written, training=spec, software=software, price=price))
+    document = RunDocument(run=written, training=spec, software=software, price=price)
+    if attempt is not None:
+        write_document(run.storage.within(f"{ATTEMPTS}/{attempt}"), document)
+    write_document(run.storage, document)
     if identity is not None and (bill := bill_of_materials(identity, run.config.image)) is not None:
         run.storage.write(SBOM, bill.encode())
 

@@ -28,7 +28,7 @@ from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.node.environment import GRACE, NodeTimes
-from litgpt_demo.runs import read_metrics, read_spec
+from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
@@ -219,10 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`-m litgpt_demo train --run ADDRESS`, in every rank."""
     parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
+    parser.add_argument("--attempt", type=int, help="the attempt whose config.json is read; that of the run without")
     parser.add_argument("--seconds", type=float, help="from the attempt's beginning until it has to save and leave")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
-    spec = read_spec(run)
+    spec = read_spec(run if args.attempt is None else run.within(f"{ATTEMPTS}/{args.attempt}"))
     with Heartbeat(allow=spec.train.hang_after) as heart:
         heart.beat(0, "meeting the other ranks", allow=_LONG)
         fabric = open_fabric(spec.train)

@@ -152,7 +152,8 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
         asked = {"name": "continued", "model.from": folder, **changes}
         return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), asked), where="it")
 
-    async def refused(*_: Any, **__: Any) -> None:
+    async def refused(claim: Any, **_: Any) -> None:
+        claim.take()
         raise JobCancelled("no job is begun here")
 
     # The preflight compares weights and model in a process, which is looked at below.
@@ -161,7 +162,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     with pytest.raises(JobCancelled, match="no job is begun here"):
         run_again(continued())
     run = plan_run(continued())
-    origin, told = run.origin, read_spec(run.storage).origin
+    origin, told = run.origin, read_spec(run.storage.within("attempts/1")).origin
     assert (origin.name, told.address) == (folder, run.root.address(f"weights/{origin.key}"))
     assert run.key != plan_run(trained.config).key
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}

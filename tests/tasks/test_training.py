@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 from claims import claim_on
 from strict_platform import StrictPlatform
+from waiting import until
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable
+from launcher.config import StartSettings
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
 from launcher.reports.goodput import AttemptTimes, Part, ledger
+from launcher.runs.attempts import CancelWatch
 from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
+from launcher.runs.lease import Lease
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
@@ -183,7 +187,7 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
             return replace(super().status(job_id), refused=why)
 
     platform = Full()
-    with pytest.raises(JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"):
+    with pytest.raises(JobRefused, match=r"demo-1-\w+ is not let in, .* back: the quota is used up -> raise it"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
 
@@ -307,6 +311,84 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     counted = [one.attempt for flow_run in ("one", "another") for one in index.verdicts("demo", flow_run)]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
     assert len(notes(told, "no new attempt is left")) == 1
+
+
+def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower has another number of nodes. The attempt that it follows ends between its look and its next one."""
+    events, written, index = list[str](), list[int](), Index.of(str(tmp_path))
+    monkeypatch.setattr(training, "reach", lambda milestone, *_, **__: events.append(milestone))
+    platform = Followed([BROKEN, 0], index)
+    leading = replace(claim_on(platform, tmp_path, "demo"), prepare=lambda record: written.append(2))
+    make = leading.make_job
+    following = replace(
+        leading, make_job=lambda number: replace(make(number), nodes=4), prepare=lambda record: written.append(4)
+    )
+
+    async def two() -> list[int]:
+        monkeypatch.setattr(training, "flow_runs", lambda: ["leader"])
+        first = asyncio.create_task(run_job(leading, max_restarts=1, restarts=AT_ONCE))
+        await asyncio.to_thread(until, lambda: index.followers("leader"))
+        monkeypatch.setattr(training, "flow_runs", lambda: ["follower"])
+        records = await asyncio.gather(first, run_job(following, max_restarts=1, restarts=AT_ONCE))
+        return [record.attempt for record in records]
+
+    assert asyncio.run(two()) == [2, 2]
+    assert written == [2, 2], "each attempt has the config of its claimant"
+    assert events.count("attempt.ended") == 2
+    assert [judged.flow_run for judged in index.judged("demo")] == ["leader"]
+
+
+def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: Path) -> None:
+    class Ended(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[Fault.NETWORK]))
+
+    claim = claim_on(Ended([BROKEN]), tmp_path, "demo", platform={"kind": "local", "nodes": 2})
+    record = claim.take()
+    claim.platform.submit(claim.platform.render(claim.job_of(record)))
+    more = replace(
+        claim, config=claim_on(claim.platform, tmp_path, "demo", platform={"kind": "local", "nodes": 4}).config
+    )
+    with Lease(claim.attempts.index, "demo") as lease:
+        verdict = asyncio.run(training.await_job(more, record, lambda row: None, lease))
+    assert (verdict.fault, verdict.node) == (Fault.NETWORK, 0), "nodes 2 and 3 never existed"
+
+
+def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
+    """It was asked for while the dataset was prepared: nothing ran that could be cancelled."""
+    platform = Fated([0])
+    claim = claim_on(platform, tmp_path, "demo")
+    watch = CancelWatch(claim.attempts.index, claim.names)
+    assert claim.attempts.cancel() == []
+    with pytest.raises(JobCancelled):
+        asyncio.run(run_job(claim, max_restarts=0, watch=watch))
+    assert platform.began == []
+
+
+def test_run_moves_to_another_platform_when_its_old_job_is_cancelled(tmp_path: Path) -> None:
+    old, new = StrictPlatform(), Fated([0])
+    first = claim_on(old, tmp_path, "demo")
+    old_job = old.submit(old.render(first.job_of(first.take())))
+    slurm = {"kind": "slurm", "nodes": 2}
+    kinds = {"local": old, "slurm": new}
+    there = claim_on(new, tmp_path, "demo", platform=slurm, start={"others": "cancel"})
+    moved = replace(there, attempts=replace(there.attempts, open=lambda section: kinds[section["kind"]]))
+    refused = replace(moved, config=moved.config.model_copy(update={"start": StartSettings()}))
+    with pytest.raises(RunIsLive, match="--cancel-old"):
+        asyncio.run(run_job(refused, max_restarts=0))
+    assert old.live() == [old_job]
+    assert asyncio.run(run_job(moved, max_restarts=0)).attempt == 2
+    assert (old.live(), len(new.began)) == ([], 1)
+
+
+@pytest.mark.parametrize("position", ["[]", "[" * 9_999, '{"0": null}', '{"x": [1, 2]}', "null", '{"0": [-1, 2, 3]}'])
+def test_malformed_position_in_the_log_is_not_believed(tmp_path: Path, position: str) -> None:
+    """Nodes can write to the index where they share a disk with it; each platform's is tried by its own tests."""
+    platform = Fated([None, 0])
+    with pytest.raises(SystemExit):
+        ended_well(tmp_path, platform)
+    Index.of(str(tmp_path)).read_up_to(claim_on(platform, tmp_path, "demo").attempts.records()[0], position)
+    assert ended_well(tmp_path, platform) == 1
 
 
 HOSTILE = [

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import AwareDatetime, Field
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.google import Service, google_errors
@@ -21,6 +23,7 @@ from launcher.platforms.batch import states
 from launcher.platforms.batch.render import RUN, container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
+from litgpt_demo.config import Settings
 from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
 
@@ -41,6 +44,17 @@ _OVERLAP = timedelta(seconds=60)
 """Entries of logs come late and not in order; each look goes back so far and leaves out what it has seen."""
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
+
+
+class _Place(Settings):
+    """A position of the log as it is stored; a malformed one is a ValueError."""
+
+    uid: str
+    """The job's: a position in the log of another job is none."""
+    newest: Annotated[AwareDatetime, Field(ge=datetime(2000, 1, 1, tzinfo=UTC))]
+    """The time of the newest entry that was read."""
+    seen: tuple[str, ...] = ()
+    """The ids of the entries that the next look finds again."""
 
 
 class BatchPlatform:
@@ -179,12 +193,10 @@ class BatchPlatform:
         job = self._job(job_id)
         if job is None:
             return LogPage((), position)
-        # Where reading stopped: the timestamp of the newest entry that was read, and the ids of those that the next
-        # look finds again. A position in another job's log is none.
-        there = json.loads(position or "{}")
-        if there.get("uid") != job.uid or not there["newest"]:
-            there = {"uid": job.uid, "newest": job.create_time.isoformat(), "seen": []}
-        since = datetime.fromisoformat(there["newest"]) - _OVERLAP
+        place = _Place.model_validate_json(position) if position else None
+        if place is None or place.uid != job.uid:
+            place = _Place(uid=job.uid, newest=job.create_time)
+        since = place.newest - _OVERLAP
         project = job_id.split("/")[1]
         request = {
             "resource_names": [f"projects/{project}"],
@@ -194,7 +206,7 @@ class BatchPlatform:
             "order_by": "timestamp asc",
             "page_size": 1000,  # entries that an answer of Cloud Logging holds
         }
-        known, size, more, times, lines = set(there["seen"]), 0, False, dict[str, datetime](), list[LogLine]()
+        known, size, more, times, lines = set(place.seen), 0, False, dict[str, datetime](), list[LogLine]()
         with google_errors(BATCH, f"reading the log of {job_id}"):
             for entry in self._logging.list_log_entries(request=request):
                 if more := size > PAGE:
@@ -210,9 +222,9 @@ class BatchPlatform:
                 lines += [LogLine(int(task[1]), line, entry.timestamp.timestamp()) for line in text.splitlines()]
         if times:
             newest = max(times.values())
-            seen = [name for name, moment in times.items() if moment >= newest - _OVERLAP]
-            there = {"uid": job.uid, "newest": newest.isoformat(), "seen": seen}
-        return LogPage(tuple(lines), json.dumps(there), more)
+            seen = tuple(name for name, moment in times.items() if moment >= newest - _OVERLAP)
+            place = _Place(uid=job.uid, newest=newest, seen=seen)
+        return LogPage(tuple(lines), place.model_dump_json(), more)
 
     def cancel(self, job_id: JobId) -> None:
         give_up, job = time.monotonic() + self._patience, self._job(job_id)

@@ -15,6 +15,8 @@ from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 
+from pydantic import NonNegativeInt, TypeAdapter
+
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
@@ -43,6 +45,10 @@ class Place:
     """Lines since then that were read, the last one among them."""
     last: str = ""
     """When the newest line was written, in UTC and to the microsecond."""
+
+
+_PLACES = TypeAdapter(dict[int, tuple[str, str, NonNegativeInt, str]])
+"""A position of the log as it is stored: a Place for each node. A malformed one is a ValueError."""
 
 
 def _lines(stream: Iterator[bytes] | Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
@@ -91,7 +97,7 @@ class Follower:
         self._trouble: LauncherError | None = None
         self.position = position
         """Behind the last page."""
-        self._places = {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
+        self._places = {node: Place(*row) for node, row in _PLACES.validate_json(position or "{}").items()}
         self._turns = threading.BoundedSemaphore(_TOGETHER)
         self._lines: list[LogLine] = []
         self._size = 0

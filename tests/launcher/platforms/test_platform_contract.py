@@ -244,6 +244,17 @@ def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
         assert place.written() == before
 
 
+MALFORMED = ["[]", "[" * 9_999, "null", '{"0": null}', '{"x": [1]}', '{"0": [-1, "ffffffff"]}', '{"uid": 1}', "\x00"]
+
+
+def test_malformed_position_in_the_log_is_a_value_error(place: Place) -> None:
+    """Positions are kept in the run index, and nodes can write there."""
+    with submitted(place, "positions", SLEEP) as job_id:
+        for position in MALFORMED:
+            with pytest.raises(ValueError):  # noqa: PT011  the words are pydantic's
+                place.platform.logs(job_id, position)
+
+
 def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
     def submit_under(root: str, nonce: str) -> JobId:
         asked = job(place, "rooted", SLEEP, root=root, nonce=nonce, directory=str(place.folder / root))

@@ -156,7 +156,7 @@ def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
 
 
 def test_exit_code_is_of_the_pod_that_runs_when_kueue_starts_a_job_again() -> None:
-    """Suspended and started again, a job has the same life: its nodes' first pods ended, and must not speak for them."""
+    """A job that was suspended and resumed has the same life; the first pods of its nodes ended."""
 
     def pod(uid: str, minute: int, state: dict[str, object]) -> dict[str, object]:
         labels = {"batch.kubernetes.io/job-completion-index": "0"}
