@@ -73,6 +73,13 @@ def same(one: Pair, other: Pair) -> bool:
     return all(torch.equal(first, second) for first, second in zip(tensors(*one), tensors(*other), strict=True))
 
 
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The settings of each parameter group but its learning rate, which every step sets."""
+    return [
+        {name: group[name] for name in ("betas", "weight_decay", "eps", "fused")} for group in optimizer.param_groups
+    ]
+
+
 def manifest_of(number: int, loss: float | None = None, **changes: Any) -> CheckpointManifest:
     values = {
         "format": 2, "run": "run", "step": number, "tokens": number * 100, "dataset_key": "key", "world_size": 1,
