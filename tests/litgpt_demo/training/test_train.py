@@ -21,7 +21,7 @@ from hostile import flip_a_bit
 from hypothesis import given
 from hypothesis import strategies as st
 from states import training_of
-from training_runs import NewRun, TrainElsewhere, alike, rows, train, write_run
+from training_runs import NewRun, TrainElsewhere, alike, ends, rows, train, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset
@@ -153,6 +153,16 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
     shares = [path.stat().st_size for path in (elsewhere[name] / folder_of(12)).glob("__?_0.distcp")]
     assert len(shares) == 2
     assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("hybrid", 4)])
+def test_rotary_tables_are_float32_with_every_strategy(
+    new_run: NewRun, train_elsewhere: TrainElsewhere, strategy: str, ranks: int
+) -> None:
+    settings: dict[str, Any] = {"precision": "bf16-true", "micro_batch": 1, "max_steps": 2, "warmup_steps": 0}
+    run = new_run("run", world_size=ranks, strategy=strategy, **settings)
+    assert train_elsewhere((run, ranks, 0), nodes=2 if ranks == 4 else 1) == [[0] * ranks]
+    assert [end["tables"] for end in ends(run)] == [["torch.float32"] * 2] * ranks
 
 
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
