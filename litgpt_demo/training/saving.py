@@ -131,6 +131,7 @@ class Saver:
                 dataset_key=spec.dataset_key,
                 config={"model": spec.model.model_dump(mode="json"), "train": train.outcome()},
                 validation_loss=validation_loss,
+                evaluation_windows=None if validation_loss is None else train.evaluation_windows,
                 seconds=seconds,
                 world_size=spec.world_size,
                 versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},

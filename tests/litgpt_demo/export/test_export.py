@@ -12,7 +12,7 @@ from bucket_faults import FaultyBucket
 from console_script import Cli
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from states import training_of
-from training_runs import NewRun, rows, train
+from training_runs import NewRun, rows, train, write_run
 
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
@@ -113,6 +113,14 @@ def test_the_collected_model_computes_what_was_trained_in_bfloat16(new_run: NewR
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
     with torch.no_grad():
         assert torch.equal(training.model.module.float()(ids), llm.model(ids))
+
+
+def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, tiny_dataset: Path) -> None:
+    """The setting that a run has today may be another than that of the checkpoint."""
+    write_run(finished_copy, tiny_dataset, evaluation_windows=1)
+    final = export(open_storage(str(finished_copy)))
+    assert final.validation_windows == 7
+    assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
 
 
 def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_same_everywhere(
