@@ -32,7 +32,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimes
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
@@ -48,6 +48,13 @@ def told(run: Path) -> list[dict[str, Any]]:
 
 def steps_kept(run: Path) -> list[int]:
     return [found.step for found in committed(open_storage(str(run)))]
+
+
+def losses_kept(run: Path) -> list[tuple[int, float | None, int | None]]:
+    """Step, validation loss and its windows of each checkpoint that is kept."""
+    return [
+        (found.step, found.validation_loss, found.evaluation_windows) for found in committed(open_storage(str(run)))
+    ]
 
 
 def newest(run: Path) -> CheckpointManifest:
@@ -294,6 +301,21 @@ def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_r
     train(run)
     assert [row["step"] for row in rows(run, "start")] == [0, saved]
     assert shards(run) == shards(finished)
+    # There was no time to evaluate the step; the next attempt does before its first one.
+    assert told(run) == told(finished)
+    assert losses_kept(run) == losses_kept(finished)
+
+
+@pytest.mark.parametrize("name", ["two", "sharded"])
+def test_ranks_make_up_for_an_evaluation_before_the_first_step(
+    elsewhere: dict[str, Path], tmp_path: Path, train_elsewhere: TrainElsewhere, name: str
+) -> None:
+    run, before = Path(shutil.copytree(elsewhere[name], tmp_path / "run")), losses_kept(elsewhere[name])
+    shutil.rmtree(run / folder_of(12))
+    commit(open_storage(str(run)), newest(run).model_copy(update={"validation_loss": None}))
+    assert train_elsewhere((run, 2, 0)) == [[0, 0]]
+    assert [row["step"] for row in rows(run, "evaluation")] == [4, 8, 8, 12]
+    assert losses_kept(run) == before
 
 
 def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_changes(
