@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -119,11 +120,11 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
 
 
 def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Training:
-    """A training without data, of which only saving is asked."""
+    """A training without samples, of which only saving is asked."""
     spec = TrainingSpec(
         run="run", dataset="none", dataset_key="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
     )
-    nothing: dict[str, Any] = {"data": None, "feed": None}
+    nothing: dict[str, Any] = {"data": SimpleNamespace(manifest=SimpleNamespace(sample_keys=set())), "feed": None}
     run = open_storage(str(folder / "run"))
     return Training(
         spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing

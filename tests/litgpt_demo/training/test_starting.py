@@ -14,11 +14,12 @@ from states import settings_of, training_of
 from training_runs import MODEL, NewRun, TrainElsewhere, ends, rows, train
 
 from litgpt_demo.config import ModelConfig, Origin
+from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.origins import bring_origin, find_origin
+from litgpt_demo.training.origins import bring_origin, find_origin, replay_problem
 from litgpt_demo.training.starting import Question, start_from
 
 IDS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -127,6 +128,23 @@ def test_the_optimizers_settings_are_the_configs_after_any_load(
         for end in ends(run):
             groups = [(group["weight_decay"], group["betas"]) for group in end["optimizer"]]
             assert groups == [(weight_decay, [0.8, 0.99]), (0.0, [0.8, 0.99])]
+
+
+def test_a_start_on_samples_that_the_weights_have_seen_is_refused(
+    finished: Path, new_run: NewRun, tiny_dataset: Path
+) -> None:
+    """Those of the run that it starts from, and those that one started from."""
+    origin, key = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).key
+    with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {key} come .*; set another train\.seed"):
+        train(new_run("again", origin=origin))
+    second = new_run("second", origin=origin, seed=1, max_steps=4)
+    train(second)
+    third = found(second, optimizer=True)
+    problems = [replay_problem(third, {key, "another"}, seed) for seed in (1337, 1, 2)]
+    fix = "set another train.seed, such as 2, or train on another dataset"
+    assert [problem and problem[1] for problem in problems] == [fix, fix, None]
+    assert replay_problem(third, {"another"}, 1337) is None
+    assert replay_problem(found(second), {key}, 1337) is None, "weights alone go on from nowhere"
 
 
 def test_nodes_fetch_from_a_bucket_what_they_start_from(
