@@ -113,7 +113,7 @@ class Loop:
         profiler = self._profiler
         clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(FIRST_PASS, train.hang_after)
-        self._make_up_for_an_evaluation()
+        self._evaluate_resumed()
         if clock.before >= most:
             return
         training.model.train()
@@ -162,7 +162,7 @@ class Loop:
         self._report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
         return validation_loss
 
-    def _make_up_for_an_evaluation(self) -> None:
+    def _evaluate_resumed(self) -> None:
         """Evaluate the step resumed from where the attempt that saved it had no time, and complete its checkpoint."""
         ranks, run, train = self._training.ranks, self._training.run, self._training.spec.train
         if self.done == 0 or not self._evaluates:
@@ -171,11 +171,11 @@ class Loop:
         manifest = ranks.first(lambda: read_manifest(place, CheckpointManifest))
         if manifest is None or manifest.validation_loss is not None:
             return
-        made = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
-        self._report.publish()  # a row that is lost behind the manifest would be made by nobody
+        evaluated = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
+        self._report.publish()  # once the manifest has the loss, no attempt would write the row again
 
         def complete() -> None:
-            checkpoints.commit(run, manifest.model_copy(update=made))
+            checkpoints.commit(run, manifest.model_copy(update=evaluated))
             checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
 
         ranks.first(complete)

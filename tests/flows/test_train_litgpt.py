@@ -170,7 +170,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     assert "n_head 4, and the weights of" in findings
 
 
-def test_a_start_on_the_samples_of_its_origin_is_refused_by_the_plan(trained: Any, monkeypatch: Any) -> None:
+def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, monkeypatch: Any) -> None:
     """With the optimizer's state; weights alone may start on them."""
     monkeypatch.setattr("launcher.checks.preflight.check_origin", lambda *_, **__: [])
     settings = trained.config.model_dump(mode="json", by_alias=True)

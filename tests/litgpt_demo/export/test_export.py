@@ -101,7 +101,7 @@ def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
 
 
-def test_the_collected_model_computes_what_was_trained_in_bfloat16(new_run: NewRun) -> None:
+def test_the_collected_model_is_the_one_trained_in_bfloat16(new_run: NewRun) -> None:
     """All tables and sums in float32: only the weights are rounded, and they are the same."""
     from litgpt import LLM
 

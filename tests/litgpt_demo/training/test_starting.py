@@ -130,9 +130,7 @@ def test_the_optimizers_settings_are_the_configs_after_any_load(
             assert groups == [(weight_decay, [0.8, 0.99]), (0.0, [0.8, 0.99])]
 
 
-def test_a_start_on_samples_that_the_weights_have_seen_is_refused(
-    finished: Path, new_run: NewRun, tiny_dataset: Path
-) -> None:
+def test_a_start_on_samples_seen_before_is_refused(finished: Path, new_run: NewRun, tiny_dataset: Path) -> None:
     """Those of the run that it starts from, and those that one started from."""
     origin, key = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).key
     with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {key} come .*; set another train\.seed"):
