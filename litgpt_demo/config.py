@@ -16,7 +16,7 @@ from datetime import timedelta
 from fractions import Fraction
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.json_schema import WithJsonSchema
@@ -725,6 +725,10 @@ def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in train.items() if name != "warn_slower"}
 
 
+Orders: TypeAlias = tuple[tuple[str, int], ...]
+"""Orders of samples, each by the key of its dataset and `train.seed`."""
+
+
 class Origin(Settings):
     """The weights that a training starts from, as they were found."""
 
@@ -737,6 +741,8 @@ class Origin(Settings):
     """Name of each file to its bytes and their crc32c."""
     optimizer: bool = False
     """The optimizer's state is taken over too."""
+    trained_on: Orders = ()
+    """The orders of samples that a checkpoint's weights have seen, from the first on."""
 
     @property
     def key(self) -> str:

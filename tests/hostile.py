@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.storage import open_storage
@@ -45,21 +45,25 @@ def spoil_index(folder: Path, marker: Path) -> None:
 
 
 def spoil_bytes(folder: Path, marker: Path) -> None:
-    """Put it in the place of every number and flag."""
-    _spoil_entries(folder, marker, BytesStorageMetadata)
+    """Put it in the place of every tensor, as what is none."""
+    _spoil_entries(folder, marker)
+    index = _index(folder)
+    for entry, place in list(index.storage_data.items()):
+        index.state_dict_metadata[entry.fqn] = BytesStorageMetadata()
+        index.storage_data[MetadataIndex(entry.fqn)] = place
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
 def spoil_tensors(folder: Path, marker: Path) -> None:
     """Put it in the place of every tensor."""
-    _spoil_entries(folder, marker, TensorStorageMetadata)
+    _spoil_entries(folder, marker)
 
 
-def _spoil_entries(folder: Path, marker: Path, kind: type) -> None:
+def _spoil_entries(folder: Path, marker: Path) -> None:
     content, index = pickled_by_torch(marker), _index(folder)
     (folder / "__9_0.distcp").write_bytes(content)
-    for name, place in index.storage_data.items():
-        if isinstance(index.state_dict_metadata[name.fqn], kind):
-            place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(content)
+    for place in index.storage_data.values():
+        place.relative_path, place.offset, place.length = "__9_0.distcp", 0, len(content)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 

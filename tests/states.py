@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -73,6 +74,13 @@ def same(one: Pair, other: Pair) -> bool:
     return all(torch.equal(first, second) for first, second in zip(tensors(*one), tensors(*other), strict=True))
 
 
+def settings_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The settings of each parameter group but its learning rate, which every step sets."""
+    return [
+        {name: group[name] for name in ("betas", "weight_decay", "eps", "fused")} for group in optimizer.param_groups
+    ]
+
+
 def manifest_of(number: int, loss: float | None = None, **changes: Any) -> CheckpointManifest:
     values = {
         "format": 2, "run": "run", "step": number, "tokens": number * 100, "dataset_key": "key", "world_size": 1,
@@ -112,11 +120,11 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
 
 
 def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Training:
-    """A training without data, of which only saving is asked."""
+    """A training without samples, of which only saving is asked."""
     spec = TrainingSpec(
         run="run", dataset="none", dataset_key="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
     )
-    nothing: dict[str, Any] = {"data": None, "feed": None}
+    nothing: dict[str, Any] = {"data": SimpleNamespace(manifest=SimpleNamespace(sample_keys=set())), "feed": None}
     run = open_storage(str(folder / "run"))
     return Training(
         spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing

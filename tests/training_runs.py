@@ -108,6 +108,11 @@ def rows(run: Path, *kinds: str) -> list[dict[str, Any]]:
     return [row for row in found if not kinds or row["kind"] in kinds]
 
 
+def ends(run: Path) -> list[dict[str, Any]]:
+    """What each rank of a run that was trained elsewhere had in the end: types of tables, settings of the optimizer."""
+    return [json.loads(path.read_text()) for path in sorted(run.parent.glob(f"{run.name}.rank-*.json"))]
+
+
 def alike(one: Path, other: Path) -> None:
     """Two runs of the same 12 steps differ by rounding at most."""
     for kind, name, count in [("step", "loss", 12), ("step", "grad_norm", 12), ("evaluation", "validation_loss", 3)]:
@@ -122,8 +127,7 @@ import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
 sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, reporting
-from litgpt_demo.training.loop import main  # with torch, once for all ranks
+from litgpt_demo.training import checkpoints, loop, reporting  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 answers = os.fdopen(os.dup(1), "w")
@@ -140,8 +144,15 @@ def train(run, rank, world, dies_saving):
             os.kill(os.getpid(), signal.SIGKILL)
         commit(place, manifest)
 
+    trainings, set_up = [], loop.set_up
+    loop.set_up = lambda *parts: trainings.append(set_up(*parts)) or trainings[0]
     checkpoints.commit = mortal
-    main(["--run", run])
+    loop.main(["--run", run])
+    if not run.startswith("gs://"):
+        gpt, groups = trainings[0].model.module, trainings[0].optimizer.param_groups
+        settings = [{name: group[name] for name in ("weight_decay", "betas", "eps", "fused")} for group in groups]
+        with open(f"{run}.rank-{rank}.json", "w") as file:
+            json.dump({"tables": [str(gpt.cos.dtype), str(gpt.sin.dtype)], "optimizer": settings}, file)
 
 for line in sys.stdin:
     environment, runs = json.loads(line)
@@ -164,6 +175,7 @@ def train_elsewhere() -> Iterator[TrainElsewhere]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
     Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
+    Beside the folder each rank leaves what it had in the end; see `ends`.
     """
     from launcher.platforms.local.supervisor import reserved_ports
 

@@ -35,6 +35,7 @@ from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.origins import replay_problem
 
 _PATIENCE = 5.0
 """Seconds that a bucket may take to answer a plan; a run waits for it longer."""
@@ -304,6 +305,8 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
             rehearsals[planned.key] = preflight.rehearse(planned)
         found = [*places[place], *corpora[planned.key]]
         found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
+        if problem := replay_problem(sight.run.origin, planned.sample_keys, config.train.seed):
+            found.append(Finding("error", "model.from.samples", *problem))
         if (model := key_of(config.model, planned.key)) not in origins:  # by a process that takes seconds
             origins[model] = list(preflight.check_origin(sight.run, dataset, vocab_size=sight.vocabulary))
         found += origins[model]

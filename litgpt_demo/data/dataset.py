@@ -121,6 +121,12 @@ class DatasetManifest(Settings):
         return [f"{address.rpartition('/')[0]}/{one.dataset}" for one in self.mixture.sources] if self.mixture else []
 
     @property
+    def sample_keys(self) -> set[str]:
+        """Return the keys that decide the order of samples: the dataset's own, or those of the datasets it mixes."""
+        mixed = self.mixture.sources if self.mixture else ()
+        return {source.dataset.rpartition("-")[2] for source in mixed} or {self.key}
+
+    @property
     def elsewhere(self) -> tuple[FileRecord, ...]:
         """Return the files that lie in `home`."""
         return () if self.home is None else self.train.files + self.validation.files
@@ -156,6 +162,11 @@ class PlannedDataset:
     def path(self) -> str:
         """Below the root."""
         return f"datasets/{self.name}-{self.key}"
+
+    @property
+    def sample_keys(self) -> set[str]:
+        """Those of the manifest."""
+        return {part.key for part in self.parts or (self,)}
 
 
 def plan_dataset(data: DataConfig) -> PlannedDataset:

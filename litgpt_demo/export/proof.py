@@ -101,9 +101,9 @@ def opened_by_litgpt(
     if not difference <= allowed:
         what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
         raise DataError(what, fix=fix)
-    # As many samples as the trainer's, fewer of a large model.
+    # As many samples as the trainer's at that step, whatever the setting is today; fewer of a large model.
     parameters = sum(weight.numel() for weight in llm.model.parameters())
-    trainers_windows = min(spec.train.evaluation_windows, len(validation))
+    trainers_windows = min(checkpoint.evaluation_windows or spec.train.evaluation_windows, len(validation))
     windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
     total = 0.0
     for number in np.concatenate([*validation_numbers(validation, windows).values()]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.config import Orders, Settings, TrainingSpec
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
@@ -33,10 +33,14 @@ class CheckpointManifest(Settings):
     seconds: float = 0.0
     """Training time that led here, over all attempts."""
     dataset_key: str
+    trained_on: Orders = ()
+    """The orders of samples that its weights have seen: the run's own, and those of what it started from."""
     config: dict[str, JsonValue] = Field({})
     """The settings that decided the weights: `model` and `train` of the run's config.json; empty in format 1."""
     validation_loss: float | None
     """The validation loss of this very step, where it was evaluated; nats per token."""
+    evaluation_windows: int | None = None
+    """The `train.evaluation_windows` of that loss: with the dataset it says which samples were taken."""
     world_size: int
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
@@ -159,11 +163,18 @@ def verify(run: Storage, step: int, paths: Collection[str]) -> None:
 
 
 def retained(checkpoints: Iterable[CheckpointManifest], *, last: int, best: int, every: int | None = None) -> set[int]:
-    """Steps to keep: the newest `last`, the `best` by validation loss, and the multiples of `every`."""
+    """Steps to keep: the newest `last`, the `best` by validation loss, and the multiples of `every`.
+
+    Losses of different samples are not ranked: the `best` of each number of evaluation windows are kept.
+    """
     newest = sorted(checkpoints, key=lambda found: -found.step)
-    scored = sorted((found.validation_loss, -found.step) for found in newest if found.validation_loss is not None)
-    for_ever = {found.step for found in newest if every is not None and found.step % every == 0}
-    return {found.step for found in newest[:last]} | {-step for _, step in scored[:best]} | for_ever
+    kept = {found.step for found in newest[:last]}
+    kept |= {found.step for found in newest if every is not None and found.step % every == 0}
+    scored: dict[int | None, list[tuple[float, int]]] = {}
+    for found in newest:
+        if found.validation_loss is not None:
+            scored.setdefault(found.evaluation_windows, []).append((found.validation_loss, -found.step))
+    return kept | {-step for losses in scored.values() for _, step in sorted(losses)[:best]}
 
 
 def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> None:

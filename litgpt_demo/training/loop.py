@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from litgpt_demo.config import key_of
 from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
+from litgpt_demo.documents import read_manifest
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
@@ -32,6 +33,7 @@ from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Profiler, Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
@@ -111,6 +113,7 @@ class Loop:
         profiler = self._profiler
         clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
         self.done, allow = first, max(FIRST_PASS, train.hang_after)
+        self._evaluate_resumed()
         if clock.before >= most:
             return
         training.model.train()
@@ -121,27 +124,17 @@ class Loop:
             passed, late = train_step(training, step), clock.seconds >= most
             self._exchange.put(step + 1, passed, leave=bool(self._asked), time_up=late)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
-            evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
+            evaluates, saves = self._evaluates, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever. So the newest step is waited
             # for too, and where one says to leave.
             why: str | None = None
             while (result := self._exchange.take(keep=0 if evaluates or saves or why else 1)) is not None:
                 self._hear(result)
                 why = result.why or why
-            # A process that is asked to leave has little time; an evaluation would be the first to go.
+            # A process that is asked to leave has little time: the next attempt evaluates.
             if why is not None and not last:
                 self.why_left, evaluates = why, why == "max_time"
-            validation_loss = None
-            if evaluates:
-                began = monotonic()
-                validation_loss, by_source = evaluate(training, done=self.done)
-                if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
-                    what = f"the validation loss of step {self.done} is {validation_loss}"
-                    raise UserError(f"{what}. {self._advice()}")
-                report.pause(seconds := monotonic() - began)
-                figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
-                figures |= {f"validation_loss.{source}": loss for source, loss in by_source.items()}
-                report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
+            validation_loss = self._evaluate() if evaluates else None
             if saves or last or self.why_left:
                 training.heart.beat(self.done, "saving", allow=_LONG)
                 if self.why_left == "max_time":  # by another rank's clock, a moment ahead of this one
@@ -150,6 +143,42 @@ class Loop:
             if self.why_left:
                 report.row(kind="leave", step=self.done, why=self.why_left)
                 return
+
+    @property
+    def _evaluates(self) -> bool:
+        """True if the step then done is one to be evaluated."""
+        spec = self._training.spec
+        return self.done % spec.train.evaluate_every == 0 or self.done == spec.steps
+
+    def _evaluate(self) -> float:
+        """Evaluate the step then done, report it, and return the validation loss."""
+        began = monotonic()
+        validation_loss, by_source = evaluate(self._training, done=self.done)
+        if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
+            raise UserError(f"the validation loss of step {self.done} is {validation_loss}. {self._advice()}")
+        self._report.pause(seconds := monotonic() - began)
+        figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
+        figures |= {f"validation_loss.{source}": loss for source, loss in by_source.items()}
+        self._report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
+        return validation_loss
+
+    def _evaluate_resumed(self) -> None:
+        """Evaluate the step resumed from where the attempt that saved it had no time, and complete its checkpoint."""
+        ranks, run, train = self._training.ranks, self._training.run, self._training.spec.train
+        if self.done == 0 or not self._evaluates:
+            return
+        place = run.within(checkpoints.folder_of(self.done))
+        manifest = ranks.first(lambda: read_manifest(place, CheckpointManifest))
+        if manifest is None or manifest.validation_loss is not None:
+            return
+        evaluated = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
+        self._report.publish()  # once the manifest has the loss, no attempt would write the row again
+
+        def complete() -> None:
+            checkpoints.commit(run, manifest.model_copy(update=evaluated))
+            checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
+
+        ranks.first(complete)
 
     def _hear(self, result: StepResult) -> None:
         """Report a step; one that made no update is the end if it is to stop there, or is the last of too many."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from itertools import count
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -74,7 +75,9 @@ def _of_run(place: Storage, name: str) -> Origin | None:
             raise UserError(what, fix=f"name one of its checkpoints: {steps}")
         place = place.within(checkpoints.folder_of(there[0].step))
     manifest = read_manifest(place, CheckpointManifest)
-    return None if manifest is None else _origin("checkpoint", place, manifest.files)
+    if manifest is None:
+        return None
+    return _origin("checkpoint", place, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
 
 
 def _of_folder(place: Storage) -> Origin | None:
@@ -120,6 +123,22 @@ def bring_origin(origin: Origin, root: Storage) -> Origin:
                     raise DataError(what, fix="submit it again")
         write_manifest(place, copy)
     return copy
+
+
+def replay_problem(origin: Origin | None, keys: set[str], seed: int) -> tuple[str, str] | None:
+    """Return what is wrong, and what would do, where a training that continues with the optimizer's state would take
+    samples in an order that its weights have seen: that of a dataset, by its `sample_keys`, and a seed."""
+    if origin is None or not origin.optimizer:
+        return None
+    again = sorted(key for key, number in origin.trained_on if key in keys and number == seed)
+    if not again:
+        return None
+    samples = f"with train.seed={seed} the samples of dataset {', '.join(again)}"
+    seen = f"come in the order in which the weights of {origin.name} have seen them, from the first one on"
+    seeds = {number for _, number in origin.trained_on}
+    free = next(number for number in count(1) if number not in seeds)
+    what = f"{samples} {seen}, and model.with_optimizer=true continues that training"
+    return what, f"set another train.seed, such as {free}, or train on another dataset"
 
 
 def tokenizer_problem(origin: Origin, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:

@@ -11,7 +11,6 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as _FORMATS
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.training.checkpoints import INDEX
@@ -58,12 +57,12 @@ _REMEDY = (
 def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
     """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
 
-    `precision` is the state of the loss scaling, empty where losses are not scaled.
+    Of the optimizer these are the averages alone: its settings are the config's of whoever reads them. `precision` is
+    the state of the loss scaling, empty where losses are not scaled.
     """
-    weights, state = get_state_dict(model, optimizer)
-    # The next step sets its learning rate before this one's is written down.
-    state["param_groups"] = deepcopy(state["param_groups"])
-    return {"model": weights, "optimizer": state} | ({"precision": dict(precision)} if precision else {})
+    weights, optimizers = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": {"state": optimizers["state"]}}
+    return state | ({"precision": dict(precision)} if precision else {})
 
 
 def load_shards(
@@ -71,11 +70,13 @@ def load_shards(
 ) -> dict[str, Any]:
     """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
 
-    Returns the state of the loss scaling that was saved. Errors call the folder `address` where it is a copy.
+    The optimizer keeps its own settings. Returns the state of the loss scaling that was saved. Errors call the folder
+    `address` where it is a copy.
     """
     state = training_state(model, optimizer, precision)
     _read(state, folder, address)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    optimizers = {**get_optimizer_state_dict(model, optimizer), **state["optimizer"]}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizers)
     return dict(state.get("precision", {}))
 
 

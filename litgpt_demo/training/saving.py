@@ -123,14 +123,18 @@ class Saver:
             shards.write_index(folder, written)
 
         def commit(records: list[list[FileRecord]]) -> int:
+            own = {(key, train.seed) for key in self._training.data.manifest.sample_keys}
+            earlier = spec.origin.trained_on if spec.origin else ()
             manifest = CheckpointManifest(
                 format=checkpoints.FORMAT,
                 run=spec.run,
                 step=step,
                 tokens=step * train.global_batch * spec.model.sequence_length,
                 dataset_key=spec.dataset_key,
+                trained_on=tuple(sorted({*own, *earlier})),
                 config={"model": spec.model.model_dump(mode="json"), "train": train.outcome()},
                 validation_loss=validation_loss,
+                evaluation_windows=None if validation_loss is None else train.evaluation_windows,
                 seconds=seconds,
                 world_size=spec.world_size,
                 versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},

@@ -252,6 +252,8 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     wrapped = fabric.setup_module(model)
     if sharded:
         initialise(model, seed=train.seed)
+    # Fabric casts the rotary tables with the weights, but no sharded model's. Far positions need them in float32.
+    model.reset_parameters()
     scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
     # A fused one would take the scale off the gradients by itself, after they should have been clipped.
     fused = None if scaled else fabric.device.type in {"cuda", "cpu"}

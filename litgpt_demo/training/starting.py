@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from litgpt_demo.config import ModelConfig, Origin, Settings
 from litgpt_demo.documents import bring, read_manifest
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.huggingface import Tensors, huggingface_model
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest
-from litgpt_demo.training.origins import CONFIGS, records_of
+from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
 from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, load_shards, load_weights, read_index, refusing
 from litgpt_demo.training.setup import Training
 
@@ -43,8 +43,11 @@ _TOLD = 3  # tensors that do not fit; the others fit as little
 def start_from(training: Training, origin: Origin) -> None:
     """Read the weights into the model on every rank, and the optimizer's state where it is wanted.
 
-    A DataError where they are not what was found, or not one tensor for each of the model's.
+    A DataError where they are not what was found, or not one tensor for each of the model's; a UserError where the
+    run's samples are those that the optimizer's state was made of.
     """
+    if problem := replay_problem(origin, training.data.manifest.sample_keys, training.spec.train.seed):
+        raise UserError(problem[0], fix=problem[1])
     ranks, local_rank, place = training.ranks, training.fabric.local_rank, open_storage(origin.address)
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place.local_path()
     # Nodes share no folder, though they may share a machine.

@@ -171,6 +171,20 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     assert "n_head 4, and the weights of" in findings
 
 
+def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, monkeypatch: Any) -> None:
+    """With the optimizer's state; weights alone may start on them."""
+    monkeypatch.setattr("launcher.checks.preflight.check_origin", lambda *_, **__: [])
+    settings = trained.config.model_dump(mode="json", by_alias=True)
+    settings["model"] |= {"from": plan_run(trained.config).name, "with_optimizer": True}
+
+    def codes(**changes: Any) -> list[str]:
+        config = validated(RunConfig, overridden(settings, changes), where="it")
+        return [finding.code for finding in plan_of(config).findings if finding.code.startswith("model.from")]
+
+    assert codes() == ["model.from.samples"]
+    assert codes(**{"train.seed": 2}) == codes(**{"model.with_optimizer": False}) == []
+
+
 def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(
     tiny: Callable[..., RunConfig], tmp_path: Path, corpus: Path, platform: StrictPlatform, monkeypatch: Any
 ) -> None:

@@ -144,6 +144,8 @@ def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(ro
     assert finished_dataset(storage, planned) == manifest == verify_dataset(storage.address(planned.path))
     assert manifest.mixture is not None
     assert [one.name for one in manifest.mixture.sources] == ["ids", "prose"]
+    assert planned.sample_keys == manifest.sample_keys == {part.key for part in planned.parts}
+    assert alone.sample_keys == planned.parts[1].sample_keys == {alone.key}
     assert manifest.train.tokens == 3000 + alone.train.tokens
     folder = stage(storage.address(planned.path), tmp_path / "scratch")
     for address in open_dataset(str(folder)).ingredients(str(folder)):

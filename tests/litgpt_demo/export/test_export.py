@@ -11,7 +11,8 @@ import torch
 from bucket_faults import FaultyBucket
 from console_script import Cli
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
-from training_runs import NewRun, rows, train
+from states import training_of
+from training_runs import NewRun, rows, train, write_run
 
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
@@ -23,6 +24,7 @@ from litgpt_demo.export.weights import Weights
 from litgpt_demo.models.huggingface import Tensors
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
+from litgpt_demo.training.loop import fit
 
 Collected: TypeAlias = tuple[Path, FinalManifest]
 SOFTWARE = {"image": "registry.test/litgpt@sha256:" + "5" * 64, "commit": "70af7e1", "dirty": False, "packages": {}}
@@ -97,6 +99,28 @@ def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its
     assert differences(final, manifest.files) == []
     there = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
+
+
+def test_the_collected_model_is_the_one_trained_in_bfloat16(new_run: NewRun) -> None:
+    """All tables and sums in float32: only the weights are rounded, and they are the same."""
+    from litgpt import LLM
+
+    run = new_run("half", precision="bf16-true", max_steps=4)
+    training, ids = training_of(run), torch.arange(64).view(2, 32)
+    fit(training)
+    assert export(open_storage(str(run))).logits_difference == 0
+    llm = LLM.load(str(run / "final/litgpt"), distribute=None)
+    llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    with torch.no_grad():
+        assert torch.equal(training.model.module.float()(ids), llm.model(ids))
+
+
+def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, tiny_dataset: Path) -> None:
+    """The setting that a run has today may be another than that of the checkpoint."""
+    write_run(finished_copy, tiny_dataset, evaluation_windows=1)
+    final = export(open_storage(str(finished_copy)))
+    assert final.validation_windows == 7
+    assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
 
 
 def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_same_everywhere(

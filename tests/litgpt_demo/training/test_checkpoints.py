@@ -122,26 +122,25 @@ def test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not
 
 
 LOSS = st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0])
-LOSSES = st.dictionaries(st.integers(1, 10**6), LOSS, min_size=1, max_size=12)
+LOSSES = st.dictionaries(st.integers(1, 10**6), st.tuples(LOSS, st.sampled_from([64, 256])), min_size=1, max_size=12)
 
 
 @given(losses=LOSSES, last=st.integers(1, 5), best=st.integers(0, 5), every=st.none() | st.integers(1, 5))
 def test_the_newest_best_and_eternal_are_kept_alone(
-    losses: dict[int, float | None], last: int, best: int, every: int | None
+    losses: dict[int, tuple[float | None, int]], last: int, best: int, every: int | None
 ) -> None:
-    manifests = [manifest_of(number, loss) for number, loss in losses.items()]
+    """The best of each number of evaluation windows: losses of different samples are not ranked."""
+    manifests = [manifest_of(step, loss, evaluation_windows=windows) for step, (loss, windows) in losses.items()]
     kept = checkpoints.retained(manifests, last=last, best=best, every=every)
-    scored = [loss for loss in losses.values() if loss is not None]
-    eternal = {number for number in losses if every is not None and number % every == 0}
-    assert kept <= set(losses)
-    assert set(sorted(losses)[-last:]) | eternal <= kept
-    if best:
-        assert not scored or min(scored) in {losses[number] for number in kept}
-    others = kept - set(sorted(losses)[-last:]) - eternal
-    assert len(others) <= best
-    assert all(losses[number] is not None for number in others)
-    for number in others:  # no better one was thrown away
-        assert all(loss is None or loss >= losses[number] for gone, loss in losses.items() if gone not in kept)
+    eternal = {step for step in losses if every is not None and step % every == 0}
+    always = set(sorted(losses)[-last:]) | eternal
+    assert always <= kept <= set(losses)
+    for samples in (64, 256):
+        scored = {step: loss for step, (loss, windows) in losses.items() if loss is not None and windows == samples}
+        ranked = sorted(scored.values())[:best]
+        assert ranked == sorted(loss for step, loss in scored.items() if step in kept)[:best]
+        assert len(kept & set(scored) - always) <= best
+    assert kept - always <= {step for step, (loss, _) in losses.items() if loss is not None}
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ from hub_server import Repository, running_hub
 from litgpt.model import GPT
 from litgpt.utils import save_config
 from safetensors.torch import load_file, save_file
-from states import training_of
-from training_runs import MODEL, NewRun, TrainElsewhere, rows, train
+from states import settings_of, training_of
+from training_runs import MODEL, NewRun, TrainElsewhere, ends, rows, train
 
 from litgpt_demo.config import ModelConfig, Origin
+from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.origins import bring_origin, find_origin
+from litgpt_demo.training.origins import bring_origin, find_origin, replay_problem
 from litgpt_demo.training.starting import Question, start_from
 
 IDS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -77,9 +78,12 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     continued.feed.close()
     weights, state = continued.model.module, continued.optimizer.optimizer.state
     assert not state
-    again = training_of(new_run("averages"))
+    again = training_of(new_run("averages", seed=2, weight_decay=0.3, betas=(0.8, 0.99)))
+    settings = settings_of(again.optimizer)
     start_from(again, found(finished, optimizer=True))
     again.feed.close()
+    assert [group["weight_decay"] for group in settings] == [0.3, 0.0]
+    assert settings_of(again.optimizer) == settings
     assert {float(one["step"]) for one in again.optimizer.optimizer.state.values()} == {12.0}
     last = next(row for row in rows(finished, "evaluation") if row["step"] == 12)["validation_loss"]
     for model in (weights, again.model.module):
@@ -105,6 +109,40 @@ def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goe
     assert one[1] < rows(finished, "step")[0]["loss"] - 0.5
     with pytest.raises(DataError, match="is missing"):
         train(new_run("late", **settings))
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("hybrid", 4)])
+def test_the_optimizers_settings_are_the_configs_after_any_load(
+    finished: Path, new_run: NewRun, train_elsewhere: TrainElsewhere, strategy: str, ranks: int
+) -> None:
+    """After a start from another run, and after a resume."""
+    origin = found(finished, optimizer=True)
+    for weight_decay, max_steps, start in [(0.3, 2, 0), (0.4, 3, 2)]:
+        run = new_run(
+            "run", world_size=ranks, strategy=strategy, micro_batch=1, origin=origin, seed=2, warmup_steps=0,
+            max_steps=max_steps, weight_decay=weight_decay, betas=(0.8, 0.99),
+        )  # fmt: skip
+        assert train_elsewhere((run, ranks, 0), nodes=2 if ranks == 4 else 1) == [[0] * ranks]
+        assert rows(run, "start")[-1]["step"] == start
+        assert len(ends(run)) == ranks
+        for end in ends(run):
+            groups = [(group["weight_decay"], group["betas"]) for group in end["optimizer"]]
+            assert groups == [(weight_decay, [0.8, 0.99]), (0.0, [0.8, 0.99])]
+
+
+def test_a_start_on_samples_seen_before_is_refused(finished: Path, new_run: NewRun, tiny_dataset: Path) -> None:
+    """Those of the run that it starts from, and those that one started from."""
+    origin, key = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).key
+    with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {key} come .*; set another train\.seed"):
+        train(new_run("again", origin=origin))
+    second = new_run("second", origin=origin, seed=1, max_steps=4)
+    train(second)
+    third = found(second, optimizer=True)
+    problems = [replay_problem(third, {key, "another"}, seed) for seed in (1337, 1, 2)]
+    fix = "set another train.seed, such as 2, or train on another dataset"
+    assert [problem and problem[1] for problem in problems] == [fix, fix, None]
+    assert replay_problem(third, {"another"}, 1337) is None
+    assert replay_problem(found(second), {key}, 1337) is None, "weights alone go on from nowhere"
 
 
 def test_nodes_fetch_from_a_bucket_what_they_start_from(

@@ -21,7 +21,7 @@ from hostile import flip_a_bit
 from hypothesis import given
 from hypothesis import strategies as st
 from states import training_of
-from training_runs import NewRun, TrainElsewhere, alike, rows, train, write_run
+from training_runs import NewRun, TrainElsewhere, alike, ends, rows, train, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset
@@ -32,7 +32,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimes
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import read_index
@@ -48,6 +48,13 @@ def told(run: Path) -> list[dict[str, Any]]:
 
 def steps_kept(run: Path) -> list[int]:
     return [found.step for found in committed(open_storage(str(run)))]
+
+
+def losses_kept(run: Path) -> list[tuple[int, float | None, int | None]]:
+    """Step, validation loss and its windows of each checkpoint that is kept."""
+    return [
+        (found.step, found.validation_loss, found.evaluation_windows) for found in committed(open_storage(str(run)))
+    ]
 
 
 def newest(run: Path) -> CheckpointManifest:
@@ -112,7 +119,8 @@ def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(fini
     assert [row["step"] for row in saved] == [4, 8, 12]
     assert steps_kept(finished) == [12, 8]
     last = newest(finished)
-    assert (last.tokens, last.world_size, last.validation_loss) == (12 * 8 * 32, 1, validation[12])
+    assert (last.tokens, last.world_size) == (12 * 8 * 32, 1)
+    assert (last.validation_loss, last.evaluation_windows) == (validation[12], 7)
     names = {path.name for path in finished.iterdir()}
     assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}, "no scratch is left"
 
@@ -153,6 +161,16 @@ def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: P
     shares = [path.stat().st_size for path in (elsewhere[name] / folder_of(12)).glob("__?_0.distcp")]
     assert len(shares) == 2
     assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("hybrid", 4)])
+def test_rotary_tables_are_float32_with_every_strategy(
+    new_run: NewRun, train_elsewhere: TrainElsewhere, strategy: str, ranks: int
+) -> None:
+    settings: dict[str, Any] = {"precision": "bf16-true", "micro_batch": 1, "max_steps": 2, "warmup_steps": 0}
+    run = new_run("run", world_size=ranks, strategy=strategy, **settings)
+    assert train_elsewhere((run, ranks, 0), nodes=2 if ranks == 4 else 1) == [[0] * ranks]
+    assert [end["tables"] for end in ends(run)] == [["torch.float32"] * 2] * ranks
 
 
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
@@ -283,6 +301,21 @@ def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_r
     train(run)
     assert [row["step"] for row in rows(run, "start")] == [0, saved]
     assert shards(run) == shards(finished)
+    # There was no time to evaluate the step; the next attempt does before its first one.
+    assert told(run) == told(finished)
+    assert losses_kept(run) == losses_kept(finished)
+
+
+@pytest.mark.parametrize("name", ["two", "sharded"])
+def test_ranks_make_up_for_an_evaluation_before_the_first_step(
+    elsewhere: dict[str, Path], tmp_path: Path, train_elsewhere: TrainElsewhere, name: str
+) -> None:
+    run, before = Path(shutil.copytree(elsewhere[name], tmp_path / "run")), losses_kept(elsewhere[name])
+    shutil.rmtree(run / folder_of(12))
+    commit(open_storage(str(run)), newest(run).model_copy(update={"validation_loss": None}))
+    assert train_elsewhere((run, 2, 0)) == [[0, 0]]
+    assert [row["step"] for row in rows(run, "evaluation")] == [4, 8, 8, 12]
+    assert losses_kept(run) == before
 
 
 def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_changes(
