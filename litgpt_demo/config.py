@@ -187,7 +187,8 @@ class TokensCorpus(_Corpus, title="Token ids"):
     path: Place = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
     train: Annotated[str, AfterValidator(posixpath.normpath)] = Field("train*.bin", min_length=1)
-    """Pattern of the training split's files in that folder; several are read as one, by name."""
+    """Pattern of the training split's files in that folder; several are read as one, by name: train_2.bin before
+    train_10.bin."""
     validation: Annotated[str, AfterValidator(posixpath.normpath)] = Field("val*.bin", min_length=1)
     """Pattern of the validation split's files."""
     dtype: Literal["uint16", "uint32"] | None = None
