@@ -337,7 +337,8 @@ class DataConfig(Settings, title="Data"):
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
-    """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
+    """A larger split becomes files of this size, and a smaller last one: train-00000.bin and so on. A document may
+    begin in one file and end in the next. OpenWebText's 18 GB stay one file."""
 
     mixture: tuple[MixtureSource, ...] = Field((), max_length=32, exclude_if=lambda sources: not sources)
     """Several sources instead of `corpus`, and the weight of each."""
