@@ -584,7 +584,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     evaluate_every: Count = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
     evaluation_windows: Count = Field(256, gt=0)
-    """The number of validation samples that an evaluation takes, from the start of the validation split."""
+    """The number of validation samples that an evaluation takes of each source, drawn from its whole validation split.
+    A source with fewer gives all of them, once."""
     checkpoint_every: Count = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
     evaluate_with: PositiveCount | None = None

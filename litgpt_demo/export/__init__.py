@@ -62,7 +62,7 @@ class FinalManifest(Settings):
     """Nats per token, of the model loaded back from final/litgpt, in float32."""
     perplexity: float
     validation_windows: int
-    """The number of samples of that loss, from the start of the validation split."""
+    """The number of samples of that loss, of all sources."""
     trainer_validation_loss: float | None = None
     """The trainer's own loss at that step, if it evaluated there, in its own precision."""
     logits_difference: float

@@ -9,6 +9,7 @@ import ctypes
 import gc
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import validation_numbers
+from litgpt_demo.data.batches import validation_sources
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -104,12 +105,16 @@ def opened_by_litgpt(
     # As many samples as the trainer's, fewer of a large model.
     parameters = sum(weight.numel() for weight in llm.model.parameters())
     trainers_windows = min(spec.train.evaluation_windows, len(validation))
-    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
-    total = 0.0
-    for number in np.concatenate([*validation_numbers(validation, windows).values()]):
-        batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
-        total += float(chunked_cross_entropy(llm.model(batch), targets))
-    loss, trainers = total / windows, checkpoint.validation_loss
+    sources = validation_sources(validation, trainers_windows)
+    affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
+    windows = max(1, min(trainers_windows, affordable))  # of each source
+    loss, trainers, seen = 0.0, checkpoint.validation_loss, 0
+    for source in sources:
+        losses = list[float]()
+        for number in source.numbers[:windows]:
+            batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
+            losses.append(float(chunked_cross_entropy(llm.model(batch), targets)))
+        loss, seen = loss + source.share * fmean(losses), seen + len(losses)
     same_samples = windows >= trainers_windows
     if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
         raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
@@ -131,7 +136,7 @@ def opened_by_litgpt(
         dataset_key=checkpoint.dataset_key,
         validation_loss=loss,
         perplexity=perplexity(loss),
-        validation_windows=windows,
+        validation_windows=seen,
         trainer_validation_loss=trainers,
         logits_difference=difference,
         logits_tolerance=allowed,
