@@ -38,15 +38,29 @@ _RELATIVE = 1e-4
 # the loss is small, it is not the model that was trained.
 _LOSS_TOLERANCE = 0.05
 
-_PROBE_WINDOWS, _PROBE_TOKENS = 2, 256
+_PROBE_SAMPLES, _PROBE_TOKENS = 2, 256
 _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-def probe_of(validation: Windows) -> Tensor:
-    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it."""
-    numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
-    return torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy())
+def probe_of(validation: Windows, window: int | None) -> Tensor:
+    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it.
+
+    Where attention has a sliding window, it is one sample that leaves the window behind, if the model's are so long.
+    """
+    samples, tokens = (_PROBE_SAMPLES, _PROBE_TOKENS) if window is None else (1, max(_PROBE_TOKENS, 2 * window + 16))
+    numbers = np.arange(min(samples, len(validation)), dtype=np.uint64)
+    return torch.from_numpy(validation.read(numbers)[0][:, :tokens].copy())
+
+
+@torch.no_grad()
+def last_logits(model: Any, head: Any, inputs: Tensor) -> Tensor:
+    """Return a model's logits of the last tokens of `inputs`, of which its `head` sees no other: all logits of a long
+    sample could take more memory than the model."""
+    with head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, -_PROBE_TOKENS:],)):
+        found = model.eval()(inputs)
+    logits: Tensor = getattr(found, "logits", found)
+    return logits
 
 
 def _opening(inputs: Tensor) -> list[int]:
@@ -69,7 +83,7 @@ def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
     load_weights(shards, model.state_dict())
-    logits: Tensor = model.eval()(inputs)
+    logits = last_logits(model, model.lm_head, inputs)
     del model
     _give_back()
     return logits
@@ -98,7 +112,7 @@ def opened_by_litgpt(
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
     back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
-    difference, allowed = largest_difference(own, llm.model(inputs)), tolerance(own)
+    difference, allowed = largest_difference(own, last_logits(llm.model, llm.model.lm_head, inputs)), tolerance(own)
     if not difference <= allowed:
         what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
         raise DataError(what, fix=fix)
@@ -162,17 +176,16 @@ def opened(folder: Path, **settings: Any) -> Any:
 
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
-    tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with the trainer's `own` logits and the
+    dataset's tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
     import transformers
     from tokenizers import Tokenizer as HfTokenizer
 
     library: Any = transformers
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
-    # Eager attention, because not every architecture's window and softcapping are in the other ones.
-    model = opened(folder, dtype=torch.float32, attn_implementation="eager")
-    difference = largest_difference(own, model.eval()(inputs).logits)
+    model = opened(folder, dtype=torch.float32)  # as the card says, with the attention that its config says
+    difference = largest_difference(own, last_logits(model, model.get_output_embeddings(), inputs))
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -189,4 +202,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
         new = min(_NEW_TOKENS, room)
         written = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
         sample = str(reader.decode(written[0, len(prompt) :]))
-    return HuggingFaceProof(architecture=type(model).__name__, logits_difference=difference, sample=sample)
+    return HuggingFaceProof(
+        architecture=type(model).__name__, attention=str(model.config._attn_implementation),
+        logits_difference=difference, tokens=inputs.shape[1], sample=sample,
+    )  # fmt: skip
