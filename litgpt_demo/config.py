@@ -187,7 +187,8 @@ class TokensCorpus(_Corpus, title="Token ids"):
     path: Place = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
     train: Annotated[str, AfterValidator(posixpath.normpath)] = Field("train*.bin", min_length=1)
-    """Pattern of the training split's files in that folder; several are read as one, by name."""
+    """Pattern of the training split's files in that folder; several are read as one, by name: train_2.bin before
+    train_10.bin."""
     validation: Annotated[str, AfterValidator(posixpath.normpath)] = Field("val*.bin", min_length=1)
     """Pattern of the validation split's files."""
     dtype: Literal["uint16", "uint32"] | None = None
@@ -336,7 +337,8 @@ class DataConfig(Settings, title="Data"):
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
-    """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
+    """A larger split becomes files of this size, and a smaller last one: train-00000.bin and so on. A document may
+    begin in one file and end in the next. OpenWebText's 18 GB stay one file."""
 
     mixture: tuple[MixtureSource, ...] = Field((), max_length=32, exclude_if=lambda sources: not sources)
     """Several sources instead of `corpus`, and the weight of each."""
@@ -582,7 +584,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     evaluate_every: Count = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
     evaluation_windows: Count = Field(256, gt=0)
-    """The number of validation samples that an evaluation takes, from the start of the validation split."""
+    """The number of validation samples that an evaluation takes of each source, drawn from its whole validation split.
+    A source with fewer gives all of them, once."""
     checkpoint_every: Count = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
     evaluate_with: PositiveCount | None = None

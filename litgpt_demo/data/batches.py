@@ -12,14 +12,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from operator import mul
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import PERIOD, TrainingSpec, shares_of
+from litgpt_demo.config import PERIOD, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset, open_split, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
@@ -36,6 +37,10 @@ class Schedule:
         self._starts = [round(after * samples) for after, _ in schedule]
         self._tables = [spread(shares) for _, shares in schedule]
         self._count = len(schedule[0][1])
+        spans = [end - after for after, end in pairwise([*(after for after, _ in schedule), 1.0])]
+        each = zip(*(shares for _, shares in schedule), strict=True)
+        self.shares = [sum(map(mul, spans, shares)) / PERIOD for shares in each]
+        """Each source's share of a run, all stages together."""
 
     def seen(self, samples: int) -> npt.NDArray[np.int64]:
         """Return how many of the first samples come from each source."""
@@ -106,28 +111,39 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
     length, mixture = spec.model.sequence_length, manifest.mixture
     if mixture is None:
         return open_split(folder, manifest, getattr(manifest, split), length=length)
-    schedule = mixture.schedule
-    if split == "validation":  # one measure for the whole run: each source as often as the run has it in all
-        ends = [*(after for after, _ in schedule[1:]), 1.0]
-        spans = [end - after for end, (after, _) in zip(ends, schedule, strict=True)]
-        each = zip(*(shares for _, shares in schedule), strict=True)
-        schedule = ((0.0, shares_of([sum(map(mul, spans, shares)) for shares in each])),)
     there = [(Path(address), open_dataset(address)) for address in manifest.ingredients(str(folder))]
     return MixedWindows(
         names=[source.name for source in mixture.sources],
         parts=[open_split(place, one, getattr(one, split), length=length) for place, one in there],
-        schedule=Schedule(schedule, samples=spec.steps * spec.train.global_batch),
+        schedule=Schedule(mixture.schedule, samples=spec.steps * spec.train.global_batch),
         length=length,
     )
 
 
-def validation_numbers(windows: Windows, most: int) -> dict[str, Numbers]:
-    """The first `most` validation samples by their source, "" where there is one alone."""
-    numbers = at_places(windows, np.arange(min(most, len(windows)), dtype=np.uint64), seed=None)
-    if not isinstance(windows, MixedWindows):
-        return {"": numbers}
-    which = windows.source_of(numbers)
-    return {windows.names[source]: numbers[which == source] for source in np.unique(which)}
+class ValidationSource(NamedTuple):
+    """The samples of a source that an evaluation takes."""
+
+    name: str
+    """Empty where there is one source."""
+    share: float
+    """The source's share of the run's training samples: its weight in the mean."""
+    numbers: Numbers
+
+
+def validation_sources(windows: Windows, most: int) -> list[ValidationSource]:
+    """Return `most` validation samples of each source, or all where it has fewer, drawn from its whole split.
+
+    The first ones of a corpus that is sorted by date or topic would stand for a part of it.
+    """
+    if isinstance(windows, MixedWindows):
+        sources = list(zip(windows.names, windows.schedule.shares, windows.parts, windows.starts, strict=True))
+    else:
+        sources = [("", 1.0, windows, np.uint64(0))]
+
+    def drawn(size: int) -> Numbers:
+        return permuted(np.arange(min(most, size), dtype=np.uint64), size, "validation")
+
+    return [ValidationSource(name, share, drawn(len(part)) + start) for name, share, part, start in sources]
 
 
 def positions_of(step: int, batch: int) -> Numbers:
@@ -140,9 +156,9 @@ def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
     return at_places(windows, positions_of(step, spec.train.global_batch), seed=spec.train.seed)
 
 
-def at_places(windows: Windows, places: Numbers, *, seed: int | None) -> Numbers:
-    """The samples at these places among all of a run: one permutation of all after the other, or without a seed in
-    their own order, again from the first; each source of a mixture by itself."""
+def at_places(windows: Windows, places: Numbers, *, seed: int) -> Numbers:
+    """The samples at these places among all of a run: one permutation of all after the other; each source of a mixture
+    by itself."""
     numbers = np.empty_like(places)
     if isinstance(windows, MixedWindows):
         sources, before = windows.schedule.at(places)
@@ -151,8 +167,6 @@ def at_places(windows: Windows, places: Numbers, *, seed: int | None) -> Numbers
             numbers[here] = at_places(windows.parts[source], before[here], seed=seed) + windows.starts[source]
         return numbers
     epochs, within = np.divmod(places, np.uint64(len(windows)))
-    if seed is None:
-        return within
     for epoch in np.unique(epochs):
         these = epochs == epoch
         numbers[these] = permuted(within[these], len(windows), f"{windows.key}/{seed}/{epoch}")

@@ -40,7 +40,8 @@ _BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark
 
 
 def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
-    """The files of the corpus in their one order: by name, but the standard library's by the hash of the name.
+    """The files of the corpus in their one order: by name, numbers by their value, but the standard library's by the
+    hash of the name.
 
     In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
     sample of all of it. Local files are read through once for their checksum. What a local path selects and nobody can
@@ -61,7 +62,12 @@ def sources(corpus: Corpus, left_out: list[str] | None = None) -> list[Source]:
         found = _hub_sources(hub)
         _require_one_format(hub, hub.files, [source.name for source in found])
     # Two folders may hold files of one name: then the content decides, never the folder.
-    return sorted(found, key=lambda source: (source.name, source.version, source.size))
+    return sorted(found, key=lambda source: (_in_order(source.name), source.version, source.size))
+
+
+def _in_order(name: str) -> tuple[str, str]:
+    """The key by which names are sorted: `train_2.bin` precedes `train_10.bin`, as their maker counted."""
+    return re.sub("[0-9]+", lambda number: number[0].zfill(20), name), name
 
 
 def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
@@ -156,7 +162,7 @@ def _token_sources(corpus: TokensCorpus, pattern: str) -> list[Source]:
         )
     places = [place._replace(name=place.address.removeprefix(f"{home}/")) for place in places]
     with ThreadPoolExecutor(_READERS) as pool:
-        return sorted(pool.map(_Place.source, places), key=lambda source: source.name)
+        return sorted(pool.map(_Place.source, places), key=lambda source: _in_order(source.name))
 
 
 def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 The bins are flat little-endian token ids, uint16 up to a vocabulary of 65,536 and uint32 above, every document followed
 by the end-of-text id: LitGPT's and nanoGPT's own memmap loaders read them. Their bytes depend on the inputs alone. A
-split above `data.max_file_bytes` is several files, `train-00000.bin` and so on, to be read as one.
+split above `data.max_file_bytes` is several files of as many tokens, `train-00000.bin` and so on, to be read as one.
 """
 
 from __future__ import annotations
@@ -368,9 +368,10 @@ def verify_dataset(address: str) -> DatasetManifest:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
-            # Who made ids elsewhere need not have closed every document.
+            # Ids from elsewhere need not close every document, and of several files only the last one ends with one.
             made_here = not (isinstance(manifest.corpus, dict) and "tokens" in manifest.corpus)
-            if record.size and last != manifest.end_of_text and made_here:
+            is_last = record.path == split.files[-1].path
+            if record.size and last != manifest.end_of_text and made_here and is_last:
                 problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"

@@ -22,7 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import file_digest, sha256
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -40,6 +41,7 @@ from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTo
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
+from litgpt_demo.storage.local import explaining
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +49,7 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
-_PLACES = 1000  # of bad documents, that are written down in the manifest
+_BLOCK = 1 << 20
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
 OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
@@ -160,6 +162,8 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
     for by_footer in (True, False):
         surveyed = _survey_all(planned, work, partial(workers.survey, work, by_footer=by_footer), each, report)
         encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
+        width = np.dtype(tokenizer[0].dtype).itemsize
+        most = max(1, work.data.max_file_bytes // width) * width
         progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
         with ExitStack() as stack:
             shared = work
@@ -175,7 +179,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
                 assert record.number == len(encoded), "results come in the order of the items"
                 report(progress := progress.and_of(record))
                 encoded.append(record)
-                hashing.append(thread.submit(_hash, shared, record, files))
+                hashing.append(thread.submit(_hash, shared, record, files, most))
             else:
                 report(Preparation(phase="publish"))
                 for done in hashing:
@@ -193,7 +197,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
         corpus=corpus_identity(data.corpus, planned.sources),
         dropped=dict(sorted((+dropped).items())),
         bad_documents=sum(record.bad for record in surveys),
-        bad_places=tuple(place for record in surveys for place in record.bad_places)[:_PLACES],
+        bad_places=tuple(place for record in surveys for place in record.bad_places)[: workers.PLACES],
         document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
         text_bytes=sum(entry.text_bytes for entry in encoded),
         train=_joined(work, "train", [entry.train for entry in encoded], files),
@@ -399,29 +403,48 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
 _Files: TypeAlias = defaultdict[str, list[tuple[list[FileRecord], Any]]]
 
 
-def _hash(work: Work, record: Encoded, into: _Files) -> None:
+def _hash(work: Work, record: Encoded, into: _Files, most: int) -> None:
     """Take the sha256 of the splits' files on by a shard's pieces, while later ones are still being encoded.
 
     It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
-    Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once.
+    Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once. A piece that
+    would make a file larger than `most` bytes is cut: shards, and so pieces, differ between a corpus on this machine
+    and the same one in a bucket, and the files must not.
     """
     ledger, folder = work.ledger, work.handover
-    for split, piece in (("train", record.train), ("val", record.validation)):
-        if piece.file is None:
+    for split, piece in (("train", record.train.file), ("val", record.validation.file)):
+        if piece is None:
             continue
-        files = into[split]
-        taken = sum(before.size for before in files[-1][0]) if files else 0
-        if not files or taken + piece.file.size > work.data.max_file_bytes:
-            files.append(([], sha256()))
-        pieces, hashed = files[-1]
-        pieces.append(piece.file)
-        path = Path(ledger.address(piece.file.path)) if folder is None else folder / piece.file.path
+        path = Path(ledger.address(piece.path)) if folder is None else folder / piece.path
         if folder is not None:
-            ledger.download(piece.file.path, path)  # only compares checksums where a worker left the piece
+            ledger.download(piece.path, path)  # only compares checksums where a worker left the piece
+        files, parts = into[split], list[FileRecord]()
+        room = most - sum(before.size for before in files[-1][0]) if files else 0
         with path.open("rb") as content:
-            file_digest(content, lambda: hashed)  # noqa: B023 (it is called at once)
+            for number, (start, end) in enumerate(pairwise([0, *range(room, piece.size, most), piece.size])):
+                if number:
+                    files.append(([], sha256()))
+                if start < end:
+                    pieces, hashed = files[-1]
+                    parts.append(piece if end - start == piece.size else _cut(work, path, start, end))
+                    pieces.append(parts[-1])
+                    content.seek(start)
+                    for at in range(start, end, _BLOCK):
+                        hashed.update(content.read(min(_BLOCK, end - at)))
+        _require_whole(ledger, ObjectInfo(piece.path, piece.size, piece.crc32c), parts)
         if folder is not None:
             path.unlink()
+
+
+def _cut(work: Work, path: Path, start: int, end: int) -> FileRecord:
+    """Put the bytes [start, end) of a piece into the ledger, as a piece of their own."""
+    with TemporaryDirectory(dir=work.make_scratch(), prefix="cut-", ignore_cleanup_errors=True) as folder:
+        part = Path(folder, f"{path.name}.{start}")
+        with explaining(str(part), needed=end - start), path.open("rb") as content, part.open("wb") as file:
+            content.seek(start)
+            for at in range(start, end, _BLOCK):
+                file.write(content.read(min(_BLOCK, end - at)))
+        return FileRecord.of(work.ledger.upload(part, part.name, move=True))
 
 
 def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
@@ -430,15 +453,19 @@ def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Fil
     for number, (parts, hashed) in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
         stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in parts], path)
-        expected = whole_of(path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
-        if stored != expected:
-            raise DataError(
-                f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "
-                f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
-            )
+        _require_whole(work.storage, stored, parts)
         records.append(FileRecord.of(stored, sha256=hashed.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
     return Split(documents=documents, tokens=tokens, files=tuple(records))
+
+
+def _require_whole(storage: Storage, stored: ObjectInfo, parts: Sequence[FileRecord]) -> None:
+    expected = whole_of(stored.path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
+    if stored != expected:
+        raise DataError(
+            f"{storage.address(stored.path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "
+            f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
+        )
 
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:

@@ -36,7 +36,8 @@ Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
 
-_PLACES = 100  # of bad documents, that are written down for a shard
+PLACES = 1000
+"""Places of bad documents in a manifest. A shard's record has as many, so that they do not depend on the shards."""
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
 _ROOM = 0.5  # of the file system is free where copies stay for the second reading
 # Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
@@ -257,7 +258,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
         read_bytes += int(lengths.sum())
         kept_bytes += int(lengths[kept].sum())
         bad += len(batch.bad)
-        places += [f"{one.place}: {one.reason}" for one in batch.bad[: _PLACES - len(places)]]
+        places += [f"{one.place}: {one.reason}" for one in batch.bad[: PLACES - len(places)]]
         dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if data.filters.drop_duplicates:
             texts = batch.texts.filter(kept).cast("large_binary").to_pylist()

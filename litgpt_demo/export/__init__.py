@@ -42,8 +42,12 @@ class HuggingFaceProof(Settings):
 
     architecture: str
     """Class in transformers."""
+    attention: str
+    """The implementation that transformers chose by itself and by config.json."""
     logits_difference: float
     """Largest difference between the checkpoint's logits and this model's, both in float32."""
+    tokens: int
+    """The length of the samples of those logits; beyond a sliding window, where the model has one that is shorter."""
     sample: str
     """The text that it wrote after the prompt, always taking the likeliest token."""
 
@@ -62,7 +66,7 @@ class FinalManifest(Settings):
     """Nats per token, of the model loaded back from final/litgpt, in float32."""
     perplexity: float
     validation_windows: int
-    """The number of samples of that loss, from the start of the validation split."""
+    """The number of samples of that loss, of all sources."""
     trainer_validation_loss: float | None = None
     """The trainer's own loss at that step, if it evaluated there, in its own precision."""
     logits_difference: float
@@ -122,11 +126,13 @@ def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
     litgpt, transformers = (f"{folder}{path.removeprefix(f'{FINAL}/')}" for path in (LITGPT, HUGGINGFACE))
     lines += ["from litgpt import LLM", f"print(LLM.load({litgpt!r}).generate({final.prompt!r}))"]
     if huggingface:
+        needs_eager = final.huggingface is not None and final.huggingface.attention == "eager"
+        eager = ', attn_implementation="eager"' if needs_eager else ""
         lines += [
             "",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"tokenizer = AutoTokenizer.from_pretrained({transformers!r})",
-            f"model = AutoModelForCausalLM.from_pretrained({transformers!r})",
+            f"model = AutoModelForCausalLM.from_pretrained({transformers!r}{eager})",
             f'inputs = tokenizer({final.prompt!r}, return_tensors="pt")',
             "written = model.generate(**inputs, max_new_tokens=50, pad_token_id=tokenizer.eos_token_id)",
             "print(tokenizer.decode(written[0]))",

@@ -27,6 +27,11 @@ from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 
+_EAGER = (
+    "The model limits its attention scores (soft-capping). transformers computes that with `eager` attention, which "
+    "`config.json` selects. With `sdpa` it leaves the limit out, without a warning, and the logits differ."
+)
+
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
 _NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
 
@@ -121,6 +126,7 @@ def _card(
             ("Measured on", f"{final.validation_windows:,} samples of {spec.model.sequence_length:,} tokens"),
             ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
             ("transformers opens it", f"{proof.architecture}, {proof.logits_difference:.1e}" if proof else "no"),
+            ("Compared over", f"{proof.tokens:,} tokens, with {proof.attention} attention" if proof else ""),
             ("Tolerance", f"{final.logits_tolerance:.1e}"),
         ),
         "## What it writes",
@@ -128,6 +134,7 @@ def _card(
         _fenced(f"{final.prompt}{final.sample.removeprefix(final.prompt)}"),
         "## Use",
         _fenced(usage("", final, huggingface=proof is not None), "python"),
+        _EAGER if proof is not None and proof.attention == "eager" else "",
         "## Data",
         _table(
             ("Corpus", ", ".join(mixed or (f"{name}: {value}" for name, value in corpus.items() if value is not None))),

@@ -166,7 +166,7 @@ def make(
             shutil.copy(path, target)
     if (model := huggingface_model(config)) is not None:
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
-    inputs = probe_of(windows)
+    inputs = probe_of(windows, config.sliding_window_size)
     own = trainer_logits(config, shards, inputs)
     final: FinalManifest = opened_by_litgpt(target, own, inputs, windows, spec, checkpoint)
     proof, shortcoming, target = None, "", scratch / HUGGINGFACE

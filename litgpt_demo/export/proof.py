@@ -9,6 +9,7 @@ import ctypes
 import gc
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import validation_numbers
+from litgpt_demo.data.batches import validation_sources
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -37,15 +38,29 @@ _RELATIVE = 1e-4
 # the loss is small, it is not the model that was trained.
 _LOSS_TOLERANCE = 0.05
 
-_PROBE_WINDOWS, _PROBE_TOKENS = 2, 256
+_PROBE_SAMPLES, _PROBE_TOKENS = 2, 256
 _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-def probe_of(validation: Windows) -> Tensor:
-    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it."""
-    numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
-    return torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy())
+def probe_of(validation: Windows, window: int | None) -> Tensor:
+    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it.
+
+    Where attention has a sliding window, it is one sample that leaves the window behind, if the model's are so long.
+    """
+    samples, tokens = (_PROBE_SAMPLES, _PROBE_TOKENS) if window is None else (1, max(_PROBE_TOKENS, 2 * window + 16))
+    numbers = np.arange(min(samples, len(validation)), dtype=np.uint64)
+    return torch.from_numpy(validation.read(numbers)[0][:, :tokens].copy())
+
+
+@torch.no_grad()
+def last_logits(model: Any, head: Any, inputs: Tensor) -> Tensor:
+    """Return a model's logits of the last tokens of `inputs`, of which its `head` sees no other: all logits of a long
+    sample could take more memory than the model."""
+    with head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, -_PROBE_TOKENS:],)):
+        found = model.eval()(inputs)
+    logits: Tensor = getattr(found, "logits", found)
+    return logits
 
 
 def _opening(inputs: Tensor) -> list[int]:
@@ -68,7 +83,7 @@ def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
     load_weights(shards, model.state_dict())
-    logits: Tensor = model.eval()(inputs)
+    logits = last_logits(model, model.lm_head, inputs)
     del model
     _give_back()
     return logits
@@ -97,19 +112,23 @@ def opened_by_litgpt(
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
     back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
-    difference, allowed = largest_difference(own, llm.model(inputs)), tolerance(own)
+    difference, allowed = largest_difference(own, last_logits(llm.model, llm.model.lm_head, inputs)), tolerance(own)
     if not difference <= allowed:
         what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
         raise DataError(what, fix=fix)
     # As many samples as the trainer's at that step, whatever the setting is today; fewer of a large model.
     parameters = sum(weight.numel() for weight in llm.model.parameters())
     trainers_windows = min(checkpoint.evaluation_windows or spec.train.evaluation_windows, len(validation))
-    windows = max(1, min(trainers_windows, int(_FORWARD_FLOPS / (2 * parameters * validation.length))))
-    total = 0.0
-    for number in np.concatenate([*validation_numbers(validation, windows).values()]):
-        batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
-        total += float(chunked_cross_entropy(llm.model(batch), targets))
-    loss, trainers = total / windows, checkpoint.validation_loss
+    sources = validation_sources(validation, trainers_windows)
+    affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
+    windows = max(1, min(trainers_windows, affordable))  # of each source
+    loss, trainers, seen = 0.0, checkpoint.validation_loss, 0
+    for source in sources:
+        losses = list[float]()
+        for number in source.numbers[:windows]:
+            batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
+            losses.append(float(chunked_cross_entropy(llm.model(batch), targets)))
+        loss, seen = loss + source.share * fmean(losses), seen + len(losses)
     same_samples = windows >= trainers_windows
     if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
         raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
@@ -131,7 +150,7 @@ def opened_by_litgpt(
         dataset_key=checkpoint.dataset_key,
         validation_loss=loss,
         perplexity=perplexity(loss),
-        validation_windows=windows,
+        validation_windows=seen,
         trainer_validation_loss=trainers,
         logits_difference=difference,
         logits_tolerance=allowed,
@@ -157,17 +176,16 @@ def opened(folder: Path, **settings: Any) -> Any:
 
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with `own` logits and the dataset's
-    tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with the trainer's `own` logits and the
+    dataset's tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
     import transformers
     from tokenizers import Tokenizer as HfTokenizer
 
     library: Any = transformers
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
-    # Eager attention, because not every architecture's window and softcapping are in the other ones.
-    model = opened(folder, dtype=torch.float32, attn_implementation="eager")
-    difference = largest_difference(own, model.eval()(inputs).logits)
+    model = opened(folder, dtype=torch.float32)  # as the card says, with the attention that its config says
+    difference = largest_difference(own, last_logits(model, model.get_output_embeddings(), inputs))
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -184,4 +202,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
         new = min(_NEW_TOKENS, room)
         written = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
         sample = str(reader.decode(written[0, len(prompt) :]))
-    return HuggingFaceProof(architecture=type(model).__name__, logits_difference=difference, sample=sample)
+    return HuggingFaceProof(
+        architecture=type(model).__name__, attention=str(model.config._attn_implementation),
+        logits_difference=difference, tokens=inputs.shape[1], sample=sample,
+    )  # fmt: skip

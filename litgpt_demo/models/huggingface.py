@@ -225,13 +225,20 @@ _gemma_fields = partial(_llama_fields, hidden_act="gelu_pytorch_tanh", hidden_ac
 
 def _gemma2_fields(config: Config) -> Fields:
     windowed = config.sliding_window_indices or [0] * config.n_layer
-    return _gemma_fields(config) | {
-        "query_pre_attn_scalar": config.attention_scores_scalar or config.head_size,
-        "attn_logit_softcapping": config.attention_logit_softcapping,
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "sliding_window": config.sliding_window_size or config.block_size,
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
-    }
+    # transformers' own choice, sdpa, leaves the cap of attention scores out. Of a config.json it reads this name, while
+    # its argument `attn_implementation`, given or not, takes the place of a field of that name.
+    eager = {"_attn_implementation": "eager"} if config.attention_logit_softcapping is not None else {}
+    return (
+        _gemma_fields(config)
+        | eager
+        | {
+            "query_pre_attn_scalar": config.attention_scores_scalar or config.head_size,
+            "attn_logit_softcapping": config.attention_logit_softcapping,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "sliding_window": config.sliding_window_size or config.block_size,
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        }
+    )
 
 
 _FAMILIES = (  # in the order in which they are tried

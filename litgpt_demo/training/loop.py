@@ -14,6 +14,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX, Timer
 from time import monotonic, time
@@ -71,7 +72,8 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
             start_from(training, training.spec.origin)
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
-            with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
+            tell = partial(_report_save, report)
+            with Saver(training, tell=tell, before_commit=report.publish_rows) as saver:
                 loop = Loop(training, report, saver, profiler, asked)
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)

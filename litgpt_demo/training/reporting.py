@@ -161,6 +161,14 @@ class Reporter:
         self._peak.measure_again()
         self._last_time += seconds + monotonic() - began
 
+    def publish_rows(self) -> None:
+        """Carry the rows so far to the run's folder, if that is in a bucket; the training may add more meanwhile.
+
+        An attempt that resumes from a checkpoint repeats no step before it, so its rows must be there first.
+        """
+        if self._file is not None and self._training.run.local_path() is None:
+            self._training.run.write(METRICS, self._path.read_bytes())
+
     def publish(self, *, closed: bool = False) -> None:
         """Carry what is written so far to the run's folder, if that is in a bucket.
 

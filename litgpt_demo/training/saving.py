@@ -74,9 +74,12 @@ class Saver:
     An error that has a name (a full disk, a bucket that refuses) costs that one save; any other ends the training.
     """
 
-    def __init__(self, training: Training, *, tell: Callable[[Saved], object]) -> None:
-        """`tell` hears on rank 0 what became of each save, in the thread of the training, at the next step or later."""
-        self._training, self._tell = training, tell
+    def __init__(
+        self, training: Training, *, tell: Callable[[Saved], object], before_commit: Callable[[], object] = bool
+    ) -> None:
+        """`tell` hears on rank 0 what became of each save, in the thread of the training, at the next step or later.
+        `before_commit` stores on rank 0, in the thread of the save, what a checkpoint must not be committed without."""
+        self._training, self._tell, self._before_commit = training, tell, before_commit
         self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -141,6 +144,7 @@ class Saver:
                 # By name, so that resuming deals each rank as many bytes to compare.
                 files=tuple(sorted((record for each in records for record in each), key=lambda record: record.path)),
             )
+            self._before_commit()
             checkpoints.commit(run, manifest)
             return manifest.size
 

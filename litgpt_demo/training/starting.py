@@ -35,7 +35,7 @@ from litgpt_demo.training.setup import Training
 
 # Names of a model and room for it, which change nothing in what it computes.
 _FREE = {"name", "hf_config", "block_size", "vocab_size", "padding_multiple"}
-_FREE_THERE = {"architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache"}
+_FREE_THERE = {"_attn_implementation", "architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache"}
 _FIX = "make model.name and model.config those of the weights"
 _TOLD = 3  # tensors that do not fit; the others fit as little
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_numbers
+from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_sources
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 FIRST_PASS = 900.0
@@ -158,23 +158,25 @@ class Exchange:
 
 @torch.no_grad()
 def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
-    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks; and of a
-    mixture that of each source, by name."""
+    """Return the mean validation loss, of a mixture weighted by the sources' shares, and each source's by its name.
+
+    The samples are `evaluation_windows` of each source, the same ones on any number of ranks.
+    """
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
-    groups = validation_numbers(windows, train.evaluation_windows)
-    sums = torch.zeros(len(groups), 2, dtype=torch.float64, device=fabric.device)
+    sources = validation_sources(windows, train.evaluation_windows)
+    sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
     training.model.eval()
-    for group, numbers in zip(sums, groups.values(), strict=True):
-        mine = numbers[fabric.global_rank :: fabric.world_size]
+    for index, source in enumerate(sources):
+        mine = source.numbers[fabric.global_rank :: fabric.world_size]
         # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
-        for index in range(math.ceil(math.ceil(len(numbers) / fabric.world_size) / train.micro_batch)):
+        for start in range(0, math.ceil(len(source.numbers) / fabric.world_size), train.micro_batch):
             training.heart.beat(done, "evaluating", allow=max(FIRST_PASS, train.hang_after))
-            part = mine[index * train.micro_batch : (index + 1) * train.micro_batch]
-            samples = read_samples(windows, part if len(part) else numbers[:1], fabric.device)
-            loss = training.model(*to_device(samples, fabric.device)).double()
-            group += torch.stack([loss * len(part), torch.full_like(loss, len(part))])
+            part = mine[start : start + train.micro_batch]
+            samples = read_samples(windows, part if len(part) else source.numbers[:1], fabric.device)
+            sums[index] += training.model(*to_device(samples, fabric.device)).double() * len(part)
     training.model.train()
     if fabric.world_size > 1:
         dist.all_reduce(sums)
-    total, count = sums.sum(0).tolist()
-    return total / count, {name: float(loss / each) for name, (loss, each) in zip(groups, sums, strict=True) if name}
+    losses = [total / len(source.numbers) for total, source in zip(sums.tolist(), sources, strict=True)]
+    mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
+    return mean, {source.name: loss for source, loss in zip(sources, losses, strict=True) if source.name}

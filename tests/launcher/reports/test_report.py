@@ -56,7 +56,9 @@ def final(**changes: Any) -> FinalManifest:
     values = {
         "run": "gpt-0f1e2d3c4b", "step": 40, "parameters": 14_067_712, "validation_loss": math.log(16),
         "complete": True, "logits_difference": 1.9e-6, "findings": (), "cost": None, "files": FILES,
-        "huggingface": HuggingFaceProof(architecture="GPTNeoXForCausalLM", logits_difference=2.9e-6, sample=""),
+        "huggingface": HuggingFaceProof(
+            architecture="GPTNeoXForCausalLM", attention="sdpa", logits_difference=2.9e-6, tokens=256, sample=""
+        ),
         "prompt": "def main(", "sample": "argv: list[str]) -> int:",
     }  # fmt: skip
     return FinalManifest.model_construct(**{**values, **changes})

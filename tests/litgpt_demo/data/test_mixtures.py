@@ -14,7 +14,7 @@ from test_own_tokens import IDS, put
 from training_runs import TrainElsewhere, alike, rows, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
-from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, validation_numbers
+from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, permuted, validation_sources
 from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import DataError, UserError
@@ -71,8 +71,27 @@ def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_sample
     assert (targets == inputs + 1).all()
     assert sorted(numbers[mixed.source_of(numbers) == 0][:10].tolist()) == list(range(10))
     assert sorted(numbers[mixed.source_of(numbers) == 1][3:6].tolist()) == [10, 11, 12]
-    validation = validation_numbers(mixed, 8)
-    assert {name: found.tolist() for name, found in validation.items()} == {"a": [0, 1, 2, 3, 4, 5], "b": [10, 11]}
+
+
+@given(st.lists(st.integers(1, 3000), min_size=2, max_size=4), st.integers(1, 300), st.integers(1, 998))
+def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int], most: int, share: int) -> None:
+    names, length = list("abcd"[: len(sizes)]), 3
+    parts = [Windows(files=[np.empty(length * size + 1, dtype=np.uint16)], length=length) for size in sizes]
+    first, last = [0] * len(sizes), [0] * len(sizes)
+    first[0], last[0], last[-1] = PERIOD, share, PERIOD - share
+    schedule = Schedule([(0.0, first), (0.25, last)], samples=40)
+    mixed = MixedWindows(names=names, parts=parts, schedule=schedule, length=length)
+    sources, start = validation_sources(mixed, most), 0
+    assert [source.name for source in sources] == names
+    assert sum(source.share for source in sources) == pytest.approx(1)
+    assert sources[0].share == pytest.approx(0.25 + 0.75 * share / PERIOD)
+    for source, part, size in zip(sources, parts, sizes, strict=True):
+        drawn = (source.numbers - np.uint64(start)).tolist()
+        assert len(set(drawn)) == len(drawn) == min(most, size)
+        assert drawn == permuted(np.arange(len(drawn), dtype=np.uint64), size, "validation").tolist()
+        (alone,) = validation_sources(part, most)
+        assert (alone.name, alone.share, alone.numbers.tolist()) == ("", 1.0, drawn)
+        start += size
 
 
 def mixture(folder: Path, place: str, **fields: Any) -> DataConfig:
@@ -126,9 +145,11 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
         mean = sum(part * loss for part, loss in parts) / sum(part for part, _ in parts)
         assert mean == pytest.approx(row["loss"], rel=1e-5)
         seen = {source: row[f"tokens.{source}"] for source in seen}
-    both = [evaluated["validation_loss.ids"], evaluated["validation_loss.prose"]]
-    assert min(both) < evaluated["validation_loss"] < max(both)
+    # Of the run's samples 75 % and then 20 % are ids.
+    mean = 0.475 * evaluated["validation_loss.ids"] + 0.525 * evaluated["validation_loss.prose"]
+    assert evaluated["validation_loss"] == pytest.approx(mean, rel=1e-6)
     final = export(open_storage(str(runs["four"])))  # one process suffices
+    assert final.validation_windows == 2 * 7
     assert (final.logits_difference, final.huggingface is not None) == (0, True)
     assert final.validation_loss == pytest.approx(evaluated["validation_loss"], rel=1e-4)
 

@@ -67,6 +67,15 @@ def test_ids_are_staged_from_where_they_lie_and_copied_only_into_or_out_of_a_buc
     assert listed == (set() if lies == under else {"train-0.bin", "train-1.bin", "val.bin"})
 
 
+def test_files_of_ids_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    cut = {f"train_{number}.bin": IDS[250 * number : 250 * (number + 1)] for number in (10, 0, 9, 2, 11, 1)}
+    place = put(str(tmp_path / "data"), {**cut, "val.bin": IDS[3000:]})
+    manifest, address = made(data_at(place, tmp_path), str(tmp_path / "root"))
+    assert [record.path for record in manifest.train.files] == [f"train_{n}.bin" for n in (0, 1, 2, 9, 10, 11)]
+    inputs, _ = open_split(Path(address), manifest, manifest.train, length=1499).read(np.zeros(1, dtype=np.uint64))
+    assert inputs.ravel().tolist() == [*IDS[:750], *IDS[2250:2999]]
+
+
 def test_a_run_trains_on_the_files_of_nanogpt_and_notices_when_they_change(tmp_path: Path, new_run: NewRun) -> None:
     place = put(str(tmp_path / "openwebtext"), {"train.bin": IDS[:3000], "val.bin": IDS[3000:]})
     before = contents(Path(place))

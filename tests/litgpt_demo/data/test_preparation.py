@@ -46,7 +46,7 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.data.preparation import MapFn, check_totals, in_threads, prepare
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import Storage, is_remote, open_storage
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -202,6 +202,27 @@ def test_two_preparations_at_once_both_end_well_and_a_split_past_the_cap_is_numb
     assert max(map(len, parts.values())) <= 1000
 
 
+def test_a_corpus_makes_equal_files_wherever_it_lies(bucket: Storage, tmp_path: Path, tokenizer: TokenizerFile) -> None:
+    """Files on this machine are cut into several shards, those in a bucket are not."""
+    source = corpus_in(tmp_path / "corpus")
+    for name, content in contents(source).items():
+        bucket.write(f"corpus/{name}", content)
+    corpora, made = {"here": str(source), "there": bucket.address("corpus")}, dict[str, dict[str, bytes]]()
+    for case, root in (("here", "a"), ("there", "b"), ("here, there", "c"), ("there, here", bucket.address("root"))):
+        address = root if is_remote(root) else str(tmp_path / root)
+        places = [corpora[place] for place in case.split(", ")]
+        with cut_into(300):
+            for place in places:
+                planned = plan_dataset(settings_for(source, [place], tokenizer=tokenizer, max_file_bytes=1001))
+                each = in_threads(2) if place == places[-1] else killed_after(3, in_threads(1))
+                with suppress(Killed):
+                    prepare(planned, open_storage(address), each=each)
+        made[case] = stored(address, planned)
+        assert verify_dataset(f"{address}/{planned.path}").name == planned.name
+    assert made["here"] == made["there"] == made["here, there"] == made["there, here"]
+    assert len(made["here"]["train-00000.bin"]) == 1000
+
+
 def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
     dataset: tuple[DatasetManifest, Path], tmp_path: Path
 ) -> None:
@@ -249,7 +270,7 @@ def test_bad_documents_are_left_out_and_of_very_many_the_first_places_are_writte
     lines = b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n'
     source = write(tmp_path / "corpus", {"c.jsonl": lines})
     manifest, _ = prepared(source, tmp_path / "root", tokenizer=tokenizer, on_bad_document="skip")
-    assert (manifest.documents, manifest.bad_documents, len(manifest.bad_places)) == (2, 2000, 100)
+    assert (manifest.documents, manifest.bad_documents, len(manifest.bad_places)) == (2, 2000, 1000)
     assert manifest.bad_places[0] == "c.jsonl, line 2: has 7 as 'text'"
 
 

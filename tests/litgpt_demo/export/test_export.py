@@ -14,6 +14,7 @@ from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tenso
 from states import training_of
 from training_runs import NewRun, rows, train, write_run
 
+from litgpt_demo.config import ModelConfig
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -121,6 +122,31 @@ def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, t
     final = export(open_storage(str(finished_copy)))
     assert final.validation_windows == 7
     assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
+
+
+def test_a_model_with_capped_attention_opens_as_its_card_says(new_run: NewRun) -> None:
+    """Gemma 2: transformers' default attention, sdpa, would leave the cap out."""
+    from litgpt import LLM
+    from transformers import AutoModelForCausalLM
+
+    fields = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_query_groups": 1, "head_size": 16, "intermediate_size": 48}
+    fields |= {"sliding_window_size": 16, "sliding_window_indices": [1, 0], "attention_logit_softcapping": 0.01}
+    model_config = ModelConfig(name="Gemma-2-2b", config={**fields, "padded_vocab_size": 320}, sequence_length=32)
+    run = new_run("capped", model=model_config, max_steps=3, global_batch=2, evaluation_windows=1)
+    train(run)
+    final = export(open_storage(str(run)))
+    assert final.findings == ()
+    assert (final.huggingface.attention, final.huggingface.tokens) == ("eager", 32)
+    model = AutoModelForCausalLM.from_pretrained(run / "final/huggingface", dtype=torch.float32)
+    llm = LLM.load(str(run / "final/litgpt"), distribute=None)
+    llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, llm.model(ids), rtol=1e-5, atol=1e-5)
+    card = (run / "final/MODEL_CARD.md").read_text()
+    assert "from_pretrained('huggingface', attn_implementation=\"eager\")" in card
+    assert "With `sdpa` it leaves the limit out" in card
+    assert "| Compared over | 32 tokens, with eager attention |" in card
 
 
 def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_same_everywhere(

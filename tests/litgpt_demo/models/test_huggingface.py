@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from corpora import large_vocabulary
 from litgpt.config import Config
 from litgpt.model import GPT
 
 from litgpt_demo import catalogue
+from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
-from litgpt_demo.export.proof import opened_by_transformers
+from litgpt_demo.export.proof import last_logits, opened_by_transformers, probe_of
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 
@@ -46,6 +48,8 @@ def random_model(config: Config) -> GPT:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.05)
+        for block in model.transformer.h:
+            block.attn.qkv.weight.mul_(8)  # so that scores are as large as their caps
     return model
 
 
@@ -74,10 +78,10 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         config = small(name)
         model, found = random_model(config), huggingface_model(config)
         folder = exported(saved(model, tmp_path / name / "shards"), found, tmp_path / name / "huggingface")
-        theirs, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
+        theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         assert type(theirs).__name__ == architecture
+        capped = config.attention_logit_softcapping is not None
+        assert theirs.config._attn_implementation == ("eager" if capped else "sdpa"), name
         assert not any(info.values()), name
         ids = torch.randint(0, 300, (2, 40))
         with torch.no_grad():
@@ -89,6 +93,23 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         back = found.back(load_file(folder / "model.safetensors"))
         assert back.keys() == model.state_dict().keys(), name
         assert all(torch.equal(back[one], tensor) for one, tensor in model.state_dict().items()), name
+
+
+def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
+    config = small("Mistral-7B-Instruct-v0.1")
+    config.block_size, config.sliding_window_size = 700, 300
+    model, found = random_model(config), huggingface_model(config)
+    ids = torch.randint(0, 300, (1401,)).numpy().astype("uint16")
+    inputs = probe_of(Windows(files=[ids], length=700), config.sliding_window_size)
+    assert inputs.shape == (1, 616)
+    assert probe_of(Windows(files=[ids], length=700), None).shape == (2, 256)
+    own, tokenizer = last_logits(model, model.lm_head, inputs), large_vocabulary(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(own, model(inputs)[:, -256:])
+    folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
+    (folder / "config.json").write_text(json.dumps({**found.fields, "sliding_window": 301}))
+    with pytest.raises(DataError, match="its logits differ by"):
+        opened_by_transformers(folder, own=own, inputs=inputs, tokenizer=tokenizer)
 
 
 def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> None:

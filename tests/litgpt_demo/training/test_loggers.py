@@ -1,10 +1,14 @@
 """Where metrics go besides metrics.jsonl, each read back with its own reader; and that no key is ever written down."""
 
 import csv
+import re
 from base64 import b64encode
 from pathlib import Path
+from threading import Lock
 
 import pytest
+from bucket_emulator import Answer, Request
+from bucket_faults import FaultyBucket
 from states import training_of
 from training_runs import NewRun, rows, train
 
@@ -49,6 +53,37 @@ def test_metrics_are_carried_to_a_bucket_as_table_and_tensorboard(
         shown = {event.step: event.value for event in seen.Scalars(f"{kind}/{name}")}
         assert list(shown) == steps
         assert shown == pytest.approx(curve(told, kind, name), rel=1e-6)
+
+
+def test_a_committed_step_has_its_rows_wherever_a_kill_comes(
+    new_run: NewRun, finished: Path, bucket: Storage, proxy: FaultyBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket's state before each request is what a kill at that moment leaves."""
+    states, lock, forward = list[dict[str, bytes]](), Lock(), proxy.forward
+
+    def noted(request: Request) -> Answer:
+        with lock:
+            states.append(proxy.objects())
+            return forward(request)
+
+    monkeypatch.setattr(proxy, "forward", noted)
+    fit(training_of(new_run("far"), bucket))
+    left_at, known = dict[int, dict[str, bytes]](), [("step", "loss"), ("evaluation", "validation_loss")]
+    for state in [*states, proxy.objects()]:
+        newest = max([int(name.split("/")[1][5:]) for name in state if re.match("checkpoints/.*manifest", name)] or [0])
+        left_at.setdefault(newest, state)
+        for kind, name in known:
+            kept = {step for step in curve(rows_of(state.get("metrics.jsonl", b"")), kind, name) if step <= newest}
+            assert kept == {step for step in curve(rows(finished), kind, name) if step <= newest}
+    assert sorted(left_at) == [0, 4, 8, 12]
+    again = bucket.within("again")
+    for name, content in left_at[8].items():
+        again.write(name, content)
+    fit(training_of(new_run("far"), again))
+    made = rows_of(again.read("metrics.jsonl"))
+    assert [row["step"] for row in made if row["kind"] == "start"] == [0, 8]
+    for kind, name in known:
+        assert curve(made, kind, name) == curve(rows(finished), kind, name)
 
 
 def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from states import settings_of, training_of
 from training_runs import MODEL, NewRun, TrainElsewhere, ends, rows, train
 
 from litgpt_demo.config import ModelConfig, Origin
+from litgpt_demo.data.batches import validation_sources
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.model import litgpt_config
@@ -88,7 +89,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     last = next(row for row in rows(finished, "evaluation") if row["step"] == 12)["validation_loss"]
     for model in (weights, again.model.module):
         windows = again.data.validation
-        batch = [torch.from_numpy(part) for part in windows.read(torch.arange(7).numpy().astype("uint64"))]
+        batch = [torch.from_numpy(part) for part in windows.read(validation_sources(windows, 7)[0].numbers)]
         with torch.no_grad():
             assert float(model(*batch)) == pytest.approx(last, abs=1e-5)
 

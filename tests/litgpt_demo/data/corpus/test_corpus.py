@@ -48,6 +48,12 @@ def identity(corpus: Corpus) -> str:
     return key_of(corpus_identity(corpus, sources(corpus)))
 
 
+def test_texts_are_in_the_order_of_the_numbers_in_names(tmp_path: Path) -> None:
+    texts = {name: name.encode() for name in ("2/b.txt", "10/a1.txt", "10/a.txt", "part10.txt", "part2.txt")}
+    in_order = ["2/b.txt", "10/a.txt", "10/a1.txt", "part2.txt", "part10.txt"]
+    assert read(files(write(tmp_path / "corpus", texts)), tmp_path) == in_order
+
+
 @settings(max_examples=60)
 @given(
     form=st.sampled_from(sorted(FORMATS)),
