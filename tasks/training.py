@@ -26,7 +26,7 @@ from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
-from launcher.runs.restarts import Budget
+from launcher.runs.restarts import Budget, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
@@ -122,6 +122,8 @@ async def run_job(
                 theirs = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
                 counted = {one.attempt: one for one in [*verdicts, *theirs]}
                 verdicts = [counted[number] for number in sorted(counted)]
+            if verdict is not None:
+                verdict = without_machine(verdict, [one for one in verdicts if one.attempt != ended])
             if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
                 verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
             decision = budget.after(verdicts)
@@ -187,8 +189,9 @@ async def _turn(
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
     after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
-        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
-    )
+        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, step=verdict.step,
+        flow_run=own,
+    )  # fmt: skip
     await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
     await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
     return judged
