@@ -51,6 +51,8 @@ class Beat:
     """Seconds on the machine's monotonic clock, which nobody sets: by it silence is measured."""
     allow: float
     """Seconds of silence that mean nothing yet."""
+    sends: float = 0.0
+    """Bytes that its node must send to the others in a step, as its program says; 0 where that is not known."""
     stacks: str
     """The file that SIGUSR1 has the stacks written to."""
 
@@ -64,6 +66,8 @@ class Heartbeat:
         self._allow = allow
         self._stacks: IO[str] | None = None
         self._step = 0
+        self.sends = 0.0
+        """See Beat; the program sets it once it is known."""
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
         rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
@@ -84,7 +88,13 @@ class Heartbeat:
         if self._stacks is None:
             return
         self._step = step
-        told = self._own | {"step": step, "doing": doing, "time": time.time(), "ticks": time.monotonic()}
+        told = self._own | {
+            "step": step,
+            "doing": doing,
+            "sends": self.sends,
+            "time": time.time(),
+            "ticks": time.monotonic(),
+        }
         told["allow"] = self._allow if allow is None else allow
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)

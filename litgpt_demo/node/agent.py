@@ -151,8 +151,10 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
                 waits=waiting[beat],
                 held=beat in held,
             )
-        elif (wrong := use.look(steps=max((beat.step for beat in beats), default=0))) is None:
-            continue
+        else:
+            steps, sends = (max((getattr(beat, name) for beat in beats), default=0) for name in ("step", "sends"))
+            if (wrong := use.look(steps=steps, sends=sends)) is None:
+                continue
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
         return wrong
 

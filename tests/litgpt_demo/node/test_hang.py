@@ -20,10 +20,12 @@ def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_we
     with Heartbeat(allow=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
         heart.beat(1_000_000, "training")
+        heart.sends = 4e9
         heart.beat(7, "saving", allow=60)
         [beat] = read_beats(tmp_path)
     assert (beat.rank, beat.local_rank, beat.pid) == (5, 1, os.getpid())
     assert (beat.step, beat.doing, beat.allow) == (7, "saving", 60)
+    assert beat.sends == 4e9
     assert read_beats(tmp_path) == []
     assert signal.getsignal(signal.SIGUSR1) is before
 
