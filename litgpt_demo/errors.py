@@ -182,23 +182,31 @@ _BY_NAME = {name: fault for fault, names in _KINDS.items() for name in names.spl
     kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
 }
 
+# A GPU that stops in the middle of a kernel or of a library's call. On many GPUs the machine is the likelier cause; a
+# mistake of the program does the same, but at the same step on every machine (launcher.runs.restarts).
+_GPU = (
+    "an illegal memory access was encountered|an illegal instruction was encountered|unspecified launch failure"
+    "|misaligned address|invalid program counter|cuda error: unknown error|cuda driver error"
+    "|_status_execution_failed|_status_not_initialized|_status_internal_error|_status_mapping_error"
+)
+
 # Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
 # that their sources print. The first that is found counts.
 _PHRASES = {
     Fault.OUT_OF_MEMORY: "out of memory|outofmemoryerror|can't allocate memory|cannot allocate memory"
-    "|out of shared memory|unable to allocate shared memory",
+    "|_status_alloc_failed|out of shared memory|unable to allocate shared memory",
     # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
     Fault.DISK_FULL: "no space left on device|disk quota exceeded|. unexpected pos ",
     Fault.NODE: "uncorrectable ecc error|uncorrectable nvlink error|no cuda-capable device is detected"
     "|cuda-capable device(s) is/are busy or unavailable|system not yet initialized|hardware stack error"
     "|driver/library version mismatch|input/output error|stale file handle|transport endpoint is not connected"
-    "|is killed by signal",
+    f"|is killed by signal|{_GPU}",
     Fault.DATA: "pytorchstreamreader failed|invalid magic number; corrupt file|magic bytes not found"
     "|ran out of input|unexpected eof",
     Fault.USER: "shapes cannot be multiplied|is invalid for input of size|must match the size of tensor"
     "|must match the existing size|expected all tensors to be on the same device|error(s) in loading state_dict"
     "|does not require grad and does not have a grad_fn|expected to have finished reduction in the prior iteration"
-    "|device-side assert triggered|an illegal memory access was encountered|detected mismatch between collectives",
+    "|device-side assert triggered|detected mismatch between collectives",
     Fault.HANG: "watchdog caught collective operation timeout|ms for recv operation to complete"
     "|ms for send operation to complete|failed to pass monitoredbarrier",
     Fault.NETWORK: "connection closed by peer|connection reset by peer|connection refused|socket timeout|broken pipe"
@@ -223,6 +231,11 @@ def fault_of_exception(error: BaseException | str) -> Fault:
     return next((fault for phrase, fault in _BY_PHRASE.items() if phrase in lower), Fault.UNKNOWN)
 
 
+def is_gpu_error(text: str) -> bool:
+    """Return whether the text of an exception says that a GPU stopped in the middle of a program's work."""
+    return any(phrase in text.lower() for phrase in _GPU.split("|"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """The traces of one failed rank."""
@@ -238,6 +251,8 @@ class RankFailure:
     """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
     waits: bool = False
     """True if it hung in a wait for the other ranks, as its stacks or its words show."""
+    step: int | None = None
+    """The steps that it had done; None where it gave no sign of life."""
     held: bool = False
     """True if it hung because its process was stopped, or in a read or write of the kernel's that did not end."""
 

@@ -51,6 +51,8 @@ class Beat:
     """Seconds on the machine's monotonic clock, which nobody sets: by it silence is measured."""
     allow: float
     """Seconds of silence that mean nothing yet."""
+    sends: float = 0.0
+    """Bytes that its node must send to the others in a step, as its program says; 0 where that is not known."""
     stacks: str
     """The file that SIGUSR1 has the stacks written to."""
 
@@ -63,6 +65,9 @@ class Heartbeat:
         environ = os.environ if environ is None else environ
         self._allow = allow
         self._stacks: IO[str] | None = None
+        self._step = 0
+        self.sends = 0.0
+        """See Beat; the program sets it once it is known."""
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
         rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
@@ -82,7 +87,14 @@ class Heartbeat:
         """Say that this rank lives, has done `step` steps, and what it does next."""
         if self._stacks is None:
             return
-        told = self._own | {"step": step, "doing": doing, "time": time.time(), "ticks": time.monotonic()}
+        self._step = step
+        told = self._own | {
+            "step": step,
+            "doing": doing,
+            "sends": self.sends,
+            "time": time.time(),
+            "ticks": time.monotonic(),
+        }
         told["allow"] = self._allow if allow is None else allow
         with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
@@ -90,11 +102,14 @@ class Heartbeat:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Silence means nothing from here on."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Silence means nothing from here on. A rank that fails leaves its last sign of life, for the step in it."""
         if self._stacks is None:
             return
-        self._path.unlink(missing_ok=True)
+        if kind is None:
+            self._path.unlink(missing_ok=True)
+        else:
+            self.beat(self._step, "failing", allow=1e9)
         os.close(self._file)
         # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
         faulthandler.unregister(signal.SIGUSR1)
@@ -102,14 +117,14 @@ class Heartbeat:
         self._stacks = None
 
 
-def read_beats(node: Path) -> list[Beat]:
-    """The last sign of life of every rank of the node that lives and gives any."""
+def read_beats(node: Path, *, living: bool = True) -> list[Beat]:
+    """The last sign of life of every rank of the node that lives and gives any; or of those that failed too."""
     found = []
     for path in sorted((node / BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
         with suppress(FileNotFoundError, DataError):
             beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
-            if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
+            if not living or status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
     return found
 

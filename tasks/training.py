@@ -26,7 +26,7 @@ from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import BEAT, LOOK, Lease
-from launcher.runs.restarts import Budget
+from launcher.runs.restarts import Budget, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings
@@ -226,6 +226,7 @@ class _Orchestrator:
     async def _judge(self, verdict: Verdict) -> None:
         """Count the end of the attempt `ended`, unless an earlier leader has; JobFailed where none may follow."""
         attempts, is_news = self.claim.attempts, False
+        verdict = without_machine(verdict, [judged for judged in self.verdicts if judged.attempt != self.ended])
         if self.ended not in {judged.attempt for judged in self.verdicts}:
             judged, is_news = await _judged(self.claim, verdict, attempt=self.ended, before=self.step)
             self.verdicts.append(judged)
@@ -251,8 +252,9 @@ class _Orchestrator:
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> tuple[AttemptVerdict, bool]:
     after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
-        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, flow_run=own
-    )
+        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, step=verdict.step,
+        flow_run=own,
+    )  # fmt: skip
     is_news = await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
     await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
     return judged, is_news

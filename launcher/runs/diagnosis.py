@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from launcher.errors import PlatformUnreachable
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code, is_gpu_error
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
@@ -73,6 +73,8 @@ class Verdict:
     logs: str = ""
     host: str = ""
     """The node's machine by its platform's name, where it is known."""
+    step: int | None = None
+    """The steps that were done when a GPU stopped in the middle of the program's work; None for any other end."""
     clear: bool = False
     """True where no other node may as well have been the cause, and this one's end was no victim's."""
 
@@ -143,6 +145,7 @@ class RankReport(BaseModel):
     message: _Text = ""
     traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
     time: FiniteFloat | None = None
+    step: Annotated[int, Field(ge=0, le=2**53)] | None = None
     waits: bool = False
     held: bool = False
 
@@ -327,7 +330,7 @@ def _reported(report: NodeReport) -> _Suspect:
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
     killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
     telling: list[str] = []
-    if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
+    if broken and fault in {Fault.USER, Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
         fault, telling = Fault.NODE, broken
     elif short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
         fault, telling = Fault.OUT_OF_MEMORY, short
@@ -341,11 +344,13 @@ def _reported(report: NodeReport) -> _Suspect:
     part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
     if fault is Fault.HANG and cause.waits:
         part = Part.WAITED
+    evidence = "\n    ".join([words, *telling, *lines])
     return _Suspect(
         fault=fault,
         node=report.node,
         rank=cause.rank,
-        evidence="\n    ".join([words, *telling, *lines]),
+        step=cause.step if fault is Fault.NODE and not telling and is_gpu_error(evidence) else None,
+        evidence=evidence,
         part=part,
         ended=report.ended,
         began=math.inf if began is None else began,

@@ -149,6 +149,8 @@ class AttemptVerdict(Settings):
     after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
     machine: MachineName | Literal[""] = ""
+    step: int | None = Field(None, ge=0, le=2**53)
+    """The steps that were done when a GPU stopped in the middle of the program's work; None for any other end."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from launcher.runs.diagnosis import ADVICE
+from launcher.runs.diagnosis import ADVICE, Verdict
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
 from litgpt_demo.config import RestartRule, RestartSettings
 from litgpt_demo.errors import JOB_FAULTS, Fault
@@ -118,6 +118,24 @@ class Budget:
 
 def _setting(fault: Fault) -> str:
     return fault.value.replace(" ", "_")
+
+
+def without_machine(verdict: Verdict, earlier: Sequence[AttemptVerdict]) -> Verdict:
+    """Return the verdict; as a user error where a GPU of another machine had stopped at the same step.
+
+    A kernel's error is reported up to a step after the kernel, so that steps next to each other are the same one.
+    """
+    step, machine = verdict.step, verdict.machine
+    if step is None or not machine:
+        return verdict
+    for before in earlier:
+        if before.step is not None and abs(before.step - step) <= 1 and before.machine not in {"", machine}:
+            why = (
+                f"attempt {before.attempt} ended so at step {before.step} on the machine {before.machine}, and this "
+                f"one at step {step} on {machine}: the program is the cause, not a machine"
+            )
+            return replace(verdict, fault=Fault.USER, evidence=f"{verdict.evidence}\n    {why}")
+    return verdict
 
 
 def blamed(verdicts: Sequence[AttemptVerdict], *, times: int) -> tuple[str, ...]:

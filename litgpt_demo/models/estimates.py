@@ -220,9 +220,9 @@ def memory(
 
 
 def sent(config: Any, train: TrainConfig, *, world_size: int, nodes: int) -> float:
-    """Return the bytes that each node sends over the network in a step, as rings move them: by a sharded strategy."""
+    """Return the bytes that each node sends over the network in a step, as rings move them."""
     count, passes = parameters(config), train.accumulation(world_size)
-    if train.strategy == "hybrid":  # the sum of float32 gradients over the nodes, once
+    if train.strategy != "fsdp":  # the sum of float32 gradients over the nodes, once
         return 2 * 4 * count * (nodes - 1) / nodes
     gathered = (4 if train.precision == "32-true" else 2) * (2 if train.reshard_after_forward else 1)
     return passes * (gathered + 4) * count * (world_size - 1) / world_size

@@ -104,7 +104,8 @@ def run_ranks(
     kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
-    failures = [wrong] if wrong is not None else failures
+    steps = {beat.local_rank: beat.step for beat in read_beats(node.own, living=False)}
+    failures = [replace(one, step=steps.get(one.local_rank)) for one in ([wrong] if wrong is not None else failures)]
     failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
     of_ranks = {place * node.processes + local: folder for local, folder in folders.items()}
     return Ending(
@@ -150,8 +151,10 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
                 waits=waiting[beat],
                 held=beat in held,
             )
-        elif (wrong := use.look(steps=max((beat.step for beat in beats), default=0))) is None:
-            continue
+        else:
+            steps, sends = (max((getattr(beat, name) for beat in beats), default=0) for name in ("step", "sends"))
+            if (wrong := use.look(steps=steps, sends=sends)) is None:
+                continue
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
         return wrong
 

@@ -200,7 +200,9 @@ class NetworkUse:
         # Of all interfaces: sockets would take any of them.
         interfaces = (folder for folder in Path(sys, "class/net").glob("*") if folder.name != "lo")
         self._interfaces = [folder / "statistics/tx_bytes" for folder in interfaces]
-        self._before = self._sent()
+        # The first step that was seen done, and what had been sent by then; None before, and once it was judged.
+        self._mark: tuple[int, tuple[int, int]] | None = None
+        self._judged = self._sent() is None
         # Within one node NCCL names a network too, and does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
         self._logs, self._network = logs, network
@@ -216,8 +218,11 @@ class NetworkUse:
             return None
         return (4 * sum(cards), sum(kernel)) if cards and kernel else None  # port_xmit_data counts words of four bytes
 
-    def look(self, *, steps: int = 0) -> RankFailure | None:
-        """Read what is new; what is wrong, if the network is another, or NCCL has said nothing after the first step."""
+    def look(self, *, steps: int = 0, sends: float = 0.0) -> RankFailure | None:
+        """Read what is new; what is wrong, if the network is another, or NCCL has said nothing after the first step.
+
+        The ranks have done so many `steps`; in each, the node must send `sends` bytes, 0 where that is not known.
+        """
         if self._expected is None:
             return None
         for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):
@@ -237,18 +242,36 @@ class NetworkUse:
             what = f"the ranks have done a step, and NCCL has not said that it uses {self._expected}"
             needed = "NCCL_DEBUG has to be INFO, NCCL_DEBUG_SUBSYS to have INIT, NCCL_DEBUG_FILE to be unset"
             return self._finding(f"{what}: {needed}, and the script to use the nccl backend", Fault.USER)
-        if self._before is None or (now := self._sent()) is None:
+        return self._of_counters(steps, sends)
+
+    def _of_counters(self, steps: int, sends: float) -> RankFailure | None:
+        """What is wrong with the way by which the ranks have sent what they send in steps.
+
+        Before the first step the kernel alone sends: acknowledgements of a fetched checkpoint, logs. Later it sends
+        checkpoints too, so that only what the cards have not sent is a proof.
+        """
+        if self._judged or steps < 1 or (now := self._sent()) is None:
             return None
-        cards, kernel = (after - before for after, before in zip(now, self._before, strict=True))
-        if cards + kernel < 256 * 2**20:  # set-up, or a small model
+        if self._mark is None or steps < self._mark[0]:
+            self._mark = steps, now
             return None
-        self._before = None  # that is said once
-        told = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel"
-        # Most of it has to go by the cards: logs, checkpoints and a data loader's reads go through the kernel as well.
+        passed, before = steps - self._mark[0], self._mark[1]
+        cards, kernel = (late - early for late, early in zip(now, before, strict=True))
+        needed = passed * sends
+        if passed < 2 or (needed or cards + kernel) < 256 * 2**20:  # a small model
+            return None
+        self._judged = True
+        told = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel in {passed} steps"
+        if needed and cards < needed / 10:
+            needs = f", of {needed / 1e6:,.0f} MB that the strategy sends"
+            return self._finding(f"the ranks do not send by RDMA: {told}{needs}", Fault.NODE)
         if cards > kernel:
             print(f"network {self._network.name} is in use: the ranks sent {told}", flush=True)
-            return None
-        return self._finding(f"the ranks do not send by RDMA: {told}", Fault.NODE)
+        else:
+            what = f"the ranks may not send by RDMA: {told} (platform.network={self._network.name})"
+            fix = "compare the time of a step with other jobs, or measure (flow benchmark-network)"
+            print(f"warning [network.unused] {what} -> {fix}", flush=True)
+        return None
 
     def _finding(self, what: str, fault: Fault) -> RankFailure | None:
         hints = dict.fromkeys(hint for words, hint in _HINTS.items() if any(words in line for line in self._tail))

@@ -29,6 +29,7 @@ from litgpt_demo.documents import read_manifest
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
+from litgpt_demo.models import estimates
 from litgpt_demo.node.environment import GRACE, NodeTimes
 from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
@@ -267,6 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             heart.beat(0, "loading data and model", allow=_LONG)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
             training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
+            config, nodes = training.model.module.config, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+            heart.sends = estimates.sent(config, spec.train, world_size=fabric.world_size, nodes=nodes)
             limited = args.seconds is not None and fabric.is_global_zero
             fit(training, seconds=seconds_left(run, args.seconds) if limited else None)
         finally:

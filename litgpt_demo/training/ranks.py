@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
@@ -64,6 +66,20 @@ class Ranks:
     def first(self, action: Callable[[], R]) -> R:
         """Return on every rank what `action` returns on rank 0."""
         return self.together(lambda: None, lambda _: action())
+
+
+def thread_of(device: torch.device, name: str) -> ThreadPoolExecutor:
+    """Return a thread that works on this device.
+
+    A thread's own device is GPU 0, whatever the process uses. What it does on another makes a context there all the
+    same, in which every rank of a node would hold some of GPU 0's memory.
+    """
+
+    def take_device() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return ThreadPoolExecutor(1, name, initializer=take_device)
 
 
 def _outcome(action: Callable[[], T]) -> T | Exception:

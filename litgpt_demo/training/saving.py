@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
-from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
@@ -82,7 +82,7 @@ class Saver:
         self._training, self._tell, self._before_commit = training, tell, before_commit
         self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = thread_of(training.fabric.device, "checkpoint")
         self._pending: tuple[Saved, Event, Future[None]] | None = None
         """The save that has begun, its event that the state may change again, and the thread's work for it."""
         self._last: Saved | None = None

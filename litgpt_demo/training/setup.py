@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
@@ -34,7 +34,7 @@ from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import LossGPT, decay_groups, initialise, litgpt_config
 from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.storage import Storage
-from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.ranks import Ranks, thread_of
 
 
 def open_fabric(train: TrainConfig) -> Fabric:
@@ -114,7 +114,7 @@ class Feed:
 
     def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._reader = thread_of(device, "feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
 
     def close(self) -> None:

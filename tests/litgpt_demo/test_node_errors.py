@@ -33,6 +33,31 @@ def test_an_exceptions_text_says_its_class() -> None:
     assert [(text, fault_of_exception(text)) for text, _ in SAID] == SAID
 
 
+GPU_STOPPED = [
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "torch.AcceleratorError: CUDA error: unspecified launch failure",
+    "torch.AcceleratorError: CUDA error: misaligned address",
+    "torch.AcceleratorError: CUDA error: unknown error",
+    "RuntimeError: CUDA driver error: unknown error",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, …)`",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "what():  [PG ID 0 Rank 3] Process group watchdog thread terminated with exception: CUDA error: an illegal memory "
+    "access was encountered",
+]
+
+
+def test_a_gpu_that_stops_in_a_programs_work_is_a_node_fault() -> None:
+    assert {text: fault_of_exception(text) for text in GPU_STOPPED} == dict.fromkeys(GPU_STOPPED, Fault.NODE)
+
+
+def test_a_gpus_memory_or_assertion_is_no_node_fault() -> None:
+    full = ("CUDA driver error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    assert {fault_of_exception(f"RuntimeError: {text}") for text in full} == {Fault.OUT_OF_MEMORY}
+    assertion = "torch.AcceleratorError: CUDA error: device-side assert triggered"
+    assert fault_of_exception(assertion) is Fault.USER, "an index out of range comes back on every machine"
+
+
 def failure(code: int | None, message: str = "", *, time: float = 100.0) -> RankFailure:
     return RankFailure(local_rank=0, exit_code=code, message=message, time=time)
 

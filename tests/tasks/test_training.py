@@ -31,7 +31,7 @@ from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
 from tasks import training
 from tasks.training import run_job
@@ -264,6 +264,29 @@ def test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewh
     assert notes(told, "is to blame") == [blamed]
     claim = claim_on(platform, tmp_path, "demo")
     assert claim.job_as_rendered(4).exclude_nodes == ("a",), "a new command avoids it too"
+
+
+class Repeating(Machines):
+    """Each attempt ends as a GPU of its machine stops at the same step of the program."""
+
+    def __init__(self, root: Storage) -> None:
+        super().__init__("a", "b", "c", broken={"a", "b", "c"})
+        self._root = root
+
+    def submit(self, submission: Submission) -> JobId:
+        error = {"rank": 0, "exit_code": 1, "message": "CUDA error: misaligned address", "step": 417}
+        report = {"node": 0, "exit_code": BROKEN, "fault": Fault.NODE, "message": "", "ended": 1.0, "ranks": [error]}
+        path = f"runs/demo/attempts/{len(self.taken) + 1}/node-0.json"
+        self._root.write(path, json.dumps(report).encode())
+        return super().submit(submission)
+
+
+def test_a_gpu_error_ends_the_run_when_another_machine_has_it_too(tmp_path: Path) -> None:
+    platform = Repeating(open_storage(str(tmp_path)))
+    with pytest.raises(JobFailed, match="the program is the cause, not a machine") as failure:
+        ended_well(tmp_path, platform, max_restarts=3)
+    assert failure.value.fault is Fault.USER
+    assert platform.taken == ["a", "a", "b"]
 
 
 class Followed(Fated):

@@ -116,6 +116,22 @@ def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback_unless_the_
     assert verdict(report(0, Fault.HANG)).evidence == "ended with exit code 46"
 
 
+def test_broken_hardware_explains_even_an_error_of_the_program() -> None:
+    lost = {"source": "kernel", "text": "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, GPU has fallen off the bus."}
+    error = rank(0, "IndexError: index 4096 is out of bounds", step=30)
+    found = verdict(report(0, Fault.USER, error, traces=[lost], host="gke-a"))
+    assert (found.fault, found.machine, found.step) == (Fault.NODE, "gke-a", None)
+    by_program = lost | {"text": lost["text"].replace(" 79,", " 31,")}
+    assert verdict(report(0, Fault.USER, error, traces=[by_program])).fault is Fault.USER
+
+
+def test_a_gpu_that_stopped_says_at_which_step() -> None:
+    error = rank(3, "torch.AcceleratorError: CUDA error: unspecified launch failure", step=417)
+    found = verdict(report(1, Fault.NODE, error, host="gke-b"), lost(0))
+    assert (found.step, found.machine) == (417, "gke-b")
+    assert verdict(report(1, Fault.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
+
+
 def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_count() -> None:
     status = JobStatus(state=JobState.FAILED, native="supervisor lost")
     found = diagnose(status, (), [LogLine(0, f"line {number}") for number in range(40)], logs="/1")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.runs.diagnosis import RESTARTED
+from launcher.runs.diagnosis import RESTARTED, Action, Verdict
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
-from launcher.runs.restarts import Budget, blamed
+from launcher.runs.restarts import Budget, blamed, without_machine
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import JOB_FAULTS, Fault
 
@@ -110,6 +110,21 @@ def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(
     )
     assert wait == again != other
     assert 0 < (wait or 0) <= 60
+
+
+def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
+    def ended(machine: str, step: int | None, *earlier: AttemptVerdict) -> Verdict:
+        verdict = Verdict(fault=Fault.NODE, evidence="illegal memory access", host=machine, clear=True, step=step)
+        return without_machine(verdict, earlier)
+
+    first = AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=400, machine="gke-a", step=417)
+    found = ended("gke-b", 418, first)
+    assert (found.fault, found.action, found.machine) == (Fault.USER, Action.STOP, "")
+    assert "attempt 1 ended so at step 417 on the machine gke-a, and this one at step 418 on gke-b" in found.evidence
+    assert [
+        ended(machine, step, first).fault for machine, step in (("gke-b", 431), ("gke-a", 417), ("", 417), ("b", None))
+    ] == [Fault.NODE] * 4
+    assert ended("gke-b", 417, first.model_copy(update={"step": None})).fault is Fault.NODE
 
 
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:

@@ -76,9 +76,30 @@ def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone(
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
         ("a3-ultragpu-8g", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GB300", "GB300"),
+        ("a4x-maxgpu-4g-metal", "GB300"),
+        ("a4x-highgpu-4g", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("Tesla V100-SXM2-16GB", "V100"),
         ("NVIDIA GeForce RTX 3090", None),
     ],
 )
 def test_a_device_is_known_by_the_names_that_are_met_and_no_other_is_guessed(said: str, name: str | None) -> None:
     device = device_named(said)
     assert (device and device.name) == name
+
+
+def test_a_device_has_the_figures_of_its_own_variant() -> None:
+    hopper, large, aws = (device_named(f"NVIDIA {name}") for name in ("GH200 480GB", "GH200 144G HBM3e", "A10G"))
+    assert (hopper.memory, large.memory) == (96 * 10**9, 144 * 10**9)
+    assert aws.peak("bfloat16") == 70e12

@@ -8,8 +8,10 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from nodes import ended_nodes, report_of
 from waiting import until
 
+from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats, started
 
 
@@ -18,10 +20,12 @@ def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_we
     with Heartbeat(allow=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
         heart.beat(1_000_000, "training")
+        heart.sends = 4e9
         heart.beat(7, "saving", allow=60)
         [beat] = read_beats(tmp_path)
     assert (beat.rank, beat.local_rank, beat.pid) == (5, 1, os.getpid())
     assert (beat.step, beat.doing, beat.allow) == (7, "saving", 60)
+    assert beat.sends == 4e9
     assert read_beats(tmp_path) == []
     assert signal.getsignal(signal.SIGUSR1) is before
 
@@ -47,6 +51,22 @@ def test_a_node_that_stood_still_with_its_ranks_counts_their_silence_anew() -> N
     assert watcher.overdue([silent], paused=102.0, now=122.0) == []
     assert watcher.overdue([silent], paused=130.9, now=131.9) == []
     assert watcher.overdue([silent], paused=131.2, now=132.2) == [silent]
+
+
+FAILING = """
+from litgpt_demo.heartbeat import Heartbeat
+with Heartbeat(allow=60) as heart:
+    heart.beat(417, "training")
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+def test_a_rank_that_fails_leaves_the_step_at_which_it_did(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    [code], _ = ended_nodes(tmp_path / "attempt", str(tmp_path / "failing.py"))
+    told = report_of(tmp_path / "attempt")
+    assert (code, told["fault"]) == (Fault.NODE.exit_code, Fault.NODE)
+    assert [one["step"] for one in told["ranks"]] == [417]
 
 
 STUBBORN = """

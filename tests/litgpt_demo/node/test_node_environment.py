@@ -121,17 +121,53 @@ def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
     (statistics / "tx_bytes").write_text(f"{by_kernel * 10**6}\n")
 
 
-@pytest.mark.parametrize(
-    ("by_card", "by_kernel", "stopped"),
-    [(4_900, 9_001, False), (4_000, 9_100, False), (4_001, 9_900, True)],  # a little traffic says nothing
-)
-def test_traffic_beside_the_cards_ports_ends_the_run(
-    tmp_path: Path, by_card: int, by_kernel: int, stopped: bool
-) -> None:
+MB = 10**6
+
+
+@pytest.fixture
+def use(tmp_path: Path) -> NetworkUse:
+    """What watches a node whose ranks say that they use RDMA, and whose counters do not begin at zero."""
     card(tmp_path, "mlx5_0", USUAL)
     sent(tmp_path, by_card=4_000, by_kernel=9_000)
-    use = NetworkUse(NETWORK, tmp_path / "no logs", nodes=2, cards="=mlx5_0:1", sys=str(tmp_path))
+    log = tmp_path / "logs/r_x/attempt_0/0/stdout.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"pod-0:71:71 [0] NCCL INFO Using network {NETWORK.nccl_net}\n")
+    return NetworkUse(NETWORK, tmp_path / "logs", nodes=2, cards="=mlx5_0:1", sys=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("by_card", "by_kernel", "stopped"),
+    [
+        (4_800, 9_000, False),
+        (4_100, 9_900, False),  # a checkpoint goes to the bucket
+        (4_001, 9_900, True),
+        (4_000, 9_000, True),
+    ],
+)
+def test_traffic_beside_the_cards_ports_ends_the_run(
+    use: NetworkUse, tmp_path: Path, by_card: int, by_kernel: int, stopped: bool
+) -> None:
+    assert use.look(steps=1, sends=400 * MB) is None
     sent(tmp_path, by_card=by_card, by_kernel=by_kernel)
-    told = use.look()
+    assert use.look(steps=2, sends=400 * MB) is None, "one step may have been half done"
+    told = use.look(steps=3, sends=400 * MB)
     assert (told is not None) is stopped
     assert told is None or (told.fault is Fault.NODE and "the ranks do not send by RDMA" in told.message)
+
+
+def test_a_checkpoint_fetched_before_the_first_step_ends_no_run(use: NetworkUse, tmp_path: Path) -> None:
+    """Its acknowledgements go through the kernel, and no rank has sent anything yet."""
+    sent(tmp_path, by_card=4_000, by_kernel=9_315)
+    assert use.look(steps=0) is None
+    assert use.look(steps=5000, sends=400 * MB) is None, "a resumed run begins at its checkpoint's step"
+    sent(tmp_path, by_card=4_800, by_kernel=9_320)
+    assert use.look(steps=5002, sends=400 * MB) is None
+
+
+def test_a_script_that_sends_unknown_amounts_is_warned(
+    use: NetworkUse, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert use.look(steps=1) is None
+    sent(tmp_path, by_card=4_000, by_kernel=9_900)
+    assert [use.look(steps=step) for step in (3, 4)] == [None, None]
+    assert capsys.readouterr().out.count("warning [network.unused] the ranks may not send by RDMA: 0 MB by the") == 1

@@ -3,12 +3,12 @@
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Event, current_thread
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.saving import Saved, Saver, resume
-from litgpt_demo.training.setup import Training
+from litgpt_demo.training.setup import Feed, Training
 from litgpt_demo.training.step import train_step
 
 NewTraining: TypeAlias = Callable[..., Training]
@@ -60,6 +60,21 @@ def left_in(training: Training) -> list[str]:
 
 def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
+
+
+def test_threads_of_a_rank_work_on_its_device(new_training: NewTraining, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, whatever its process uses: each rank of a node would make a context there."""
+    taken: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((current_thread().name, device)))
+    training, device = new_training(), torch.device("cuda", 3)
+    monkeypatch.setattr(saving, "Shards", lambda *_: None)
+    fabric = SimpleNamespace(device=device, world_size=1, global_rank=0)
+    feed = Feed(training.spec, training.data.train, device, rank=0)
+    with Saver(replace(training, fabric=cast(Fabric, fabric)), tell=silent) as saver, closing(feed):
+        saver._thread.submit(str).result()
+        with suppress(RuntimeError):  # where there is no GPU, nothing can be pinned for one
+            feed.take(0)
+    assert taken == [("checkpoint_0", device), ("feed_0", device)]
 
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")

@@ -1,6 +1,8 @@
 """A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,33 @@ def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
     network = NodeNetwork(gpus=seen.gpus)
     errors = [one for one in check_gpus(network, os.environ) if one.severity == "error"]
     assert [*errors, *check_used(network, seen, os.environ, processes=seen.gpus)] == []
+
+
+SAVING = """
+import sys
+from pathlib import Path
+import torch
+from lightning.fabric import Fabric
+from states import pair, stepped_by_hand
+from litgpt_demo.training.saving import Saver
+
+torch.cuda.set_device(1)
+fabric = Fabric(accelerator="cuda", devices=[1])
+model, optimizer = pair(1, device="cuda:1")
+training = stepped_by_hand(Path(sys.argv[1]), fabric, fabric.setup_module(model), fabric.setup_optimizers(optimizer))
+with Saver(training, tell=print) as saver:
+    saver.save(1, None)
+print("contexts:", [torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
+"""
+
+
+def test_a_save_makes_no_context_on_another_gpu(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("a rank's GPU is another than the first one only where there are two")
+    command = [sys.executable, "-c", SAVING, str(tmp_path)]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "contexts: [False, True]"
 
 
 def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
