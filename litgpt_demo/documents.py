@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, NodeError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of
-from litgpt_demo.storage.base import copy_with_crc
+from litgpt_demo.storage.base import copy_with_crc, is_remote
 
 T = TypeVar("T")
 Manifest = TypeVar("Manifest", bound=Settings)
@@ -166,8 +167,9 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
     A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.
+    A DataError where a second reading, by another way, finds files damaged too; a NodeError where it finds none.
     """
-    records = list(records)
+    records, failed = list(records), list[str]()
     if (folder := storage.local_path()) is None:
         folder = scratch()
 
@@ -177,9 +179,37 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
                     storage.download(record.path, folder / record.path)
             except FileNotFoundError as error:
                 raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
+            except DataError as error:  # other bytes than the bucket has, again and again
+                failed.append(str(error))
 
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(fetch, records))
     if wrong := differences(folder, records):
+        doubted = [record for record in records if any(one.startswith(f"{folder / record.path} ") for one in wrong)]
+        if all(at_rest(storage, record.path) == (record.size, record.crc32c) for record in doubted):
+            raise misread(storage.address(), "; ".join(failed or wrong))
         raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
     return folder
+
+
+def at_rest(storage: Storage, path: str) -> tuple[int, str] | None:
+    """Size and crc32c of a stored file, by another way than to fetch it; None if it is missing.
+
+    A bucket says them itself. A folder's file is read again, from its disk where this machine can forget its content.
+    """
+    local = storage.local_path(path)
+    try:
+        if local is not None and hasattr(os, "posix_fadvise"):
+            with local.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        stored = storage.stat(path)
+    except FileNotFoundError:
+        return None
+    return stored.size, stored.crc32c
+
+
+def misread(address: str, what: str) -> NodeError:
+    """Return the error of a machine that reads other bytes than are stored."""
+    said = "the bucket itself says that they are as" if is_remote(address) else "read once more, they are as"
+    told = f"this machine reads files of {address} wrongly: {what}; {said} the manifest has them"
+    return NodeError(told, fix="run elsewhere, and have this machine's disk, memory and network looked at")

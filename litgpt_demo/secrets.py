@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, _GeneratorContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
 from ipaddress import ip_address
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
@@ -29,8 +30,12 @@ _PATTERNS = (
     (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # a token of the Hub
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#:@]*:)[^\s/]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
 )
+
+
+_SHORTEST = 6  # characters of a secret: shorter values are words
 
 
 def is_loopback(host: str) -> bool:
@@ -87,9 +92,83 @@ def redacted(text: str, *secrets: str) -> str:
 def without(text: str, *secrets: str) -> str:
     """A text without these secrets, in any of the ways that requests write them, and otherwise as it is."""
     for secret in filter(None, secrets):
-        for written in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
+        for written in _forms(secret):
             text = text.replace(written, HIDDEN)
     return text
+
+
+def _forms(secret: str) -> set[str]:
+    return {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}
+
+
+def secrets_of(environ: Mapping[str, str]) -> set[str]:
+    """The secrets in an environment: what its variables' names call so, line by line, and the passwords of its URLs."""
+    found = set[str]()
+    for name, value in environ.items():
+        if re.fullmatch(rf"{_NAMES}|\w*_KEY", name, re.IGNORECASE) and not value.startswith(("/", "~")):
+            found |= {line.strip() for line in value.splitlines()}
+        with suppress(ValueError):
+            password = urlsplit(value).password or ""
+            found |= {password, unquote(password)}
+    return {secret for secret in found if len(secret) >= _SHORTEST}
+
+
+class Mask:
+    """Hides secrets, those given and what has the form of one, in the bytes of a log, which keeps its length.
+
+    Positions in a log and in its masked copy are the same.
+    """
+
+    overlap = 8192
+    """Bytes: no secret is longer. So many at the end of a part of a line may be the beginning of one."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        written = {form.encode().decode("latin-1") for secret in secrets for form in _forms(secret)}
+        # Where a writer was cut off, the beginning of a secret may end its file.
+        self._begun = sorted({form[:end] for form in written for end in range(_SHORTEST, len(form))}, key=len)[::-1]
+        known = "|".join(map(re.escape, sorted(written, key=lambda form: (-len(form), form))))
+        self._patterns = [re.compile(known)] if known else []
+        self._patterns += [pattern for pattern, _ in _PATTERNS]
+
+    def __call__(self, lines: bytes) -> bytes:
+        """Return lines with each secret masked; a line alone decides what is one in it."""
+        return b"".join(self._line(line) for line in re.findall(rb"[^\r\n]+[\r\n]*|[\r\n]+", lines))
+
+    def last(self, line: bytes) -> bytes:
+        """Return the masked last line of a log, which nothing completes any more."""
+        masked = self(line)
+        begun = next((form for form in self._begun if masked.endswith(form.encode("latin-1"))), "")
+        return masked[: len(masked) - len(begun)] + b"*" * len(begun)
+
+    def _line(self, line: bytes) -> bytes:
+        text = line.decode("latin-1")  # a character for each byte
+        for pattern in self._patterns:
+            text = pattern.sub(_starred, text)
+        return text.encode("latin-1")
+
+    def copy(self, source: Path, target: Path, *, cut: bool) -> bool:
+        """Copy a file masked; return whether all of it. With `cut`, the beginning of an unfinished line is left out."""
+        kept = b""
+        with source.open("rb") as reading, target.open("wb") as writing:
+            while block := reading.read(_BLOCK):
+                kept += block
+                end = max(kept.rfind(b"\n"), kept.rfind(b"\r")) + 1
+                if not end and len(kept) > _BLOCK:  # a line without end
+                    kept, end = self(kept), len(kept) - self.overlap
+                writing.write(self(kept[:end]))
+                kept = kept[end:]
+            if not cut:
+                writing.write(self.last(kept))
+        return not (cut and kept)
+
+
+_BLOCK = 2**20
+
+
+def _starred(found: re.Match[str]) -> str:
+    begin = found[1] if found.re.groups else ""
+    end = "@" if begin.endswith(":") and found[0].endswith("@") else ""
+    return begin + "*" * (len(found[0]) - len(begin) - len(end)) + end
 
 
 def translating(manager: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:

@@ -8,7 +8,6 @@ import io
 import itertools
 import os
 import re
-import shutil
 import stat
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.secrets import Mask, secrets_of
 from litgpt_demo.storage.local import NO_ROOM
 
 # Bytes: what a log holds back for lines that tell of trouble, what a file system gives back at the least, and a line,
@@ -31,8 +31,9 @@ _turn = threading.RLock()
 class LossyLog(io.FileIO):
     """A file, which streams and processes may share, that has a line whole or, where its disk is full, not at all."""
 
-    def __init__(self, file: Path | int, mode: str, *, closefd: bool = True) -> None:
+    def __init__(self, file: Path | int, mode: str, *, closefd: bool = True, mask: Mask | None = None) -> None:
         super().__init__(file, mode, closefd=closefd)
+        self._mask = mask
         self._begun = b""
         self._reserve: Any = None
         with contextlib.suppress(OSError):  # a terminal, or a system without /proc
@@ -44,14 +45,19 @@ class LossyLog(io.FileIO):
     def write(self, block: Any, /) -> int:
         given = bytes(block)
         text = self._begun + given
-        end = len(text) if len(text) > _LONGEST else text.rfind(b"\n") + 1
-        self._begun = text[end:]
+        end = text.rfind(b"\n") + 1
+        if len(text) - end > _LONGEST:
+            end = len(text) if self._mask is None else len(text) - self._mask.overlap
+            text = text if self._mask is None else self._mask(text)
+        self._begun, text = text[end:], text[:end]
+        if self._mask is not None:
+            text = self._mask(text)
         with _turn:  # of this process; the others wait for the file's lock, as a cut line is taken back from its end
             if self._reserve is not None:  # on a terminal or /dev/null somebody may hold such a lock for ever
                 with contextlib.suppress(OSError):  # of a file system without locks
                     fcntl.lockf(self, fcntl.LOCK_EX)
             try:
-                for line in re.findall(rb"[^\n]+\n?|\n", text[:end]):
+                for line in re.findall(rb"[^\n]+\n?|\n", text):
                     self._add(line if line.endswith(b"\n") else line + b"\n")
             finally:
                 with contextlib.suppress(OSError):
@@ -60,6 +66,7 @@ class LossyLog(io.FileIO):
 
     def close(self) -> None:
         if not self.closed and self._begun:
+            self._begun = self._begun if self._mask is None else self._mask.last(self._begun)
             self.write(b"\n")
         if self._reserve is not None:
             self._reserve.close()
@@ -111,6 +118,7 @@ def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interva
     from litgpt_demo.storage import open_storage
 
     target, own, over = open_storage(address), directory / f"node-{node}", threading.Event()
+    mask = Mask(secrets_of(os.environ))
     done: dict[str, tuple[int, float]] = {}
 
     def set_aside() -> None:
@@ -136,11 +144,13 @@ def uploaded(directory: Path, address: str, node: int, *, life: int = 0, interva
             # look only, so that a log of a week costs no more per minute than one of an hour; at the end all are.
             if done.get(name) == (told.st_size, told.st_mtime) or (not last and look % (told.st_size // 2**23 + 1)):
                 continue
-            # A copy of its own, because a log that grows while it is read would not have one checksum.
+            # A copy of its own, because a log that grows while it is read would not have one checksum, and because
+            # whoever may read the run may read it.
             aside = directory / f".keep-{node}"
-            shutil.copyfile(path, aside)
+            complete = mask.copy(path, aside, cut=path.suffix == ".log" and not last)
             target.upload(aside, name, move=True)
-            done[name] = (told.st_size, told.st_mtime)
+            if complete:
+                done[name] = (told.st_size, told.st_mtime)
 
     def run() -> None:
         for look in itertools.count():
@@ -170,7 +180,8 @@ def tee(log: Path) -> Iterator[None]:
     """Everything that this process and its children print also goes to a file, if it can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = LossyLog(log, "ab")
+        mask = Mask(secrets_of(os.environ))
+        file = LossyLog(log, "ab", mask=mask)
     except OSError as error:
         print(f"warning [node.log] {log} cannot be written ({error.strerror}) -> only the platform has this log")
         yield
@@ -178,7 +189,7 @@ def tee(log: Path) -> Iterator[None]:
     read, write = os.pipe()
     sys.stdout.flush()
     before = os.dup(1), os.dup(2)
-    printed = LossyLog(before[0], "w", closefd=False)
+    printed = LossyLog(before[0], "w", closefd=False, mask=mask)
 
     def pour() -> None:
         while block := os.read(read, 65536):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Orders, Settings, TrainingSpec
-from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, at_rest, differences, misread, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
+from litgpt_demo.storage.base import copy_with_crc
 
 FORMAT = 2
 INDEX = ".metadata"
@@ -122,6 +125,39 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
         what = f"{where} is of the model {theirs}, this run trains {ours}"
     if what:
         raise DataError(what, fix="give the run another name or root")
+
+
+def require_damaged(run: Storage, folder: str, error: DataError) -> None:
+    """Read a manifest that was found damaged once more; a NodeError if it is sound, and this machine misread it.
+
+    What is read has to be what is stored, by its size and checksum: a bucket says them itself.
+    """
+    place = run.within(folder)
+    with suppress(DataError):  # a bucket's bytes that never come out right
+        content = place.read(MANIFEST)
+        try:
+            read = parse_json(content, CheckpointManifest, where=place.address(MANIFEST), fix="")
+            damaged = folder_of(read.step) != folder
+        except DataError:
+            damaged = copy_with_crc(BytesIO(content))[1] == (at_rest(place, MANIFEST) or ("", ""))[1]
+        if damaged:
+            return
+    raise misread(place.address(), str(error)) from error
+
+
+def require_beginning(run: Storage) -> None:
+    """Refuse to begin at the first step where checkpoints of the run were set aside."""
+    folders = sorted({path.split("/")[0] for path in run.within(_ASIDE).list()})
+    if folders:
+        what = (
+            f"no checkpoint of {run.address()} verifies: {', '.join(folders)} in {run.address(_ASIDE)} are damaged, "
+            "and the training would begin at step 0"
+        )
+        fix = (
+            f"read why.txt in each, and put one that can be mended back into {run.address(_ALL)}; or remove "
+            f"{run.address(_ASIDE)} to begin at step 0"
+        )
+        raise DataError(what, fix=fix)
 
 
 def set_aside(run: Storage, folder: str, why: str) -> str:

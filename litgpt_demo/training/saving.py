@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from io import BytesIO
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.documents import FileRecord, bring
-from litgpt_demo.errors import DataError, TrainLitgptError
+from litgpt_demo.errors import DataError, NetworkError, NodeError, TrainLitgptError
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
@@ -43,6 +43,7 @@ from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.setup import Training
 
+T = TypeVar("T")
 Written: TypeAlias = list[WriteResult]
 
 # Bytes: each tensor is a zip archive of its own within the file (seen with torch 2.13: 1.4 to 1.6 KiB).
@@ -300,7 +301,8 @@ class _Writer(FileSystemWriter):
 def resume(training: Training, *, tell: Callable[[str], object]) -> int:
     """Load the newest checkpoint that verifies, on all ranks; returns the steps done, 0 without one.
 
-    Those that do not verify are set aside, and `tell` hears on rank 0 where and why.
+    Those that do not verify by two readings are set aside, and `tell` hears on rank 0 where and why. A NodeError on the
+    machine that reads sound ones wrongly; a DataError where none of the run's checkpoints is left.
     """
     ranks, run, local_rank = training.ranks, training.run, training.fabric.local_rank
     model, optimizer = training.model.module, training.optimizer.optimizer
@@ -312,8 +314,34 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
     def set_aside(path: str, error: DataError) -> None:
         tell(f"{path} does not verify and was moved to {checkpoints.set_aside(run, path, str(error))}: {error}")
 
+    misread: list[NodeError] = []
+
+    def noting(action: Callable[[], T]) -> Callable[[], T]:
+        def act() -> T:
+            try:
+                return action()
+            except NodeError as error:
+                misread.append(error)
+                raise
+
+        return act
+
+    @contextmanager
+    def blaming() -> Iterator[None]:
+        """Let the machine alone that reads wrongly say so: the error of one rank is raised on all."""
+        try:
+            yield
+        except NodeError as error:
+            if misread:
+                raise
+            raise NetworkError(f"a rank on another machine has left: {error}") from error
+
+    def damaged(path: str, error: DataError) -> None:
+        checkpoints.require_damaged(run, path, error)
+        set_aside(path, error)
+
     def candidates() -> list[CheckpointManifest]:
-        found = checkpoints.committed(run, damaged=set_aside)
+        found = checkpoints.committed(run, damaged=damaged)
         for manifest in found:
             checkpoints.require_same(run, manifest, training.spec)
         return found
@@ -322,7 +350,8 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
         """Whether the files that the ranks bring and compare, each these of its own, are what they should be."""
         path = checkpoints.folder_of(manifest.step)
         try:
-            ranks.together(lambda: bring(run.within(path), records, lambda: folder), lambda _: None)
+            with blaming():
+                ranks.together(noting(lambda: bring(run.within(path), records, lambda: folder)), lambda _: None)
         except DataError as error:
             ranks.first(partial(set_aside, path, error))
             return False
@@ -333,7 +362,9 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
         return node, files_of_state(state, folder, address=address)
 
     done, before = 0, 0.0
-    for manifest in ranks.first(candidates):
+    with blaming():
+        found = ranks.first(noting(candidates))
+    for manifest in found:
         place = run.within(checkpoints.folder_of(manifest.step))
         address, local, files = place.address(), place.local_path(), manifest.files
         # All ranks see all of a local folder, and have a share of it each; of a bucket, of what their node reads.
@@ -354,5 +385,7 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         done, before = manifest.step, manifest.seconds
         break
+    else:
+        ranks.first(lambda: checkpoints.require_beginning(run))
     training.clock.before, training.clock.begun = before, monotonic()
     return done

@@ -1,11 +1,16 @@
 """The rule for where a secret may go, and texts of others that repeat one."""
 
 import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from litgpt_demo import secrets as module
 from litgpt_demo.errors import words_of
-from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, redacted
+from litgpt_demo.secrets import Grant, Mask, is_loopback, is_protected, origin_of, redacted, secrets_of
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "127.1", "2130706433"])
@@ -55,6 +60,38 @@ def test_other_texts_stay_as_they_are() -> None:
 def test_a_known_secret_is_left_out_however_it_is_written() -> None:
     told = redacted('raw s3cr"t/marker, quoted s3cr%22t%2Fmarker, json s3cr\\"t/marker', 's3cr"t/marker', "")
     assert told == "raw [secure], quoted [secure], json [secure]"
+
+
+@given(st.integers(0, 300), st.sampled_from(["", "\n"]), st.sampled_from([" ", "\n"]))
+def test_a_mask_hides_a_secret_at_every_border(before: int, after: str, filler: str) -> None:
+    """Parts of a file are read one by one, here of 64 bytes; what is copied keeps its length."""
+    secret, url = "s3cret-of-the-hub", "https://me:s3cret-of-the-hub@elsewhere.example/a"
+    content = (filler * before + secret + " " + url + after).encode()
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(module, "_BLOCK", 64)
+        patch.setattr(Mask, "overlap", 56)
+        source, target = Path(folder, "source"), Path(folder, "target")
+        source.write_bytes(content)
+        assert Mask([secret]).copy(source, target, cut=False)
+        masked = target.read_bytes()
+        assert (b"s3cret" in masked, len(masked)) == (False, len(content))
+        source.write_bytes(content[: len(content) - len(after) - 20])
+        assert not Mask([secret]).copy(source, target, cut=True)
+        assert masked.startswith(target.read_bytes()), "positions in the log stay what they were"
+
+
+def test_a_log_that_was_cut_off_ends_with_no_part_of_a_secret(tmp_path: Path) -> None:
+    (tmp_path / "cut.log").write_bytes(b"downloading\nwith s3cret-of-")
+    assert Mask(["s3cret-of-the-hub"]).copy(tmp_path / "cut.log", tmp_path / "masked", cut=False)
+    assert (tmp_path / "masked").read_bytes() == b"downloading\nwith **********"
+
+
+def test_the_secrets_of_an_environment_are_what_its_names_call_so() -> None:
+    environ = {
+        "HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "0123456789ab", "https_proxy": "http://me:p%40ssword@proxy:3128",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "TOKENIZERS_PARALLELISM": "false", "USER": "somebody",
+    }  # fmt: skip
+    assert secrets_of(environ) == {"hf_abcdefgh", "0123456789ab", "p%40ssword", "p@ssword"}
 
 
 def test_a_grant_does_not_show_its_token_and_an_answer_without_one_is_none() -> None:

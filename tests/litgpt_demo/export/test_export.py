@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,10 +15,11 @@ from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tenso
 from states import training_of
 from training_runs import NewRun, rows, train, write_run
 
+from litgpt_demo import documents
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, NodeError, UserError
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export import models as making
 from litgpt_demo.export.models import export, main
@@ -265,6 +267,19 @@ def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(fi
     train(finished_copy)
     assert [row["step"] for row in rows(finished_copy, "start")] == [0, 8]
     assert (export(run).step, export(run).complete) == (12, True)
+
+
+def test_a_sound_checkpoint_stays_where_the_collecting_machine_misreads(
+    finished_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crcs = chain(["00000000"], repeat(None))
+    read = documents.crc32c_of
+    with monkeypatch.context() as patch:
+        patch.setattr(documents, "crc32c_of", lambda path: next(crcs) or read(path))
+        with pytest.raises(NodeError, match="read once more, they are as the manifest has them"):
+            export(open_storage(str(finished_copy)))
+    assert not (finished_copy / "set-aside").exists()
+    assert export(open_storage(str(finished_copy))).step == 12
 
 
 def test_a_run_in_a_bucket_is_collected_there_and_nothing_but_its_weights_is_fetched(

@@ -251,6 +251,32 @@ def test_logs_and_error_files_outlive_the_machine_and_data_does_not(directory: P
     assert target.read("node-0.json") == b'{"exit_code": 43}'
 
 
+LEAKING = """
+import os, sys
+print("downloading with", os.environ["HF_TOKEN"], flush=True)
+print("by http://me:" + os.environ["HTTPS_PROXY"].split(":")[2].split("@")[0] + "@proxy.example", file=sys.stderr)
+sys.stdout.write("x" * (1 << 20) + os.environ["WANDB_API_KEY"] + "x" * 9000)  # no line ends here
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise RuntimeError("401 for " + os.environ["HF_TOKEN"])
+main()
+"""
+
+
+def test_no_log_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, target: Storage) -> None:
+    secrets = {"HF_TOKEN": "hf_tokenOfTheHub", "WANDB_API_KEY": "0123456789abcdef" * 2}
+    environ = secrets | {"HTTPS_PROXY": "http://me:pr0xy-s3cret@127.0.0.1:9"}
+    (tmp_path / "leaking.py").write_text(LEAKING)
+    flags = [f"--log-uri={target.address()}"]
+    ended_nodes(tmp_path / "d", str(tmp_path / "leaking.py"), flags=flags, environ=environ)
+    kept = {path: target.read(path) for path in target.list()}
+    assert {path.rpartition("/")[2] for path in kept} >= {"node-0.json", "node-0.log", "stdout.log", "error.json"}
+    for secret in (*secrets.values(), "pr0xy-s3cret"):
+        assert [path for path, content in kept.items() if secret.encode() in content] == []
+    assert b"downloading with ****" in kept["node-0.log"]
+
+
 @pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody
 def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, target: Storage, told: int) -> None:
     target.write("node-0.json", b"the end of the first life")

@@ -18,8 +18,10 @@ from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
 
-from litgpt_demo.errors import DataError, DiskFull, UserError
+from litgpt_demo import documents
+from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
+from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.training import saving
 from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.ranks import Ranks
@@ -236,9 +238,81 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_trai
     assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
     assert resume(new(), tell=pytest.fail) == 1
     run.write(f"{folder_of(1)}/__0_0.distcp", b"something else")
-    assert resume(last := new(), tell=told.append) == 0  # training begins anew
+    aside = run.address("set-aside")
+    for _ in range(2):  # also when it is tried again
+        with pytest.raises(DataError, match=rf"would begin at step 0; read why\.txt in each, .* or remove {aside}"):
+            resume(new(), tell=told.append)
     assert len(told) == 3
+    run.remove("set-aside")
+    assert resume(last := new(), tell=pytest.fail) == 0  # training begins anew
     assert not whole(last)[1].state  # and has counted no step
+
+
+def misreading(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let this machine read a wrong bit in each file of that name; where it reads a folder, the first time."""
+    download, read, differing, seen = BucketStorage.download, LocalStorage.read, documents.crc32c_of, set[str]()
+
+    def downloaded(storage: BucketStorage, path: str, target: Path) -> ObjectInfo:
+        stored = download(storage, path, target)
+        if path == name:
+            flip_a_bit(target)
+        return stored
+
+    def flipped(read: Any) -> Any:
+        def reads(storage: Storage, path: str, **options: Any) -> bytes:
+            content = bytes(read(storage, path, **options))
+            if path != name or (storage.local_path() is not None and storage.address() in seen):
+                return content
+            seen.add(storage.address())
+            return content.replace(b'"tokens": ', b'"tokens":  ')
+
+        return reads
+
+    def crc32c(path: Path) -> str:
+        first = path.name == name and "resume" not in str(path) and str(path) not in seen
+        seen.add(str(path))
+        return "00000000" if first else differing(path)
+
+    monkeypatch.setattr(BucketStorage, "download", downloaded)
+    monkeypatch.setattr(BucketStorage, "read", flipped(BucketStorage.read))
+    monkeypatch.setattr(LocalStorage, "read", flipped(read))
+    monkeypatch.setattr(documents, "crc32c_of", crc32c)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_sound_checkpoints_stay_where_a_machine_misreads(
+    new_training: NewTraining, root: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each of them would be set aside, one after the other, and the training begin at step 0."""
+    training = new_training("three", root=open_storage(root), keep_last=9)
+    with Saver(training, tell=silent) as saver:
+        for number in (1, 2, 3):
+            saver.save(number, None)
+    with monkeypatch.context() as patch:
+        misreading(patch, name)
+        with pytest.raises(NodeError, match=r"this machine reads files of .* wrongly: .* run elsewhere"):
+            resume(training, tell=pytest.fail)
+    assert steps_kept(training) == [3, 2, 1]
+    assert resume(training, tell=pytest.fail) == 3, "another machine goes on"
+
+
+class Elsewhere(Ranks):
+    """The ranks of a training of which another one, on its own machine, reads wrongly what it brings."""
+
+    def together(self, action: Callable[[], Any], whole: Callable[[list[Any]], Any]) -> Any:
+        if isinstance(result := super().together(action, whole), list):
+            return result
+        raise NodeError("this machine reads files of gs://kept/run wrongly")
+
+
+def test_a_rank_blames_no_machine_but_the_one_that_misreads(new_training: NewTraining) -> None:
+    training = new_training()
+    with Saver(training, tell=silent) as saver:
+        saver.save(1, None)
+    training.__dict__["ranks"] = Elsewhere(number=0, world=1)
+    with pytest.raises(NetworkError, match="a rank on another machine has left: this machine reads files of gs"):
+        resume(training, tell=pytest.fail)
+    assert steps_kept(training) == [1]
 
 
 @dataclass(frozen=True, kw_only=True)
