@@ -125,8 +125,9 @@ class _Sweep:
     def take_up(self) -> None:
         """Take up the trials that were begun before."""
         pruned = set(self.storage.list())
-        for changes in begun_before(self.config, self.index):
-            trial, number = trial_of(self.config, changes), self.search.add(changes)
+        for draw in begun_before(self.config, self.index):
+            number = self.search.add(draw)
+            trial = trial_of(self.config, draw.changes, number)
             [run] = runs_of([trial], self._plan)
             self._runs.add(run.name)
             final, mark = exported(run.storage), f"pruned/{run.name}"
@@ -160,7 +161,7 @@ class _Sweep:
             return None
         while (number := self.search.ask()) is not None:
             try:
-                trial = trial_of(self.config, self.search.changes[number])
+                trial = trial_of(self.config, self.search.changes[number], number)
                 [run] = runs_of([trial], self._plan)
             except TrainLitgptError as problem:  # two settings that do not fit each other
                 emit(Note(what=str(problem), severity="warning"))
@@ -168,7 +169,7 @@ class _Sweep:
                 if run.name not in self._runs:
                     self._runs.add(run.name)
                     return number, trial, run
-            self.search.tell(number, None)
+            self.search.reject(number)
         return None
 
     async def work(self) -> None:

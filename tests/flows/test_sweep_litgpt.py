@@ -21,8 +21,9 @@ from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.evaluation import Evaluation, Score, place_of
+from launcher.runs.attempts import claim_at
 from launcher.runs.index import Index
-from launcher.runs.run import plan_run
+from launcher.runs.run import Run, plan_run
 from litgpt_demo.documents import sealed
 
 pytestmark = pytest.mark.prefect
@@ -42,7 +43,7 @@ def swept(
     trained: list[RunConfig], tiny: Callable[..., RunConfig], corpus: Path, tmp_path: Path, monkeypatch: Any
 ) -> Swept:
     """Runs the flow for a grid; a trial's validation loss is its learning rate. The corpus is gone when one begins."""
-    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
+    own = tmp_path / "corpus.txt"
 
     async def train(**groups: Any) -> Any:
         own.unlink(missing_ok=True)
@@ -57,6 +58,7 @@ def swept(
     def run(
         grid: dict[str, list[Any]], train: Callable[..., Any] = train, evaluation: Any = None, **sweep: Any
     ) -> list[dict[str, Any]]:
+        shutil.copy(corpus, own)
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
         whole = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
         given = {**whole, "evaluation": evaluation, "sweep": {"grid": grid, "max_parallel": 2} | sweep}
@@ -166,6 +168,46 @@ def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fi
     losses = [float(row["validation loss"]) for row in table]
     assert losses == sorted(losses)
     assert 0 < len(losses) <= 6
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        {"grid": {"train.learning_rate": ["1e-2", 1], "model.from": [None]}},
+        {"grid": {"train.max_time": ["2h"], "train.seed": [7, 8]}},
+        {
+            "grid": {},
+            "space": {
+                "train.weight_decay": {"kind": "uniform", "low": 0, "high": 0.3},
+                "model.config.n_embd": {"kind": "choice", "values": [32, 33]},
+            },
+            "sampler": "random",
+            "trials": 4,
+        },
+    ],
+    ids=["text for a number", "duration", "half of the draws unusable"],
+)
+def test_a_finished_sweep_started_again_begins_no_new_trial(
+    swept: Swept, monkeypatch: pytest.MonkeyPatch, sweep: dict[str, Any]
+) -> None:
+    """No trial leaves a model, so that each start trains all trials of the sweep."""
+    monkeypatch.setattr(module, "attempt_times", lambda *_: [])  # nothing was trained
+    begun = set[str]()
+
+    async def train(**groups: Any) -> Any:
+        begun.add(await asyncio.to_thread(take, PLANNED.get()))
+        return SimpleNamespace(validation_loss=1.0)
+
+    first = swept(train=train, **sweep)
+    assert {row["run"] for row in first} == begun
+    again = swept(train=train, **sweep)
+    assert {row["run"] for row in again} == {row["run"] for row in first}
+
+
+def take(run: Run | None) -> str:
+    """Write the run's first attempt into the index, as the job step does; return the run's name."""
+    assert run is not None
+    return claim_at(run).take().run
 
 
 @pytest.mark.parametrize(
