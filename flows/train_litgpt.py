@@ -18,7 +18,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.runs.attempts import claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
-from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export import FinalManifest, finished
 from litgpt_demo.metrics import Row
 from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
@@ -43,7 +43,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     mine = flow_runs()[0]
     run = await asyncio.to_thread(lambda: run_of_flow_run(config, mine) or PLANNED.get() or plan_run(config))
     await name_flow_run(run.name)
-    find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
+    find, done = partial(findings_of, config, {"": run}), partial(finished, run.storage)
     lives = await is_under_way(claim_at(run), find, done=done)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:
