@@ -20,7 +20,7 @@ from flows.parameters import cancel_jobs, takes
 from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.evaluation import found_scores
 from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
@@ -33,7 +33,7 @@ from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.export import exported
+from litgpt_demo.export import finished
 from litgpt_demo.metrics import Row
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
@@ -121,21 +121,26 @@ class _Sweep:
         self._watch, self._waiting, self._asking = watch, deque[tuple[int, Trial, Run]](), asyncio.Lock()
         self._runs, self._ending = set[str](), dict[str, asyncio.Task[None]]()
         self._running = dict[int, tuple[Trial, Run]]()
+        self._newest = dict[int, tuple[int, float, bool]]()  # evaluations that are about to be judged
 
     def take_up(self) -> None:
         """Take up the trials that were begun before."""
         pruned = set(self.storage.list())
-        for changes in begun_before(self.config, self.index):
-            trial, number = trial_of(self.config, changes), self.search.add(changes)
+        for draw in begun_before(self.config, self.index):
+            number = self.search.add(draw)
+            trial = trial_of(self.config, draw.changes, number)
             [run] = runs_of([trial], self._plan)
             self._runs.add(run.name)
-            final, mark = exported(run.storage), f"pruned/{run.name}"
+            final, mark = finished(run.storage), f"pruned/{run.name}"
             asked = trial.config.evaluation
             unscored = final is not None and asked is not None and found_scores(run.storage, final, asked) is None
             if unscored or (final is None and mark not in pruned):
                 self._waiting.append((number, trial, run))
                 continue
-            ended = "" if final is not None else self.storage.read(mark).decode()
+            ended = ""
+            if final is None:
+                ended = self.storage.read(mark).decode()
+                self._cancel_pruned(run)
             outcome = outcome_of(trial, run, attempt_times(self.index, run.name), final=final, ended=ended)
             for step, seen in outcome.losses.items():
                 self.search.is_hopeless(number, step // trial.config.train.evaluate_every, seen)
@@ -160,7 +165,7 @@ class _Sweep:
             return None
         while (number := self.search.ask()) is not None:
             try:
-                trial = trial_of(self.config, self.search.changes[number])
+                trial = trial_of(self.config, self.search.changes[number], number)
                 [run] = runs_of([trial], self._plan)
             except TrainLitgptError as problem:  # two settings that do not fit each other
                 emit(Note(what=str(problem), severity="warning"))
@@ -168,7 +173,7 @@ class _Sweep:
                 if run.name not in self._runs:
                     self._runs.add(run.name)
                     return number, trial, run
-            self.search.tell(number, None)
+            self.search.reject(number)
         return None
 
     async def work(self) -> None:
@@ -207,11 +212,31 @@ class _Sweep:
         match row:
             case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
                 evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
-                hopeless = self.search.is_hopeless(number, evaluation, loss)
-                if hopeless and step != last and run.name not in self._ending:
-                    why = f"{PRUNED} at step {step}, with validation loss {loss:.4f}"
-                    self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
+                hopeless = self.search.is_hopeless(number, evaluation, loss) and step != last
+                # A resumed sweep reads the evaluations of hours at once: only the newest of them decides.
+                if number not in self._newest:
+                    asyncio.get_running_loop().call_soon(self._judge, number, run)
+                self._newest[number] = step, loss, hopeless
+
+    def _judge(self, number: int, run: Run) -> None:
+        step, loss, hopeless = self._newest.pop(number)
+        if hopeless and number in self._running and run.name not in self._ending:
+            why = f"{PRUNED} at step {step}, with validation loss {loss:.4f}"
+            self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
 
     def _prune(self, run: Run, why: str) -> None:
         self.storage.write(f"pruned/{run.name}", why.encode())
-        Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform)).cancel(patience=90.0)
+        self._attempts(run).cancel(patience=90.0)
+
+    def _cancel_pruned(self, run: Run) -> None:
+        """Cancel the job of a pruned trial if it lives: the sweep that marked the trial may have been killed then."""
+        attempts = self._attempts(run)
+        try:
+            if attempts.live() is not None:
+                attempts.cancel(patience=90.0)
+        except PlatformUnreachable as error:  # the other trials go on all the same
+            what = f"{run.name} is pruned, but its job may still be running: {error}"
+            emit(Note(what=f"{what}; cancel it: train-litgpt cancel {run.name}", severity="warning"))
+
+    def _attempts(self, run: Run) -> Attempts:
+        return Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform))

@@ -18,7 +18,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.runs.attempts import CancelWatch, claim_at, run_of_flow_run
 from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
-from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export import FinalManifest, finished
 from litgpt_demo.metrics import Row
 from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
@@ -45,7 +45,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     await name_flow_run(run.name)
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    find, done = partial(findings_of, config, {"": run}), partial(exported, run.storage)
+    find, done = partial(findings_of, config, {"": run}), partial(finished, run.storage)
     lives = await is_under_way(claim, find, done=done)
     identity = await asyncio.to_thread(recorded_software, run) if lives else None
     if identity is None:

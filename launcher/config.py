@@ -10,7 +10,7 @@ from datetime import date
 from functools import reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
@@ -82,6 +82,15 @@ Workers = Annotated[
 ]
 
 
+class Draw(Settings):
+    """One trial of a sweep, as its search has found it."""
+
+    number: Count
+    """The place of the draw in the search. Draws that cannot be used have numbers too, and no trial."""
+    changes: dict[str, JsonValue]
+    """Dotted setting to its value, exactly as the search has it."""
+
+
 class StartSettings(Settings, title="Start"):
     """The choice of what happens to other jobs of the same name. It changes nothing in what a job computes."""
 
@@ -92,6 +101,8 @@ class StartSettings(Settings, title="Start"):
     """The sweep that this is a trial of. Sweeps set it: no form offers it."""
     trial: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
     """The settings that the trial varies, as `learning_rate=0.001`. Sweeps set it."""
+    draw: SkipJsonSchema[Draw | None] = Field(None, exclude_if=lambda draw: draw is None)
+    """The same in full, by which a sweep that is resumed finds its trials again. Sweeps set it."""
 
 
 class TrainingStart(StartSettings):
@@ -259,7 +270,7 @@ class SweepSettings(Settings, title="Sweep"):
     sampler: Literal["grid", "random", "tpe"] = "grid"
     """`grid` takes all combinations; `random` draws; `tpe` draws near the best trials so far."""
     trials: Count | None = Field(None, gt=0, le=10_000)
-    """The number of trials that `random` and `tpe` draw."""
+    """The number of trials that `random` and `tpe` draw, without draws that cannot be used."""
     seed: Count = 0
     """The seed of the draws."""
     objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
@@ -312,6 +323,40 @@ class SweepConfig(RunConfig):
                 what = f"sweep.objectives has {name}, and evaluation.tasks={list(asked)} does not ask {task}"
                 raise ValueError(f"{what}; add it there")
         return self
+
+    @model_validator(mode="after")
+    def _values_are_as_validated(self) -> Self:
+        """Spell each value of a grid or choice as the setting has it: `1e-3`, which YAML reads as a text, is 0.001."""
+        base = self.model_dump(mode="json", exclude={"sweep"})
+
+        def validated_values(setting: str, values: Sequence[JsonValue]) -> list[JsonValue]:
+            return [_as_validated(base, setting, value) for value in values]
+
+        sweep = self.sweep
+        grid = {setting: validated_values(setting, values) for setting, values in sweep.grid.items()}
+        space = {
+            setting: part.model_copy(update={"values": validated_values(setting, part.values)})
+            if isinstance(part, Choice)
+            else part
+            for setting, part in sweep.space.items()
+        }
+        self.__dict__["sweep"] = sweep.model_copy(update={"grid": grid, "space": space})
+        return self
+
+
+def _as_validated(base: Mapping[str, Any], setting: str, value: JsonValue) -> JsonValue:
+    """Return the value as a config has it that sets it alone; a value that needs other changes beside it stays as it is
+    written, and so does a section, which is merged with what the config has."""
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, dict | list) for item in items):
+        return value
+    try:
+        found: Any = RunConfig.model_validate(overridden(base, {setting: value})).model_dump(mode="json")
+        for name in setting.split("."):
+            found = found[name]
+    except (ValidationError, KeyError, TypeError):  # a KeyError: a record leaves out some defaults
+        return value
+    return cast(JsonValue, found)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)

@@ -29,7 +29,7 @@ from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo.config import RestartSettings, TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
-from litgpt_demo.export import exported
+from litgpt_demo.export import finished
 from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
@@ -218,7 +218,7 @@ class Sight:
             case Step.CHECKPOINTS:
                 would = "verify the last checkpoint, make final/litgpt and final/huggingface"
                 where = run.storage.address(FINAL)
-                if not self.blind and (done := exported(run.storage)) is not None:
+                if not self.blind and (done := finished(run.storage)) is not None:
                     would = f"nothing: done, loss {loss_text(done.validation_loss)}"
             case Step.EVALUATION:
                 asked, where = run.config.evaluation, run.storage.address(EVALUATIONS)
@@ -269,7 +269,7 @@ def _look(work: Run | Script) -> Sight:
             found.append(replace(said, what=f"what is there already is not known: {said.what}"))
     if found:
         return Sight(work=work, claim=claim, blind=True, findings=tuple(found))
-    if claim.config.start.others == "refuse" and (run is None or exported(run.storage) is None):
+    if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
         try:
             settle_others(claim.config, run=work.name)
         except RunIsLive as error:

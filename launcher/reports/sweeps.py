@@ -201,7 +201,7 @@ def pictures(search: Search, larger: Collection[str]) -> list[tuple[str, str]]:
             plt.close("all")
         for theirs, ours in _THEIRS.items():
             text = text.replace(theirs, ours)
-        for setting in search.changes[0]:
+        for setting in next(iter(search.changes.values())):
             text = text.replace(f">{setting}<", f">{setting.rpartition('.')[2]}<")
         made.append((caption, text))
     return made

@@ -13,23 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
-from launcher.config import Choice, Integer, Space, SweepSettings
+from launcher.config import Choice, Draw, Integer, Space, SweepSettings
 from launcher.errors import ConfigProblem
 
 if TYPE_CHECKING:
     import optuna
 
-_TRIES = 20  # draws that were there before, one after the other, until a space counts as searched
+_TRIES = 50  # draws one after the other that make no new trial, until a space counts as searched
 
 
 class Search:
-    """The trials of a sweep by their number, which is the order in which they were found."""
+    """The draws of a sweep by their number, which is the order in which they are made.
+
+    A draw that makes no trial has a number too, so that a search that is resumed makes the draws of an undisturbed one.
+    """
 
     def __init__(self, sweep: SweepSettings) -> None:
         self._sweep, self.objectives = sweep, sweep.objectives
-        self.changes: list[Mapping[str, JsonValue]] = []
-        """Of each trial, dotted setting to value."""
-        self._combinations, self._before = itertools.product(*sweep.grid.values()), list[Mapping[str, JsonValue]]()
+        self.changes: dict[int, Mapping[str, JsonValue]] = {}
+        """Dotted setting to value, of each draw that is a trial."""
+        self._next = 0
+        combinations = itertools.product(*sweep.grid.values()) if sweep.sampler == "grid" else ()
+        self._grid: list[dict[str, JsonValue]] = [dict(zip(sweep.grid, values, strict=True)) for values in combinations]
+        self._numbers = {json.dumps(changes, sort_keys=True): number for number, changes in enumerate(self._grid)}
         self.study: optuna.Study | None = None
         try:
             import optuna
@@ -46,7 +52,7 @@ class Search:
         }
         directions = [optuna.study.StudyDirection.MINIMIZE] * len(sweep.objectives)
         self.study = optuna.create_study(directions=directions, pruner=pruners[sweep.prune])
-        self._optuna, self._trials = optuna, list[optuna.Trial]()
+        self._optuna, self._trials = optuna, dict[int, optuna.Trial]()
         spaces = {name: Choice(kind="choice", values=values) for name, values in sweep.grid.items()} | sweep.space
         # Optuna's categories are plain values, and a setting may be a list: a choice goes by its JSON.
         self._coded = {name for name, space in spaces.items() if isinstance(space, Choice)}
@@ -60,42 +66,62 @@ class Search:
             return kinds.IntDistribution(space.low, space.high, log=space.log)
         return kinds.FloatDistribution(space.low, space.high, log=space.kind == "log-uniform")
 
-    def add(self, changes: Mapping[str, JsonValue]) -> int:
-        """Take up a trial with these settings, as one that was begun before; return its number."""
-        self._before.append(changes)
-        return self._enter(changes)
-
-    def _enter(self, changes: Mapping[str, JsonValue], trial: optuna.Trial | None = None) -> int:
-        if self.study is not None and trial is None:
-            coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
+    def add(self, draw: Draw) -> int:
+        """Add a trial that was begun before; return its number."""
+        # The settings of a grid may be written in another order by now.
+        number = self._numbers.get(json.dumps(draw.changes, sort_keys=True), draw.number)
+        trial = None
+        if self.study is not None:
+            coded = {name: json.dumps(value) if name in self._coded else value for name, value in draw.changes.items()}
             self.study.enqueue_trial(coded)
             trial = self.study.ask(self._space)
+        # `tpe` draws by the trials that have ended by then: a number that it has passed would be another draw now.
+        if self._sweep.sampler == "tpe":
+            self._next = max(self._next, number + 1)
+        return self._enter(number, draw.changes, trial)
+
+    def _enter(self, number: int, changes: Mapping[str, JsonValue], trial: optuna.Trial | None) -> int:
         if trial is not None:
-            self._trials.append(trial)
-        self.changes.append(changes)
-        return len(self.changes) - 1
+            self._trials[number] = trial
+        self.changes[number] = changes
+        return number
 
     def ask(self) -> int | None:
-        """Return the number of a new trial; None where there are as many as asked for, or nothing new is found."""
+        """Return the number of a new draw; None if there are as many trials as `trials` wants, or nothing new is found.
+
+        A draw depends on its number and on the trials that are known by then, and on no draw that makes none.
+        """
         if self._sweep.sampler == "grid":
-            for values in self._combinations:
-                if (changes := dict(zip(self._sweep.grid, values, strict=True))) not in self._before:
-                    return self._enter(changes)
+            while (number := self._next) < len(self._grid):
+                self._next += 1
+                if number not in self.changes:
+                    return self.add(Draw(number=number, changes=self._grid[number]))
             return None
         study, kinds = self.study, self._optuna.samplers
         assert study is not None
         sampler = {"random": kinds.RandomSampler, "tpe": kinds.TPESampler}[self._sweep.sampler]
-        for attempt in range(_TRIES if len(self.changes) < (self._sweep.trials or 0) else 0):
-            # A draw follows from its number and from what is known by then, and not from who has drawn before.
-            seed = self._sweep.seed + 1_000_003 * attempt + len(self.changes)
-            study.sampler = sampler(seed=seed)
+        while len(self.changes) < (self._sweep.trials or 0):
+            number = self._next
+            earlier = {before: changes for before, changes in self.changes.items() if before < number}
+            if number - max(earlier, default=-1) > _TRIES:
+                return None
+            self._next += 1
+            if number in self.changes:
+                continue
+            study.sampler = sampler(seed=self._sweep.seed + number)
             trial = study.ask(self._space)
             drawn = trial.params.items()
             changes = {name: json.loads(value) if name in self._coded else value for name, value in drawn}
-            if changes not in self.changes:
-                return self._enter(changes, trial)
-            study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
+            self._enter(number, changes, trial)
+            if changes not in earlier.values():
+                return number
+            self.reject(number)
         return None
+
+    def reject(self, number: int) -> None:
+        """Drop a draw that makes no trial: its settings cannot be used together, or they were drawn before."""
+        self.tell(number, None)
+        del self.changes[number]
 
     def is_hopeless(self, number: int, evaluation: int, loss: float) -> bool:
         """Take up the validation loss of a trial at its evaluation of that number; return whether it is to be ended."""
@@ -118,4 +144,4 @@ class Search:
         if self.study is None:
             return set()
         best = {trial.number for trial in self.study.best_trials}
-        return {number for number, trial in enumerate(self._trials) if trial.number in best}
+        return {number for number, trial in self._trials.items() if trial.number in best}

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from pydantic import JsonValue
 
-from launcher.config import Objective, RunConfig, SweepConfig, overridden, validated
+from launcher.config import Draw, Objective, RunConfig, SweepConfig, TrainingStart, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import setting_text
 from launcher.runs.index import Index
@@ -49,10 +48,11 @@ def sweep_name(sweep: SweepConfig) -> str:
     return f"{sweep.name}-{key_of(search, sweep.data, sweep.model, sweep.train.outcome())}"
 
 
-def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue]) -> Trial:
-    """Return the trial with these settings; a ConfigProblem where they cannot be used together."""
+def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int = 0) -> Trial:
+    """Return the trial of this draw, with these settings; a ConfigProblem where they cannot be used together."""
     short = ", ".join(f"{name.rpartition('.')[2]}={setting_text(value)}" for name, value in changes.items())
-    start = {**sweep.start.model_dump(), "sweep": sweep_name(sweep), "trial": short}
+    draw = Draw(number=number, changes=dict(changes))
+    start = {**sweep.start.model_dump(), "sweep": sweep_name(sweep), "trial": short, "draw": draw}
     base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {"start": start}
     where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
     config = validated(RunConfig, overridden(base, dict(changes)), where=where)
@@ -71,9 +71,10 @@ def trials(sweep: SweepConfig) -> list[Trial]:
     search, made, problems = Search(sweep.sweep), list[Trial](), list[str]()
     while (number := search.ask()) is not None and (number < _PREVIEWED or not draws):
         try:
-            made.append(trial_of(sweep, search.changes[number]))
+            made.append(trial_of(sweep, search.changes[number], number))
         except ConfigProblem as problem:
             problems.append(str(problem))
+            search.reject(number)
     if problems and not (draws and made):
         raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
     # What decides the trained model: two trials that agree in it would share one run's folder.
@@ -95,15 +96,9 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     ]
 
 
-def begun_before(sweep: SweepConfig, index: Index) -> list[dict[str, Any]]:
-    """Return what the trials that the sweep has begun vary, the oldest first."""
-    name, varied = sweep_name(sweep), [*sweep.sweep.grid, *sweep.sweep.space]
-    first = [records[0] for run in index.runs() if (records := index.records(run)) and records[0].sweep == name]
-    found = []
-    for record in sorted(first, key=lambda one: one.created):
-        values: dict[str, Any] = dict.fromkeys(varied, record.config)
-        for setting in varied:
-            for word in setting.split("."):
-                values[setting] = values[setting][word]
-        found.append(values)
-    return found
+def begun_before(sweep: SweepConfig, index: Index) -> list[Draw]:
+    """Return the draws of the trials that the sweep has begun, in their order."""
+    name = sweep_name(sweep)
+    records = [record for run in index.runs() for record in index.records(run) if record.sweep == name]
+    draws = [draw for record in records if (draw := TrainingStart.model_validate(record.config["start"]).draw)]
+    return sorted({draw.number: draw for draw in draws}.values(), key=lambda draw: draw.number)

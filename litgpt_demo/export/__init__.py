@@ -93,6 +93,12 @@ def exported(run: Storage) -> FinalManifest | None:
     return None if gone_further else manifest
 
 
+def finished(run: Storage) -> FinalManifest | None:
+    """Return the collected model of a run that has ended; None if there is none, or it was collected on the way."""
+    final = exported(run)
+    return final if final is not None and final.complete else None
+
+
 def whole_final(run: Storage) -> FinalManifest | None:
     """The manifest of whatever was collected last, if all of it is there."""
     final = run.within(FINAL)

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from claims import begin
 from prefect import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from pydantic import ValidationError
+from strict_platform import StrictPlatform
 from waiting import until
 
 from flows import sweep_litgpt as module
@@ -21,9 +23,12 @@ from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.evaluation import Evaluation, Score, place_of
+from launcher.runs.attempts import claim_at
 from launcher.runs.index import Index
-from launcher.runs.run import plan_run
-from litgpt_demo.documents import sealed
+from launcher.runs.run import Run, plan_run
+from litgpt_demo.documents import sealed, write_manifest
+from litgpt_demo.export import FinalManifest
+from litgpt_demo.runs import FINAL
 
 pytestmark = pytest.mark.prefect
 
@@ -42,7 +47,7 @@ def swept(
     trained: list[RunConfig], tiny: Callable[..., RunConfig], corpus: Path, tmp_path: Path, monkeypatch: Any
 ) -> Swept:
     """Runs the flow for a grid; a trial's validation loss is its learning rate. The corpus is gone when one begins."""
-    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
+    own = tmp_path / "corpus.txt"
 
     async def train(**groups: Any) -> Any:
         own.unlink(missing_ok=True)
@@ -57,6 +62,7 @@ def swept(
     def run(
         grid: dict[str, list[Any]], train: Callable[..., Any] = train, evaluation: Any = None, **sweep: Any
     ) -> list[dict[str, Any]]:
+        shutil.copy(corpus, own)
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
         whole = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
         given = {**whole, "evaluation": evaluation, "sweep": {"grid": grid, "max_parallel": 2} | sweep}
@@ -156,6 +162,69 @@ def test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where(swept: Sw
     assert len([*tmp_path.glob("sweeps/*/pruned/*")]) == 2
 
 
+def test_a_resumed_trial_is_judged_by_its_newest_evaluation(swept: Swept, tmp_path: Path) -> None:
+    """The second trial was far behind at its first evaluation, hours ago, and is the best one by now."""
+
+    async def train(**groups: Any) -> Any:
+        seed = RunConfig(**groups).train.seed
+        for step, loss in [(1, float(seed)), (2, 1.0 / seed)]:
+            module.ON_ROW.get()({"kind": "evaluation", "step": step, "validation_loss": loss})
+        await asyncio.to_thread(lambda: None)
+        return SimpleNamespace(validation_loss=1.0 / seed)
+
+    swept({"train.seed": [1, 2, 9], "train.evaluate_every": [1]}, train, prune="asha", max_parallel=1)
+    assert [*tmp_path.glob("sweeps/*/pruned/*")] == []
+
+
+def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
+    swept: Swept, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The sweep was killed when it had marked the trial, and not cancelled its job yet."""
+    monkeypatch.setattr(module, "attempt_times", lambda *_: [])
+
+    async def train(**groups: Any) -> Any:
+        if RunConfig(**groups).train.seed == 1:
+            return SimpleNamespace(validation_loss=1.0)
+        run = PLANNED.get()
+        assert run is not None
+        claim = claim_at(run)
+        platform.start(await asyncio.to_thread(begin, claim))
+        mark = f"sweeps/{run.config.start.sweep}/pruned/{run.name}"
+        await asyncio.to_thread(claim.attempts.index.root.write, mark, b"pruned at step 4")
+        raise JobFailed("the orchestrator was killed")
+
+    swept({"train.seed": [1, 2]}, train, prune="asha")
+    assert len(platform.live()) == 1
+    table = swept({"train.seed": [1, 2]}, train, prune="asha")
+    assert platform.live() == []
+    assert [row["ended"] for row in table] == ["", "pruned at step 4"]
+
+
+def test_a_trial_collected_on_the_way_is_trained_to_its_end(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "attempt_times", lambda *_: [])
+    trained = list[int]()
+
+    async def train(**groups: Any) -> Any:
+        trained.append(seed := RunConfig(**groups).train.seed)
+        await asyncio.to_thread(take, run := PLANNED.get())
+        final = collected_model(complete=seed == 1)
+        await asyncio.to_thread(write_manifest, run.storage.within(FINAL), final)
+        return final
+
+    swept({"train.seed": [1, 2]}, train)
+    swept({"train.seed": [1, 2]}, train)
+    assert sorted(trained) == [1, 2, 2]
+
+
+def collected_model(*, complete: bool) -> FinalManifest:
+    """The manifest of a model without files."""
+    return FinalManifest(
+        run="tiny", step=4, tokens=1, complete=complete, parameters=1, dataset_key="d", validation_loss=1.0,
+        perplexity=2.7, validation_windows=1, logits_difference=0.0, logits_tolerance=0.1, huggingface=None,
+        prompt="", sample="", files=(),
+    )  # fmt: skip
+
+
 def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fit(swept: Swept) -> None:
     space = {
         "train.learning_rate": {"kind": "log-uniform", "low": 1e-3, "high": 1e-1},
@@ -166,6 +235,47 @@ def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fi
     losses = [float(row["validation loss"]) for row in table]
     assert losses == sorted(losses)
     assert 0 < len(losses) <= 6
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        {"grid": {"train.learning_rate": ["1e-2", 1], "model.from": [None]}},
+        {"grid": {"train.max_time": ["2h"], "train.seed": [7, 8]}},
+        {
+            "grid": {},
+            "space": {
+                "train.weight_decay": {"kind": "uniform", "low": 0, "high": 0.3},
+                "model.config.n_embd": {"kind": "choice", "values": [32, 33]},
+            },
+            "sampler": "random",
+            "trials": 5,
+            "seed": 5,
+        },
+    ],
+    ids=["text for a number", "duration", "half of the draws unusable"],
+)
+def test_a_finished_sweep_started_again_begins_no_new_trial(
+    swept: Swept, monkeypatch: pytest.MonkeyPatch, sweep: dict[str, Any]
+) -> None:
+    """No trial leaves a model, so that each start trains all trials of the sweep."""
+    monkeypatch.setattr(module, "attempt_times", lambda *_: [])  # nothing was trained
+    begun = set[str]()
+
+    async def train(**groups: Any) -> Any:
+        begun.add(await asyncio.to_thread(take, PLANNED.get()))
+        return SimpleNamespace(validation_loss=1.0)
+
+    first = swept(train=train, **sweep)
+    assert {row["run"] for row in first} == begun
+    again = swept(train=train, **sweep)
+    assert {row["run"] for row in again} == {row["run"] for row in first}
+
+
+def take(run: Run | None) -> str:
+    """Write the run's first attempt into the index, as the job step does; return the run's name."""
+    assert run is not None
+    return claim_at(run).take().run
 
 
 @pytest.mark.parametrize(

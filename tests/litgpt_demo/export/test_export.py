@@ -20,7 +20,7 @@ from litgpt_demo.config import ModelConfig
 from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, NodeError, UserError
-from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export import FinalManifest, exported, finished
 from litgpt_demo.export import models as making
 from litgpt_demo.export.models import export, main
 from litgpt_demo.export.weights import Weights
@@ -234,10 +234,11 @@ def test_a_model_collected_on_the_way_gives_way_to_the_finished_one(
     run = open_storage(str(collected_copy))
     early = export(run, step=8)
     assert (early.step, early.complete, early.trainer_validation_loss is None) == (8, False, False)
+    assert finished(run) is None
     assert "(8 of 12 steps)" in (collected_copy / "final/MODEL_CARD.md").read_text()
     assert exported(run) is None  # the run has gone further
     assert export(run).step == 12
-    assert exported(run) == export(run)
+    assert finished(run) == exported(run) == export(run)
 
 
 def test_a_run_before_its_end_is_collected_only_by_newest(
