@@ -54,7 +54,9 @@ async def run_script(config: ScriptConfig) -> str:
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
-    reach("run.finished", record.run, claim.attempts.index.root.address(), logs=record.directory)
+    index = claim.attempts.index
+    if await asyncio.to_thread(index.announce, record.run, f"finished-{record.attempt}"):
+        reach("run.finished", record.run, index.root.address(), logs=record.directory)
     return record.directory
 
 

@@ -20,7 +20,7 @@ from flows.parameters import cancel_jobs, takes
 from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
-from launcher.errors import LauncherError, PlatformUnreachable
+from launcher.errors import JobCancelled, LauncherError, PlatformUnreachable
 from launcher.evaluation import found_scores
 from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
@@ -30,6 +30,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
+from launcher.runs.waiting import pause
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
 from litgpt_demo.errors import TrainLitgptError
@@ -191,7 +192,7 @@ class _Sweep:
             name = f"{trial.config.name} {short}".replace("{", "(").replace("}", ")")
             final, ended = None, ""
             try:
-                async with gpus(trial.config.world_size):
+                async with self._slots(trial.config.world_size):
                     await asyncio.to_thread(self._watch.check)
                     final = await train_litgpt.with_options(flow_run_name=name)(**dict(trial.config))
                 emit(Note(what=f"validation loss {final.validation_loss:.4f}", ends=True))
@@ -207,6 +208,32 @@ class _Sweep:
             if final is not None and outcome.ended:
                 emit(Note(what=outcome.ended, severity="warning"))
             self._settle(number, outcome)
+
+    @asynccontextmanager
+    async def _slots(self, count: int) -> AsyncIterator[None]:
+        """Hold the slots of a trial. A cancellation of the sweep ends the wait for them, as JobCancelled."""
+        worker = asyncio.current_task()
+        assert worker is not None
+
+        async def look() -> None:
+            try:
+                await pause(math.inf, look=self._watch.check)
+            except JobCancelled:
+                worker.cancel()
+                raise
+
+        looking = asyncio.create_task(look())
+        try:
+            async with gpus(count):
+                looking.cancel()
+                yield
+        except asyncio.CancelledError:
+            if looking.done() and not looking.cancelled() and (error := looking.exception()) is not None:
+                worker.uncancel()
+                raise error from None
+            raise
+        finally:
+            looking.cancel()
 
     def _look(self, number: int, run: Run, row: Row) -> None:
         match row:

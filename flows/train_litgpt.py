@@ -68,7 +68,8 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
         final = await evaluate(run.storage.address(), config.evaluation)
     address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
     get_run_logger().info("report: %s", address)  # a command prints where it is at its end
-    reach("run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address)
+    if await asyncio.to_thread(claim.attempts.index.announce, run.name, f"finished-{final.step}"):
+        reach("run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address)
     return final
 
 

@@ -5,6 +5,7 @@ index/<run>/<attempt>.ended.json                 how it ended, created by the fi
 index/<run>/<attempt>.read.json                  up to where its log was handed on: the next orchestrator goes on there
 index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
 index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
+index/<run>/announced-<what>.json                an event was emitted that a run has once
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
@@ -252,6 +253,10 @@ class Index:
     def cancellations(self, name: str) -> frozenset[str]:
         """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
+
+    def announce(self, run: str, what: str) -> bool:
+        """Return whether the caller is the first to announce this of a run: several orchestrators may come to it."""
+        return self._folder.create(f"{run}/announced-{what}.json", b"{}")
 
     def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
         """Note that these flow runs of Prefect's orchestrate an attempt."""

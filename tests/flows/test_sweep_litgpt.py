@@ -2,9 +2,10 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.evaluation import Evaluation, Score, place_of
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
 from litgpt_demo.documents import sealed, write_manifest
@@ -353,3 +354,22 @@ def test_a_trial_that_takes_more_gpus_than_the_limit_has_does_not_wait_for_ever(
         pytest.raises(LauncherError, match=r"takes 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),
     ):
         swept({"platform.processes": [2], "train.micro_batch": [2]})
+
+
+def test_cancellation_ends_a_sweep_that_waits_for_slots(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list[Callable[[], str]]()
+
+    def watch(index: Index, names: list[str]) -> CancelWatch:
+        requests.append(partial(index.request_cancel, names[0]))
+        return CancelWatch(index, names)
+
+    @asynccontextmanager
+    async def taken_for_ever(count: int) -> AsyncIterator[None]:
+        requests[0]()
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(module, "CancelWatch", watch)
+    monkeypatch.setattr(module, "gpus", taken_for_ever)
+    with pytest.raises(JobCancelled):
+        swept({"train.seed": [1, 2]}, max_parallel=2)
