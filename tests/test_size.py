@@ -12,13 +12,13 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 32_992,
-    "launcher": 15_278,
-    "launcher/platforms/kubernetes": 2_866,
-    "litgpt_demo": 13_312,
+    "source": 34_100,
+    "launcher": 15_750,
+    "launcher/platforms/kubernetes": 2_900,
+    "litgpt_demo": 13_800,
     "bench": 800,
-    "tests": 26_636,
-    "test data": 3_610,
+    "tests": 28_000,
+    "test data": 3_633,
 }
 
 
