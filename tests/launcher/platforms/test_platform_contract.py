@@ -12,14 +12,17 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
 import pytest
+from claims import claim_on
 from strict_platform import StrictPlatform
 from waiting import until
 
@@ -31,6 +34,7 @@ from launcher.platforms.base import Platform
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
+from launcher.runs.index import AttemptRecord
 
 IMAGE = f"registry.example/litgpt@sha256:{'0' * 64}"
 
@@ -50,6 +54,8 @@ class Place:
     """Of who asks it."""
     runs: bool = True
     """Nodes are processes, and not only said to run."""
+    points_apart: int = 1
+    """Lines between two points at which an orchestrator is killed: a job that takes seconds is tried at fewer."""
     lose: Callable[[], object] | None = None
     """Takes the machine of node 1 away, where that can be done."""
 
@@ -66,7 +72,7 @@ def local_place(folder: Path) -> Iterator[Place]:
         return {job for job in there if job.startswith(str(folder))}
 
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
-    yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
+    yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs, points_apart=12)
 
 
 @contextlib.contextmanager
@@ -92,6 +98,7 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
             platform=platform,
             folder=folder,
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
+            points_apart=2 if simulate else 1,
             written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
             runs=not simulate,
         )
@@ -145,6 +152,7 @@ def runai_place(
             written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
             environment={"PATH": f"{program.parent}:{os.environ['PATH']}", **api.credentials()},
             runs=not simulate,
+            points_apart=1 if variant == "rest" else 4,
             lose=lambda: [runai.signal_pod(one.pods[1], signal.SIGKILL) for one in cluster.trainings.values()],
         )
 
@@ -304,6 +312,70 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0
     place.platform.cancel(first)
+
+
+class Killed(BaseException):
+    """The death of an orchestrator."""
+
+
+STARTING = {"take", "submit", "create", "_create", "_launch", "_start"}
+"""The functions of launcher/ that start a job, between whose lines an orchestrator is killed."""
+
+
+def is_killed_at(point: int, start: Callable[[], object]) -> bool:
+    """Start a job; return whether this was cut off before its line of that number."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        code = frame.f_code
+        if code.co_name not in STARTING or "/launcher/" not in code.co_filename or "/tests/" in code.co_filename:
+            return None
+        lines += event == "line"
+        if lines == point:
+            raise Killed
+        return trace
+
+    sys.settrace(trace)
+    try:
+        start()
+    except Killed:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def started(place: Place, run: str, nodes: int) -> AttemptRecord:
+    """Start an attempt as the leader of a run does, or reattach to it."""
+    script = place.folder / "sleep.py"
+    script.write_text(SLEEP)
+    plain = claim_on(place.platform, place.folder, run, platform={"kind": "local", "nodes": nodes})
+
+    def make_job(number: int) -> Job:
+        return replace(plain.make_job(number), nodes=nodes, image=IMAGE, program=(str(script),))
+
+    claim = replace(plain, make_job=make_job)
+    record = claim.take()
+    assert record is not None
+    if not place.platform.status(record.job_id).state.live:
+        place.platform.submit(place.platform.render(claim.job_of(record)))
+    return record
+
+
+@pytest.mark.parametrize("nodes", [1, 2], ids=["other-nodes", "same-nodes"])
+def test_job_is_started_once_wherever_its_orchestrator_dies(place: Place, nodes: int) -> None:
+    """The next orchestrator of the run has the same config, or one of fewer nodes."""
+    for point in range(nodes, 400, 2 * place.points_apart):
+        run = f"killed-{nodes}{point:09}"
+        is_killed = is_killed_at(point, partial(started, place, run, 2))
+        record = started(place, run, nodes)
+        assert (point, place.live_jobs()) == (point, 1)
+        assert place.platform.status(record.job_id).state.live
+        place.platform.cancel(record.job_id)
+        if not is_killed:
+            return
+    raise AssertionError("a job takes more lines to start than there are points")
 
 
 def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
