@@ -123,7 +123,7 @@ async def run_job(
                 counted = {one.attempt: one for one in [*verdicts, *theirs]}
                 verdicts = [counted[number] for number in sorted(counted)]
             if verdict is not None:
-                verdict = without_machine(verdict, [one for one in verdicts if one.attempt != ended])
+                verdict = without_machine(verdict, [earlier for earlier in verdicts if earlier.attempt != ended])
             if mine and verdict is not None and ended not in {one.attempt for one in verdicts}:
                 verdicts.append(await _judged(claim, verdict, attempt=ended, before=step))
             decision = budget.after(verdicts)
