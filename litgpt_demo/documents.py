@@ -185,7 +185,7 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(fetch, records))
     if wrong := differences(folder, records):
-        doubted = [record for record in records if any(one.startswith(f"{folder / record.path} ") for one in wrong)]
+        doubted = [record for record in records if any(line.startswith(f"{folder / record.path} ") for line in wrong)]
         if all(at_rest(storage, record.path) == (record.size, record.crc32c) for record in doubted):
             raise misread(storage.address(), "; ".join(failed or wrong))
         raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
@@ -210,6 +210,6 @@ def at_rest(storage: Storage, path: str) -> tuple[int, str] | None:
 
 def misread(address: str, what: str) -> NodeError:
     """Return the error of a machine that reads other bytes than are stored."""
-    said = "the bucket itself says that they are as" if is_remote(address) else "read once more, they are as"
-    told = f"this machine reads files of {address} wrongly: {what}; {said} the manifest has them"
-    return NodeError(told, fix="run elsewhere, and have this machine's disk, memory and network looked at")
+    proof = "the bucket itself says that they are as" if is_remote(address) else "read once more, they are as"
+    problem = f"this machine reads files of {address} wrongly: {what}; {proof} the manifest has them"
+    return NodeError(problem, fix="run elsewhere, and have this machine's disk, memory and network looked at")
