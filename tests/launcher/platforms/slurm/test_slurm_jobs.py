@@ -6,8 +6,10 @@ The daemons themselves are in tests/real/slurm.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 
 AWAY = "squeue: error: Unable to contact slurm controller (connect failure)"
 NO_ACCOUNTS = "Slurm accounting storage is disabled"
+CLUSTER = timezone(timedelta(hours=9))
+"""The cluster's time zone, in which Slurm prints times unless it is asked for seconds."""
+START = int(datetime(2026, 11, 28, 11, 3, 48, tzinfo=UTC).timestamp())
 
 
 def settings_of(**changes: Any) -> SlurmPlatformConfig:
@@ -43,10 +48,18 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     def answering(**answers: str | tuple[str, int]) -> list[list[str]]:
         asked: list[list[str]] = []
 
-        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        def run(command: list[str], *, env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
             asked.append(command)
-            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(command[0], "")
+            words = command
+            if command[0] == "ssh" and "ssh" not in answers:  # what the login node's shell does
+                words, env = shlex.split(command[-1]), {}
+                if words[0] == "env":
+                    env = dict([words[1].split("=")])
+                    words = words[2:]
+            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(words[0], "")
             text, code = (told, 0) if isinstance(told, str) else told
+            if (env or {}).get("SLURM_TIME_FORMAT") != "%s":
+                text = text.replace(str(START), datetime.fromtimestamp(START, CLUSTER).strftime("%Y-%m-%dT%H:%M:%S"))
             return subprocess.CompletedProcess(command, code, text if code == 0 else "", text if code else "")
 
         monkeypatch.setattr("launcher.platforms.slurm.platform.subprocess.run", run)
@@ -56,7 +69,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     return answering
 
 
-def row(state: str, reason: str = "None", start: str = "2026-11-28T11:03:48", nodes: str = "n0,n1") -> str:
+def row(state: str, reason: str = "None", start: str = str(START), nodes: str = "n0,n1") -> str:
     return f"9|{state}|{reason}|{start}|{nodes}|owt-1a2b-1\n13|PENDING|BeginTime|N/A||another\n"
 
 
@@ -148,7 +161,7 @@ def test_each_state_of_slurm_has_one_meaning(
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28T11:03:48"),
+        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28 11:03 UTC"),
         ("AssocGrpGRES", "the account's or user's limit on all of its jobs together is reached"),
         ("QOSMaxJobsPerUserLimit", "the quality of service's limit is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "nodes that it needs are down, drained or reserved"),
@@ -163,6 +176,21 @@ def test_a_job_that_waits_says_why_and_until_when(
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
     assert seen.state is JobState.PENDING
     assert words in seen.reasons[0].what
+
+
+@pytest.mark.parametrize("host", [None, "me@login"])
+def test_a_job_began_when_it_did_whatever_the_clusters_time_zone(
+    host: str | None, slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(squeue=row("RUNNING"))
+    platform = SlurmPlatform(settings_of(host=host), settle=0)
+    job_id = platform.render(job_of(tmp_path)).job_id
+    assert platform.status(job_id).scheduled == START
+    slurm(sacct=f"9|FAILED|{START}|n[0-1]\n")
+    platform = SlurmPlatform(settings_of(host=host), settle=0)
+    assert platform.status(job_id).scheduled == START
+    slurm(squeue=row("PENDING", start="N/A"))
+    assert SlurmPlatform(settings_of(host=host), settle=0).status(job_id).scheduled is None
 
 
 def test_one_list_of_the_queue_answers_for_all_jobs_that_are_looked_at_together(
@@ -181,7 +209,7 @@ def test_a_job_that_slurm_has_forgotten_is_told_by_the_accounts_else_by_what_its
 ) -> None:
     platform, attempt = SlurmPlatform(settings_of(), settle=0), tmp_path / "attempts/1"
     job_id = platform.render(job_of(tmp_path)).job_id
-    slurm(sacct="9|CANCELLED by 1000|2026-11-28T11:03:48|n[0-1]\n")
+    slurm(sacct=f"9|CANCELLED by 1000|{START}|n[0-1]\n")
     assert platform.status(job_id).state is JobState.CANCELLED
     slurm()
     platform = SlurmPlatform(settings_of(), settle=0)
