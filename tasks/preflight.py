@@ -35,7 +35,9 @@ async def is_under_way(
     if await ask(claim, attempts.live) is not None:
         return True
     if await asyncio.to_thread(done) is None:
-        await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
+        bad = await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
+        if bad:
+            emit(Note(what=str(bad), severity="warning"))
     await report_findings(find, artifact=attempts.run)
     return False
 
