@@ -249,14 +249,14 @@ def test_a_trial_begins_after_one_read_of_each_live_sibling(
 
 
 def counted(verb: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
-    def call(*given: Any, **options: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         made.append(verb.__name__)
-        return verb(*given, **options)
+        return verb(*args, **options)
 
     return call
 
 
-def test_a_damaged_or_unreachable_sibling_stops_no_trial_of_its_sweep(
+def test_a_damaged_or_unreachable_sibling_stops_no_trial(
     siblings: Callable[..., None], claim_named: Callable[..., Claim], platform: StrictPlatform, tmp_path: Path
 ) -> None:
     siblings(3, attempts=1, ended=False)

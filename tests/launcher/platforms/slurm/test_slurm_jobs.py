@@ -50,13 +50,13 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
         def run(command: list[str], *, env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
             asked.append(command)
-            words = command
+            program = command
             if command[0] == "ssh" and "ssh" not in answers:  # what the login node's shell does
-                words, env = shlex.split(command[-1]), {}
-                if words[0] == "env":
-                    env = dict([words[1].split("=")])
-                    words = words[2:]
-            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(words[0], "")
+                program, env = shlex.split(command[-1]), {}
+                if program[0] == "env":
+                    env = dict([program[1].split("=")])
+                    program = program[2:]
+            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(program[0], "")
             text, code = (told, 0) if isinstance(told, str) else told
             if (env or {}).get("SLURM_TIME_FORMAT") != "%s":
                 text = text.replace(str(START), datetime.fromtimestamp(START, CLUSTER).strftime("%Y-%m-%dT%H:%M:%S"))
@@ -179,9 +179,7 @@ def test_a_job_that_waits_says_why_and_until_when(
 
 
 @pytest.mark.parametrize("host", [None, "me@login"])
-def test_a_job_began_when_it_did_whatever_the_clusters_time_zone(
-    host: str | None, slurm: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_start_is_read_alike_in_every_time_zone(host: str | None, slurm: Callable[..., Any], tmp_path: Path) -> None:
     slurm(squeue=row("RUNNING"))
     platform = SlurmPlatform(settings_of(host=host), settle=0)
     job_id = platform.render(job_of(tmp_path)).job_id
