@@ -26,7 +26,7 @@ from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
 from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, settle_others
-from launcher.runs.index import Index
+from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
@@ -127,7 +127,10 @@ class _Sweep:
     def take_up(self) -> None:
         """Take up the trials that were begun before."""
         pruned = set(self.storage.list())
-        for draw in begun_before(self.config, self.index):
+        begun = begun_before(self.config, self.index, bad := DamagedRecords())
+        if bad:
+            emit(Note(what=str(bad), severity="warning"))
+        for draw in begun:
             number = self.search.add(draw)
             trial = trial_of(self.config, draw.changes, number)
             [run] = runs_of([trial], self._plan)

@@ -41,7 +41,9 @@ async def is_under_way(
             return True
         claim.require_replaceable(live)
     if await asyncio.to_thread(done) is None:
-        await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
+        bad = await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
+        if bad:
+            emit(Note(what=str(bad), severity="warning"))
     await report_findings(find, artifact=attempts.run)
     return False
 

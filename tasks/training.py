@@ -90,8 +90,9 @@ def _affordable(run: Run) -> float | None:
     most, platform = run.config.start.max_usd, run.config.platform
     if most is None or (price := platform.price) is None:
         return None
-    held = sum(ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage)).held.values())
-    spent, hour = held / 3600 * price.usd, platform.nodes * price.usd
+    # Each attempt costs what its own machines do: the run may have moved to other ones since.
+    spent = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage)).usd
+    hour = platform.nodes * price.usd
     seconds = (most - spent) / hour * 3600 - platform.grace
     if seconds <= 0:
         rest = f"at ${hour:,.2f} an hour the rest pays no start and {platform.grace} s to save (platform.grace)"

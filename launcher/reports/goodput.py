@@ -15,6 +15,9 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
+from launcher.config import PlatformConfig
 from launcher.formatting import duration_text, share_text
 from launcher.job import JobState
 from launcher.runs.diagnosis import NodeReport
@@ -66,11 +69,19 @@ class Ledger:
 
     seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    cost: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    """Dollars of each part, at the price of the machines that each attempt had."""
+    process_seconds: float = 0.0
+    """Seconds in which GPUs were held, or processes where there are no GPUs."""
     price: RecordedPrice | None = None
     now: float = 0.0
     """The moment up to which everything is booked."""
     nodes: int = 0
     """Machines that are held at that moment."""
+    processes: int = 1
+    """The processes of each of them."""
+    usd_per_hour: float = 0.0
+    """The price of each of them."""
 
     def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
         """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
@@ -83,11 +94,18 @@ class Ledger:
             taken = min(left, max(0.0, seconds))
             self.seconds[each] += taken
             self.held[each] += taken * self.nodes
+            self.cost[each] += taken * self.nodes * self.usd_per_hour / 3600
+            self.process_seconds += taken * self.nodes * self.processes
             left -= taken
 
     @property
     def wall(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def usd(self) -> float:
+        """The dollars that all parts have cost."""
+        return sum(self.cost.values())
 
     @property
     def spent(self) -> list[tuple[Part, float]]:
@@ -101,21 +119,24 @@ class Ledger:
             return known
         return (
             f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
-            f"{price.source}."
+            f"{price.source}; an attempt on other machines has their price."
         )
 
     def rows(self) -> list[dict[str, str]]:
         """The table, the sum last; parts that took no time are left out, and the cost where no price is known."""
-        parts = [(part.value, seconds, self.held.get(part, 0.0)) for part, seconds in self.spent]
+        parts = [(part.value, seconds, self.cost.get(part, 0.0)) for part, seconds in self.spent]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
-            | ({"cost": f"${held / 3600 * self.price.usd:,.2f}"} if self.price else {})
-            for name, seconds, held in [*parts, ("wall time", self.wall, sum(self.held.values()))]
+            | ({"cost": f"${usd:,.2f}"} if self.price else {})
+            for name, seconds, usd in [*parts, ("wall time", self.wall, self.usd)]
         ]
 
 
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
-    """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written."""
+    """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written.
+
+    `price` is that of attempts whose platform this version cannot read; the others have their own.
+    """
     every, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
     for attempt, next_one in zip(attempts, [*attempts[1:], None], strict=False):
         record, end, reports = attempt.record, attempt.end, attempt.reports
@@ -125,6 +146,9 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
         reported = max((report.ended for report in reports), default=None)
         asked = record.platform.get("nodes")
         nodes = asked if isinstance(asked, int) else 1
+        processes = record.platform.get("processes")
+        book.processes = processes if isinstance(processes, int) else 1
+        book.usd_per_hour = _usd_per_hour(record, price)
         beginning = Part.START if record.attempt == 1 else Part.RESTART
         book.until(scheduled, Part.QUEUE)
         book.nodes = nodes if scheduled is not None else 0
@@ -169,6 +193,14 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
             same = record.flow_run == next_one.record.flow_run
             book.until(next_one.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
     return book
+
+
+def _usd_per_hour(record: AttemptRecord, price: RecordedPrice | None) -> float:
+    try:
+        settings = TypeAdapter[PlatformConfig](PlatformConfig).validate_python(record.platform)
+    except ValidationError:
+        return 0.0 if price is None else price.usd
+    return 0.0 if settings.price is None else settings.price.usd
 
 
 class _Life(NamedTuple):

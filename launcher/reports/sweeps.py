@@ -87,10 +87,10 @@ def outcome_of(
         times: of the run's attempts.
         final: the manifest of its model.
     """
-    rows, config = read_metrics(run.storage), run.config
+    rows = read_metrics(run.storage)
     far, price = summary(rows), read_document(run.storage).price if times else None
     book = ledger(times, rows, price)
-    held, asked = sum(book.held.values()), [name for name in trial.objectives if name.startswith("evaluation.")]
+    asked = [name for name in trial.objectives if name.startswith("evaluation.")]
     made = None if final is None or not asked else found_scores(run.storage, final, trial.config.evaluation)
     there = {} if made is None else made.objectives
     if made is not None and (missing := [name for name in asked if name not in there]):
@@ -99,8 +99,7 @@ def outcome_of(
         trial=trial, run=run.name, validation_loss=None if final is None else final.validation_loss, ended=ended,
         scores={name: there[name] for name in asked if name in there},
         tokens_per_second=far.tokens_per_second, mfu=far.mfu,
-        usd=None if price is None else held / 3600 * price.usd,
-        hours=(held or book.wall * config.platform.nodes) / 3600 * config.platform.processes,
+        usd=None if price is None else book.usd, hours=book.process_seconds / 3600,
         seconds=book.wall, losses=curve(rows, "evaluation", "validation_loss"), link=run.storage.address(REPORT),
     )  # fmt: skip
 

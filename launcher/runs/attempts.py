@@ -21,7 +21,16 @@ from launcher.job import Job, JobId, JobState, JobStatus, new_nonce
 from launcher.platforms.base import Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
-from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
+from launcher.runs.index import (
+    FIX,
+    AttemptEnd,
+    AttemptRecord,
+    AttemptVerdict,
+    DamagedRecords,
+    Index,
+    this_machine,
+    whoami,
+)
 from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script
 from litgpt_demo.data.dataset import PlannedDataset
@@ -421,19 +430,22 @@ class CancelWatch:
 
 def settle_others(
     config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
-) -> None:
+) -> DamagedRecords:
     """A RunIsLive for a live job that has the config's name and is not `run`, unless `start.others` says otherwise.
 
-    Trials of one sweep are not in each other's way. A PlatformUnreachable where it cannot be known whether one lives.
+    Trials of one sweep are not in each other's way, and are not asked for: each costs one read until it has ended. A
+    PlatformUnreachable where it cannot be known whether a job lives; a DataError where its record is damaged. Of a
+    sweep such a record stops nothing, and is returned.
     """
     others, sweep = config.start.others, config.start.sweep or sweep
     index, open = Index.of(config.root), open or opening_beside(config.platform)
-    for other in index.runs() if others != "keep" else ():
-        if other == run or other.rpartition("-")[0] != config.name:
+    bad = DamagedRecords()
+    for record in index.unended(config.name, bad) if others != "keep" else ():
+        other = record.run
+        if other == run or (sweep is not None and record.sweep == sweep):
             continue
         attempts = Attempts(index=index, run=other, open=open)
-        live = attempts.live()
-        if live is None or (sweep is not None and live.record.sweep == sweep):
+        if (live := attempts.live()) is None:
             continue
         if others != "cancel":
             of = f"{live.status.native}, attempt {live.number}, started by {live.record.user} on {live.record.host}"
@@ -441,6 +453,10 @@ def settle_others(
             fix = "cancel the old job first (--cancel-old), or run both (--new)"
             raise RunIsLive(f"{other} runs already ({of}), and {mine}: {fix}")
         attempts.cancel()
+    bad.pop(run, None)
+    if bad and sweep is None:
+        raise DataError(bad[min(bad)])
+    return bad
 
 
 def known_image(image: Image) -> str | None:

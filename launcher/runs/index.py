@@ -191,16 +191,22 @@ class Index:
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
 
-        def read(which: tuple[str, int]) -> AttemptRecord | None:
-            try:
-                return self._record(which)
-            except DataError as error:  # it must not stop a verb that is about another run
-                if bad is not None:
-                    bad[which[0]] = str(error)
-                return None
+        found = self._readable(dict(self._attempts(".json")).items(), bad)
+        return sorted(found, key=lambda record: record.created, reverse=True)
 
-        found = self._read_all(read, dict(self._attempts(".json")).items())
-        return sorted(filter(None, found), key=lambda record: record.created, reverse=True)
+    def of_name(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
+        """Return every attempt of all runs of this name; `bad` gets the runs of those that are damaged."""
+        return self._readable(_of_name(name, self._attempts(".json")), bad)
+
+    def unended(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
+        """Return the last attempt of each run of this name, unless it is known to have ended; `bad` as in `newest`.
+
+        That is one list of the index, and a read of each attempt that is returned.
+        """
+        paths = self._folder.list()
+        ended = set(_numbered_paths(".ended.json", paths))
+        last = dict(_of_name(name, _numbered_paths(".json", paths))).items()
+        return self._readable([which for which in last if which not in ended], bad)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
@@ -277,14 +283,24 @@ class Index:
         return found
 
     def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
-        pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
-        return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
+        return _numbered_paths(kind, paths)
 
     def _numbered(self, kind: type[T], run: str, name: str, otherwise: str) -> dict[int, T]:
         numbers = [number for _, number in self._attempts(name, run)]
         read = partial(self._read, kind, fix=f"remove that file; {otherwise}")
         return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
+
+    def _readable(self, those: Iterable[tuple[str, int]], bad: DamagedRecords | None) -> list[AttemptRecord]:
+        def read(which: tuple[str, int]) -> AttemptRecord | None:
+            try:
+                return self._record(which)
+            except DataError as error:  # it must not stop a verb that is about another run
+                if bad is not None:
+                    bad[which[0]] = str(error)
+                return None
+
+        return [record for record in self._read_all(read, those) if record is not None]
 
     def _read_all(self, read: Callable[[S], T], those: Iterable[S]) -> list[T]:
         with ThreadPoolExecutor(_READERS) as pool:
@@ -314,6 +330,15 @@ class Index:
     def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
+
+
+def _numbered_paths(kind: str, paths: Iterable[str]) -> list[tuple[str, int]]:
+    pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
+    return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
+
+
+def _of_name(name: str, attempts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    return [(run, number) for run, number in attempts if run.rpartition("-")[0] == name]
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

@@ -70,17 +70,16 @@ class Search:
         """Add a trial that was begun before; return its number."""
         # The settings of a grid may be written in another order by now.
         number = self._numbers.get(json.dumps(draw.changes, sort_keys=True), draw.number)
-        trial = None
-        if self.study is not None:
-            coded = {name: json.dumps(value) if name in self._coded else value for name, value in draw.changes.items()}
-            self.study.enqueue_trial(coded)
-            trial = self.study.ask(self._space)
         # `tpe` draws by the trials that have ended by then: a number that it has passed would be another draw now.
         if self._sweep.sampler == "tpe":
             self._next = max(self._next, number + 1)
-        return self._enter(number, draw.changes, trial)
+        return self._enter(number, draw.changes)
 
-    def _enter(self, number: int, changes: Mapping[str, JsonValue], trial: optuna.Trial | None) -> int:
+    def _enter(self, number: int, changes: Mapping[str, JsonValue], trial: optuna.Trial | None = None) -> int:
+        if self.study is not None and trial is None:
+            coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
+            self.study.enqueue_trial(coded)
+            trial = self.study.ask(self._space)
         if trial is not None:
             self._trials[number] = trial
         self.changes[number] = changes
@@ -95,7 +94,7 @@ class Search:
             while (number := self._next) < len(self._grid):
                 self._next += 1
                 if number not in self.changes:
-                    return self.add(Draw(number=number, changes=self._grid[number]))
+                    return self._enter(number, self._grid[number])
             return None
         study, kinds = self.study, self._optuna.samplers
         assert study is not None

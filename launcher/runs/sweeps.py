@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from launcher.config import Draw, Objective, RunConfig, SweepConfig, TrainingStart, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import setting_text
-from launcher.runs.index import Index
+from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run, as_started, run_of
 from launcher.runs.search import Search
 from litgpt_demo.config import DataConfig, key_of
@@ -96,9 +96,9 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     ]
 
 
-def begun_before(sweep: SweepConfig, index: Index) -> list[Draw]:
-    """Return the draws of the trials that the sweep has begun, in their order."""
+def begun_before(sweep: SweepConfig, index: Index, bad: DamagedRecords) -> list[Draw]:
+    """Return the draws of the trials that the sweep has begun, in their order; `bad` gets what cannot be read."""
     name = sweep_name(sweep)
-    records = [record for run in index.runs() for record in index.records(run) if record.sweep == name]
-    draws = [draw for record in records if (draw := TrainingStart.model_validate(record.config["start"]).draw)]
+    own = [record for record in index.of_name(sweep.name, bad) if record.sweep == name]
+    draws = [draw for record in own if (draw := TrainingStart.model_validate(record.config["start"]).draw)]
     return sorted({draw.number: draw for draw in draws}.values(), key=lambda draw: draw.number)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -17,15 +17,16 @@ from claims import claim_on
 from strict_platform import StrictPlatform
 from waiting import until
 
-from launcher.config import StartSettings
+from launcher.config import RunConfig, StartSettings
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
 from launcher.reports.goodput import AttemptTimes, Part, ledger
-from launcher.runs.attempts import CancelWatch
+from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.diagnosis import VERDICT, Action
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
+from launcher.runs.run import plan_run
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
@@ -206,6 +207,23 @@ def test_an_attempt_that_was_refused_says_why_and_the_time_until_the_next_comman
     later = one.record.model_copy(update={"attempt": 2, "flow_run": "another", "created": one.record.created + 100})
     times = [AttemptTimes(record=one.record, end=attempts.index.ends("demo")[1]), AttemptTimes(record=later, end=None)]
     assert ledger(times, []).seconds[Part.STOPPED] > 90
+
+
+@pytest.mark.parametrize(("before", "now", "seconds"), [(10.0, 1.0, 3600), (1.0, 100.0, 360)])
+def test_the_budget_counts_an_attempt_at_its_own_price(
+    tiny: Callable[..., RunConfig], before: float, now: float, seconds: float
+) -> None:
+    """The first attempt has held its machine for an hour; the run has $11 and goes on elsewhere."""
+    first, moved = (
+        plan_run(tiny({"platform.usd_per_hour": usd, "platform.grace": 60, "start.max_usd": 11}))
+        for usd in (before, now)
+    )
+    assert first.name == moved.name
+    record = claim_at(first).take()
+    begun = record.created
+    ended = JobStatus(state=JobState.FAILED, native="", scheduled=begun, pulled=begun, ended=begun + 3600)
+    Index(first.root).end(record, ended)
+    assert training._affordable(moved) == pytest.approx(seconds - 60)
 
 
 def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp_path: Path) -> None:

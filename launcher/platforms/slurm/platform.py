@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -84,6 +85,8 @@ _FORMAT = "%i|%T|%r|%S|%N|%u|%j|%k"
 _RUN = re.compile(rf"{re.escape(RUN_LABEL)}=([^\s'\"]+)")
 """The run in a job's comment."""
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
+_IN_SECONDS = {"SLURM_TIME_FORMAT": "%s"}
+"""squeue and sacct print times of the cluster's zone, which may be another one; with this, seconds since 1970."""
 _LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
@@ -355,14 +358,19 @@ class SlurmPlatform:
     def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
         """Return what a command prints; `unless` has words of a no that is none."""
         host = self._settings.host
-        command = [*words] if host is None else ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join(words)]
+        env = _IN_SECONDS if words[0] in {"squeue", "sacct"} else {}
+        command = [*words]
+        if host is not None:
+            prefix = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
+            command = ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join([*prefix, *words])]
         if shutil.which(command[0]) is None:
             fix = "run it on a login node of the cluster, or name one: platform.host"
             raise NotInstalled(f"platform.kind=slurm needs `{command[0]}`, which is not on PATH", fix=fix)
         try:
             done = subprocess.run(
-                command, input=given, text=True, capture_output=True, timeout=_PATIENCE, check=False, errors="replace"
-            )
+                command, input=given, text=True, capture_output=True, timeout=_PATIENCE, check=False, errors="replace",
+                env={**os.environ, **env},
+            )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise PlatformUnreachable(f"`{shlex.join(words)}` did not end within {_PATIENCE:.0f} s") from error
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
@@ -406,13 +414,13 @@ def _reason(row: _Row) -> Finding:
         whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
         kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
         what, fix = f"{whose} {kind} is reached ({reason})", "wait for other jobs to end, or ask for less"
-    expected = f"; Slurm expects it to start at {row.start}" if _moment(row.start) else ""
+    start = _moment(row.start)
+    expected = (
+        f"; Slurm expects it to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC" if start else ""
+    )
     return Finding("warning", f"slurm.{reason}", f"{what}{expected}", fix)
 
 
 def _moment(text: str) -> float | None:
-    """Seconds since the epoch of a time as Slurm prints it, in the cluster's zone, taken for this machine's."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+    """Return the seconds since 1970 that Slurm printed; None for its words for a time that is not known."""
+    return float(text) if text.isdecimal() else None

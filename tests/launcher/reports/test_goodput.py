@@ -81,6 +81,24 @@ def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None
     assert [costs[part] for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == ["$0.00", "$0.60", "$0.40"]
 
 
+def test_each_attempt_costs_what_its_own_machines_cost() -> None:
+    """The run has moved to cheaper machines, and then to ones without a price."""
+    collects, free = (attempt(number, 185, found=190, pulled=195, node=(195, 285), ended=285) for number in (2, 3))
+    prices = {1: 36.0, 2: 3.6, 3: None}
+    attempts = [
+        replace(times, record=times.record.model_copy(update={"platform": local_of(prices[times.record.attempt])}))
+        for times in (UNDISTURBED, collects, free)
+    ]
+    made = ledger(attempts, ROWS, PRICE)
+    assert made.usd == pytest.approx((125 * 36.0 + 95 * 3.6) * 2 / 3600)
+    assert made.rows()[-1]["cost"] == "$2.69"
+    assert made.process_seconds == (125 + 95) * 2 * 4
+
+
+def local_of(usd: float | None) -> dict[str, Any]:
+    return {"kind": "local", "nodes": 2, "processes": 4, "usd_per_hour": usd}
+
+
 def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:
     """The first attempt saved step 5, fell in step 9, and the second one went on from 5."""
     fallen = attempt(1, 0, found=60, pulled=90, node=(100, 171), ended=172, fell=168)

@@ -2,12 +2,17 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from claims import claim_of
 
 from launcher.config import RunConfig, SweepConfig, validated
-from launcher.reports.sweeps import Outcome, html
+from launcher.job import JobState, JobStatus
+from launcher.reports.goodput import AttemptTimes
+from launcher.reports.sweeps import Outcome, html, outcome_of
+from launcher.runs.run import plan_run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import trial_of
 
@@ -44,6 +49,24 @@ def page(tiny: Callable[..., RunConfig]) -> Callable[..., str]:
         return html("tiny-0123456789", outcomes, search)
 
     return make
+
+
+def test_a_trial_that_was_never_admitted_has_used_no_gpu_hours(
+    tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first attempt was refused three days ago, and the next one has no row of metrics yet."""
+    monkeypatch.setattr("launcher.reports.sweeps.read_document", lambda _: SimpleNamespace(price=None))
+    sweep = {"grid": {"train.seed": [1]}}
+    config = validated(SweepConfig, {**tiny().model_dump(mode="json"), "sweep": sweep}, where="test")
+    trial = trial_of(config, {"train.seed": 1})
+    claim = claim_of(trial.config)
+    first = claim.take().model_copy(update={"created": 1e9})
+    claim.attempts.index.end(first, JobStatus(state=JobState.FAILED, native="refused"))
+    refused = claim.attempts.index.ends(first.run)[1].model_copy(update={"seen": 1e9 + 60})
+    later = first.model_copy(update={"attempt": 2, "created": 1e9 + 3 * 86_400})
+    times = [AttemptTimes(record=first, end=refused), AttemptTimes(record=later, end=None)]
+    outcome = outcome_of(trial, plan_run(trial.config), times)
+    assert (outcome.hours, outcome.seconds) == (0.0, 3 * 86_400)
 
 
 def test_the_page_has_a_row_for_each_trial_and_pictures_in_its_own_colours(page: Callable[..., str]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
+from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -17,9 +18,11 @@ from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, settle_others
+from launcher.runs.index import DamagedRecords
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
+from litgpt_demo.storage.local import LocalStorage
 
 RUN = "gpt-0123456789"
 
@@ -180,10 +183,10 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
             watch.check()
 
 
-def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> None:
+def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another key of the same name."""
     start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}
-    settle_others(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
+    return settle_others(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
 
 
 def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so(
@@ -209,6 +212,64 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
     settle(trial, sweep="gpt-aaaaaaaaaa")
     with pytest.raises(RunIsLive):
         settle(trial, sweep="gpt-bbbbbbbbbb")
+
+
+SWEEP = "gpt-aaaaaaaaaa"
+
+
+@pytest.fixture
+def siblings(claim_named: Callable[..., Claim], platform: StrictPlatform) -> Callable[..., None]:
+    """Makes trials of a sweep, with so many attempts each: `siblings(20, attempts=1)`. The last one of each ends."""
+
+    def make(count: int, *, attempts: int, ended: bool = True) -> None:
+        for number in range(count):
+            claim = claim_named(f"gpt-{number:010x}", start=StartSettings(sweep=SWEEP))
+            for attempt in range(1, attempts + 1):
+                job_id = begin(claim)
+                if ended or attempt < attempts:
+                    platform.end(job_id, JobState.FAILED)
+                    claim.attempts.index.end(claim.attempts.records()[-1], platform.status(job_id))
+
+    return make
+
+
+@pytest.mark.parametrize(("attempts", "ended", "requests"), [(1, True, 1), (3, True, 1), (3, False, 21)])
+def test_a_trial_begins_after_one_read_of_each_live_sibling(
+    siblings: Callable[..., None], claim_named: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch,
+    attempts: int, ended: bool, requests: int,
+) -> None:  # fmt: skip
+    """One list of the index, and a read of each of the 20 siblings that has not ended."""
+    siblings(20, attempts=attempts, ended=ended)
+    trial, made = claim_named(RUN, start=StartSettings(sweep=SWEEP)), list[str]()
+    for verb in ("list", "read"):
+        real = getattr(LocalStorage, verb)
+        monkeypatch.setattr(LocalStorage, verb, counted(real, made))
+    settle(trial, sweep=SWEEP)
+    assert len(made) == requests
+
+
+def counted(verb: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        made.append(verb.__name__)
+        return verb(*args, **options)
+
+    return call
+
+
+def test_a_damaged_or_unreachable_sibling_stops_no_trial(
+    siblings: Callable[..., None], claim_named: Callable[..., Claim], platform: StrictPlatform, tmp_path: Path
+) -> None:
+    siblings(3, attempts=1, ended=False)
+    trial = claim_named(RUN, start=StartSettings(sweep=SWEEP))
+    platform.silence(True)
+    assert settle(trial, sweep=SWEEP) == {}
+    (tmp_path / "index/gpt-0000000001/1.json").write_text("{")
+    assert [*settle(trial, sweep=SWEEP)] == ["gpt-0000000001"]
+    platform.silence(False)
+    platform.end(JobId(next(job for job in platform.live() if "0000000000" in job)), JobState.FAILED)
+    platform.end(JobId(next(job for job in platform.live() if "0000000002" in job)), JobState.FAILED)
+    with pytest.raises(DataError, match=r"gpt-0000000001/1\.json"):
+        settle(trial)
 
 
 def test_each_root_starts_sees_and_cancels_its_own_job(platform: StrictPlatform, tmp_path: Path) -> None:

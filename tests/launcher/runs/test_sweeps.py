@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.config import RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.job import JobId
-from launcher.runs.index import AttemptRecord, Index
+from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import plan_run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import begun_before, sweep_name, trial_of, trials
@@ -109,7 +109,7 @@ def test_a_sweep_killed_after_any_trial_has_the_same_trials(
 def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]:
     """Begin the trials that a sweep has not begun yet, at most so many; return what they vary."""
     index, search, begun = Index.of(sweep.root), Search(sweep.sweep), list[Mapping[str, Any]]()
-    for draw in begun_before(sweep, index):
+    for draw in begun_before(sweep, index, DamagedRecords()):
         search.tell(search.add(draw), [1.0])
     while len(begun) < most and (number := search.ask()) is not None:
         try:
@@ -118,9 +118,9 @@ def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]
             search.reject(number)
             continue
         search.tell(number, [1.0])
-        run = f"tiny-{number:010x}"
+        run = f"{sweep.name}-{number:010x}"
         record = AttemptRecord(
-            run=run, name="tiny", key=f"{number:010x}", attempt=1, sweep=trial.config.start.sweep,
+            run=run, name=sweep.name, key=f"{number:010x}", attempt=1, sweep=trial.config.start.sweep,
             config=trial.config.model_dump(mode="json"), platform={}, job_id=JobId("job"),
             directory=str(Path(sweep.root, "runs", run, "attempts", "1")), user="me", host="here", machine="m",
             created=time.time(),
@@ -128,6 +128,18 @@ def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]
         assert index.create(record)
         begun.append(trial.changes)
     return begun
+
+
+def test_a_sweep_continues_beside_a_trial_with_a_damaged_record(swept: Any) -> None:
+    """The trial that cannot be read is not known to have begun; the others are."""
+    config = swept(sweep={"grid": {"train.seed": [1, 2, 3]}})
+    continued(config)
+    damaged = f"{config.name}-{1:010x}"
+    Path(config.root, "index", damaged, "1.json").write_text("{")
+    bad = DamagedRecords()
+    begun = begun_before(config, Index.of(config.root), bad)
+    assert [draw.changes["train.seed"] for draw in begun] == [1, 3]
+    assert [*bad] == [damaged]
 
 
 @pytest.mark.parametrize(("written", "meant"), [("1e-3", 0.001), (1, 1.0), ("0.01", 0.01)])

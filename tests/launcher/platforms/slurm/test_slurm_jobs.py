@@ -6,8 +6,10 @@ The daemons themselves are in tests/real/slurm.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from litgpt_demo.errors import EXIT_CODES, was_given_up
 FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
 AWAY = "squeue: error: Unable to contact slurm controller (connect failure)"
 NO_ACCOUNTS = "Slurm accounting storage is disabled"
+CLUSTER = timezone(timedelta(hours=9))
+"""The cluster's time zone, in which Slurm prints times unless it is asked for seconds."""
+START = int(datetime(2026, 11, 28, 11, 3, 48, tzinfo=UTC).timestamp())
 
 
 def settings_of(**changes: Any) -> SlurmPlatformConfig:
@@ -46,10 +51,18 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     def answering(**answers: str | tuple[str, int]) -> list[list[str]]:
         asked: list[list[str]] = []
 
-        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        def run(command: list[str], *, env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
             asked.append(command)
-            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(command[0], "")
+            program = command
+            if command[0] == "ssh" and "ssh" not in answers:  # what the login node's shell does
+                program, env = shlex.split(command[-1]), {}
+                if program[0] == "env":
+                    env = dict([program[1].split("=")])
+                    program = program[2:]
+            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(program[0], "")
             text, code = (told, 0) if isinstance(told, str) else told
+            if (env or {}).get("SLURM_TIME_FORMAT") != "%s":
+                text = text.replace(str(START), datetime.fromtimestamp(START, CLUSTER).strftime("%Y-%m-%dT%H:%M:%S"))
             return subprocess.CompletedProcess(command, code, text if code == 0 else "", text if code else "")
 
         monkeypatch.setattr("launcher.platforms.slurm.platform.subprocess.run", run)
@@ -59,7 +72,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     return answering
 
 
-def row(state: str, reason: str = "None", start: str = "2026-11-28T11:03:48", nodes: str = "n0,n1") -> str:
+def row(state: str, reason: str = "None", start: str = str(START), nodes: str = "n0,n1") -> str:
     others = "13|PENDING|BeginTime|N/A||you|another|(null)\nWelcome to the login node\n"
     return f"9|{state}|{reason}|{start}|{nodes}|me|owt-1a2b-1-000000|(null)\n{others}"
 
@@ -152,7 +165,7 @@ def test_each_state_of_slurm_has_one_meaning(
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28T11:03:48"),
+        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28 11:03 UTC"),
         ("AssocGrpGRES", "the account's or user's limit on all of its jobs together is reached"),
         ("QOSMaxJobsPerUserLimit", "the quality of service's limit is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "nodes that it needs are down, drained or reserved"),
@@ -167,6 +180,22 @@ def test_a_job_that_waits_says_why_and_until_when(
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
     assert seen.state is JobState.PENDING
     assert words in seen.reasons[0].what
+
+
+@pytest.mark.parametrize("host", [None, "me@login"])
+def test_a_start_is_read_alike_in_every_time_zone(host: str | None, slurm: Callable[..., Any], tmp_path: Path) -> None:
+    slurm(squeue=row("RUNNING"))
+    platform = SlurmPlatform(settings_of(host=host), settle=0)
+    job_id = platform.render(job_of(tmp_path)).job_id
+    assert platform.status(job_id).scheduled == START
+    slurm(sacct=f"9|FAILED|{START}|n[0-1]|me|owt-1a2b-1-000000\n")
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    record = {"name": "owt-1a2b-1-000000", "user": "me", "cluster": "", "number": 9}
+    (tmp_path / "attempts/1" / SUBMITTED).write_text(json.dumps(record))
+    platform = SlurmPlatform(settings_of(host=host), settle=0)
+    assert platform.status(job_id).scheduled == START
+    slurm(squeue=row("PENDING", start="N/A"))
+    assert SlurmPlatform(settings_of(host=host), settle=0).status(job_id).scheduled is None
 
 
 def test_one_look_at_the_queue_answers_for_state_and_logs(slurm: Callable[..., Any], tmp_path: Path) -> None:
