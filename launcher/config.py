@@ -459,21 +459,9 @@ def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str)
         for problem in error.errors(include_url=False):
             tag = ["kind"] if problem["type"] in {"union_tag_invalid", "union_tag_not_found"} else []
             name = ".".join(_names(problem["loc"], document) + tag)
-            given = problem.get("ctx", {}).get("tag", problem["input"])
-            message = _GONE.get(name) or _GONE.get(f"{name}={given}") or _message(problem, kind)
+            message = _message(problem, kind)
             lines.append(f"  {name}: {message}" if name else f"  {message}")
         raise ConfigProblem("\n".join(lines)) from error
-
-
-# Settings that there were once, or values of them: what each was, and what to do instead.
-_GONE = {
-    "image.kind=cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
-    "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
-    "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
-    "image.push": "it left images in this machine's engine, which is gone; leave it out, and name a registry",
-    "platform.min_nodes": "it let a job go on without a lost node, which is gone; leave it out: a new attempt follows",
-    "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
-}
 
 
 # A problem's place without the branches of unions, which pydantic names and the user did not write.

@@ -520,17 +520,14 @@ class RestartSettings(Settings, title="Restarts"):
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of what is written where a name belongs
     """The settings of a training."""
 
-    # Keys had these until 0.1.0. Runs of such keys are found until the release after it (launcher.runs.run).
-    IN_OLD_KEYS: ClassVar[frozenset[str]] = frozenset(
-        {"micro_batch", "strategy", "compile", "activation_checkpointing", "evaluate_every", "evaluation_windows"}
-    )
     # These change what is computed at once, written or measured, not what the model becomes beyond rounding: a run may
     # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
-    NOT_IN_KEY: ClassVar[frozenset[str]] = IN_OLD_KEYS | {
+    NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset({
+        *("micro_batch", "strategy", "compile", "activation_checkpointing", "evaluate_every", "evaluation_windows"),
         *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
         *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb", "profile"),
         "evaluate_with",
-    }
+    })  # fmt: skip
 
     # These came when there were keys already: they are in a key where they are not as they were before.
     LATER: ClassVar[frozenset[str]] = frozenset({"schedule", "decay_steps"})
@@ -696,11 +693,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
             )
         return self.global_batch // share
 
-    def outcome(self, *, in_old_keys: bool = False) -> dict[str, JsonValue]:
-        """The fields that decide what the model becomes, training's part of the run's key, or of an old one."""
-        left_out = self.NOT_IN_KEY - self.IN_OLD_KEYS if in_old_keys else self.NOT_IN_KEY
+    def outcome(self) -> dict[str, JsonValue]:
+        """The fields that decide what the model becomes, training's part of the run's key."""
         unset = {name for name in self.LATER if getattr(self, name) == type(self).model_fields[name].default}
-        return self.model_dump(mode="json", exclude={*left_out, *unset})
+        return self.model_dump(mode="json", exclude={*self.NOT_IN_KEY, *unset})
 
 
 class EvaluationConfig(Settings, title="Evaluation"):
@@ -721,11 +717,6 @@ class EvaluationConfig(Settings, title="Evaluation"):
     @property
     def folder(self) -> Path | None:
         return None if self.task_folder is None else Path(self.task_folder).expanduser().resolve()
-
-
-def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `train` section of an earlier version's record without the settings that are gone."""
-    return {name: value for name, value in train.items() if name != "warn_slower"}
 
 
 Orders: TypeAlias = tuple[tuple[str, int], ...]
@@ -769,9 +760,3 @@ class TrainingSpec(Settings):
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
     """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_earlier_version(cls, given: Any) -> Any:
-        train = given.get("train") if isinstance(given, Mapping) else None
-        return {**given, "train": readable_train(train)} if isinstance(train, Mapping) else given

@@ -205,7 +205,8 @@ class _Orchestrator:
             record = await ask(claim, partial(claim.take, ended=self.ended, exclude=exclude, leads=lease.take))
             if record is None:
                 return None
-            await submit_job(as_it_is(claim), record)
+            if not await submit_job(as_it_is(claim), record, as_it_is(lease)):
+                return None
             try:
                 await asyncio.to_thread(self.watch.check)
             except JobCancelled:  # asked for before its platform knew the job, so that there was nothing to end
@@ -296,23 +297,30 @@ def flow_runs() -> list[str]:
 
 
 @step_task("submit-job", run_name="submit attempt {record.attempt}", again=False)
-async def submit_job(claim: Claim, record: AttemptRecord) -> None:
-    """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
+async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
+    """Start the attempt, or reattach to it if it is there: submitting again never makes a second one.
+
+    Returns False, and submits nothing, where another orchestrator has the lease by now, as after a suspension.
+    """
     job = claim.job_of(record)
     platform = claim.attempts.open(record.platform)
 
-    def submit() -> None:  # it tells so from the same thread, which goes on when this task is cancelled
+    def submit() -> bool:  # it tells so from the same thread, which goes on when this task is cancelled
         limit = () if (seconds := claim.seconds()) is None else ("--seconds", f"{seconds:.0f}")
+        if not lease.take():
+            return False
         _tell(claim, record, "submitting")
         claim.platform.submit(claim.platform.render(replace(job, program=(*job.program, *limit))))
         _tell(claim, record, "started")
+        return True
 
     lives = (await ask(claim, partial(platform.status, record.job_id))).state.live
     if lives:
         _tell(claim, record, "started")
     else:
         try:
-            await ask(claim, submit)
+            if not await ask(claim, submit):
+                return False
         except PlatformRefused as error:  # the attempt is over, so that `status` tells why, and no time is its own
             if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
@@ -321,7 +329,8 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
             raise
         reach("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
     verb = "adopted" if lives else "submitted"
-    emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
+    emit(Note(what=f"{verb} {record.job_name} on {platform.name}: {record.nodes} nodes x {job.processes} processes"))
+    return True
 
 
 def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 34_100,
-    "launcher": 15_750,
-    "launcher/platforms/kubernetes": 2_900,
-    "litgpt_demo": 13_800,
+    "source": 34_088,
+    "launcher": 15_720,
+    "launcher/platforms/kubernetes": 2_902,
+    "litgpt_demo": 13_799,
     "bench": 800,
-    "tests": 28_000,
+    "tests": 28_100,
     "test data": 3_633,
 }
 

@@ -32,12 +32,12 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import psutil
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, attempt_name
-from litgpt_demo.config import Settings, readable_train
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
@@ -113,17 +113,6 @@ class AttemptRecord(Settings):
     def job_name(self) -> str:
         """The name of its job on its platform."""
         return attempt_name(self.run, self.attempt, self.nonce)
-
-    @field_validator("config", "platform")
-    @classmethod
-    def _of_an_earlier_version(cls, section: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Leave out the settings that earlier versions had: the least number of nodes, and those of training."""
-        kept = {name: value for name, value in section.items() if name != "min_nodes"}
-        if isinstance(platform := kept.get("platform"), dict):
-            kept["platform"] = {name: value for name, value in platform.items() if name != "min_nodes"}
-        if isinstance(train := kept.get("train"), dict):
-            kept["train"] = readable_train(train)
-        return kept
 
 
 class AttemptEnd(Settings):

@@ -167,7 +167,8 @@ class Lease:
         count = 0
         while not stop.is_set():
             count += 1
-            with suppress(TrainLitgptError):  # the next beat tries again; one that stays silent has lost its lease
+            # The next beat tries again, also where somebody deleted the root. One that stays silent has lost its lease.
+            with suppress(TrainLitgptError, OSError):
                 self._folder.write(f"{term}.beat", str(count).encode())
             stop.wait(BEAT)
 

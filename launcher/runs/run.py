@@ -23,7 +23,7 @@ from litgpt_demo.data.dataset import (
     require_sample,
 )
 from litgpt_demo.documents import FileRecord
-from litgpt_demo.errors import NetworkError, TrainLitgptError, Unreachable, UserError
+from litgpt_demo.errors import NetworkError, Unreachable, UserError
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
@@ -89,7 +89,7 @@ def plan_run(config: RunConfig) -> Run:
     The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
     do not depend on them, and a run that lost half its machines must be able to go on with the other half.
     """
-    return as_started(run_of(config, plan_dataset(config.data), origin_of(config)))
+    return run_of(config, plan_dataset(config.data), origin_of(config))
 
 
 def origin_of(config: RunConfig) -> Origin | None:
@@ -104,29 +104,17 @@ def preview_run(config: RunConfig) -> Run:
         origin = origin_of(config)
     except (NetworkError, Unreachable) as error:
         dataset = replace(dataset, unknown=str(error))
-    run = run_of(config, dataset, origin)
-    try:
-        return run if run.dataset.unknown else as_started(run)
-    except TrainLitgptError:  # what is said of the root itself is said by its own check
-        return run
+    return run_of(config, dataset, origin)
 
 
-def run_of(
-    config: RunConfig, dataset: PlannedDataset, origin: Origin | None = None, *, in_old_keys: bool = False
-) -> Run:
+def run_of(config: RunConfig, dataset: PlannedDataset, origin: Origin | None = None) -> Run:
     """Return the run of a config whose dataset and weights to start from are found already: finding reads them all."""
-    train = config.train.outcome(in_old_keys=in_old_keys)
+    train = config.train.outcome()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
     model |= {} if origin is None else {"origin": origin.key}
     key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
     return Run(config=config, dataset=dataset, key=key, origin=origin)
-
-
-def as_started(run: Run) -> Run:
-    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key."""
-    old = run_of(run.config, run.dataset, run.origin, in_old_keys=True)
-    return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:

@@ -13,7 +13,7 @@ from launcher.config import Draw, Objective, RunConfig, SweepConfig, TrainingSta
 from launcher.errors import ConfigProblem
 from launcher.formatting import setting_text
 from launcher.runs.index import DamagedRecords, Index
-from launcher.runs.run import Run, as_started, run_of
+from launcher.runs.run import Run, run_of
 from launcher.runs.search import Search
 from litgpt_demo.config import DataConfig, key_of
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
@@ -91,8 +91,8 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     planned, found = cache(plan), cache(find_origin)
     configs = [trial.config for trial in every]
     return [
-        as_started(run_of(one, planned(one.data), found(one.model.origin, one.model.with_optimizer, one.root)))
-        for one in configs
+        run_of(config, planned(config.data), found(config.model.origin, config.model.with_optimizer, config.root))
+        for config in configs
     ]
 
 

@@ -135,6 +135,10 @@ class StrictPlatform:
         self._silent = silent
         self._error = error or PlatformUnreachable("connection timed out")
 
+    def run_of(self, job_id: JobId) -> str:
+        """Return the run and root that a job is of."""
+        return str(self._lives[job_id].submission.body["run"])
+
     def live(self) -> list[JobId]:
         return [job_id for job_id, life in self._lives.items() if life.state.live]
 

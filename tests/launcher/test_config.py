@@ -176,8 +176,6 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"max_steps": 30}, "max_steps: there is no such setting; did you mean train.max_steps?"),
         ({"train": {"betas": 0.9}}, "train.betas: 0.9 given; input should be a list, as [0.9]"),
         ({"train": {"seed": 2**64}}, "train.seed: 18446744073709551616 given; input should be less than"),
-        ({"platform": {"kind": "local", "min_nodes": 2}}, "platform.min_nodes: it let a job go on without a lost node"),
-        ({"image": {"kind": "cluster", "repository": "r/x"}}, "which is gone; take docker or cloudbuild"),
         ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
         (
             {"start": {"max_usd": 5}},

@@ -123,16 +123,18 @@ class JobWatch:
     def _apply(self, pod: ApiObject, *, gone: bool) -> None:
         """Keep when a pod began and how it ended: the pods of a failed job are deleted.
 
-        A node has a second pod in the same life of the job where Kueue suspended the job and started it again. The
-        newest pod alone says what became of the node.
+        A node has a second pod in the same life of the job where Kueue suspended the job and started it again. Once the
+        second has begun, it alone says what became of the node. While it waits, the first one does.
         """
         node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
         uid, created = states.uid_of(pod), pod["metadata"].get("creationTimestamp", "")
         with self._lock:
             newest, since = self._newest.get(node, ("", ""))
+            has_begun = seen.began is not None or seen.code is not None
+            replaces = uid not in self._replaced and created >= since and has_begun
             if uid == newest and seen.code is None and (before := self._seen.get(node)) is not None:
                 seen = seen._replace(code=before.code, eviction=before.eviction)
-            if uid == newest or (uid not in self._replaced and created >= since):
+            if not newest or uid == newest or replaces:
                 self._replaced |= {newest} - {uid, ""}
                 self._newest[node], self._seen[node] = (uid, created), seen
             self._pods[states.uid_of(pod)] = pod

@@ -191,6 +191,7 @@ class SlurmPlatform:
             user, cluster = self._whoami()
             record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
             _write(attempt, record)
+            self._seen.pop(job.name, None)  # that there is no such job
             try:
                 number = _number_in(self._run("sbatch", "--parsable", given=script))
             except PlatformRefused:

@@ -82,16 +82,6 @@ def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_i
     assert claim.take(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
-def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(
-    claim: Claim, platform: StrictPlatform
-) -> None:
-    first = claim.take()
-    begin(claim)
-    assert [record.attempt for record in claim.attempts.records()] == [1]
-    platform.submit(platform.render(claim.job_of(first)))  # the first was only slow
-    assert len(platform.live()) == 1
-
-
 def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
     gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
@@ -270,16 +260,6 @@ def test_a_damaged_or_unreachable_sibling_stops_no_trial(
     platform.end(JobId(next(job for job in platform.live() if "0000000002" in job)), JobState.FAILED)
     with pytest.raises(DataError, match=r"gpt-0000000001/1\.json"):
         settle(trial)
-
-
-def test_each_root_starts_sees_and_cancels_its_own_job(platform: StrictPlatform, tmp_path: Path) -> None:
-    one, other = (claim_on(platform, tmp_path / root, RUN) for root in ("team-a", "team-b"))
-    first = begin(one)
-    assert live_job(other) is None
-    second = begin(other)
-    assert set(platform.live()) == {first, second}
-    assert other.attempts.cancel() == [second]
-    assert begin(one) == first, "its own is taken up as before"
 
 
 def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(

@@ -13,7 +13,7 @@ from launcher.errors import ConfigProblem
 from launcher.reports.sweeps import Outcome, best_yaml, table
 from launcher.runs import run as module
 from launcher.runs.attempts import claim_at
-from launcher.runs.run import Run, plan_run, plan_script, run_of
+from launcher.runs.run import Run, plan_script, run_of
 from launcher.runs.sweeps import Trial, trials
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import plan_dataset
@@ -67,15 +67,6 @@ def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: di
     assert run(tmp_path, overrides).key != run(tmp_path).key
     assert run(tmp_path, text="one\nfour\n").key != run(tmp_path).key
     assert set(TrainConfig().outcome()) == set(TrainConfig.model_fields) - TrainConfig.NOT_IN_KEY - TrainConfig.LATER
-
-
-def test_a_run_of_an_earlier_version_goes_on_under_the_key_that_it_had_there(tmp_path: Path) -> None:
-    new, old = run(tmp_path), "30f8993f13"  # written down: that key had micro_batch and five more settings
-    assert plan_run(new.config).key == new.key == "5bb875375d" != old
-    new.root.write(f"index/mine-{old}/1.json", b"{}")
-    assert plan_run(new.config).key == old
-    new.root.write(f"index/{new.name}/1.json", b"{}")
-    assert plan_run(new.config).key == new.key
 
 
 def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Which run a user means: by name, by its beginning, by its folder, by a config."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +8,6 @@ from claims import claim_of
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
-from launcher.runs.attempts import recorded_platform
-from launcher.runs.index import Index
 from launcher.runs.listing import find, find_started_with
 from launcher.runs.sweeps import sweep_name, trials
 
@@ -74,28 +71,6 @@ def test_a_config_finds_no_run_that_trains_or_starts_something_else(tiny: Tiny, 
     assert find_started_with(script).runs == (of_script,)
     with pytest.raises(UnknownRun):
         find_started_with(script.model_copy(update={"args": ("--more",)}))
-
-
-def test_a_run_of_an_earlier_version_is_found_though_its_record_names_settings_that_are_gone(
-    tiny: Tiny, root: str, tmp_path: Path
-) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "pi.py").touch()
-    script = ScriptConfig.model_validate({"root": root, "script": "pi.py", "code": {"mount": str(tmp_path / "code")}})
-    gone = {"kind": "docker", "repository": "gcr.io/train", "engine": "buildah", "push": False}
-    for config in (tiny(), script):
-        run = started(config)
-        stored = Path(root, "index", run, "1.json")
-        document = json.loads(stored.read_text())
-        del document["record_crc32c"]
-        document["config"]["image"] = gone
-        document["platform"]["min_nodes"] = document["config"]["platform"]["min_nodes"] = 2
-        if config is not script:
-            document["config"]["train"]["warn_slower"] = 1.5
-        stored.write_text(json.dumps(document))
-        assert find_started_with(config).runs == (run,)
-        [found] = Index.of(root).records(run)
-        recorded_platform(found.platform).cancel(found.job_id)
 
 
 def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:

@@ -9,20 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.config import ConfigProblem, RunConfig, validated
-from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec, key_of, slug
+from launcher.config import RunConfig
+from litgpt_demo.config import ModelConfig, TrainConfig, key_of, slug
 
 
 def train(**fields: Any) -> TrainConfig:
     return TrainConfig.model_validate(fields)
-
-
-def test_a_setting_that_is_gone_is_refused_with_what_to_do_and_is_read_in_the_record_of_an_old_run() -> None:
-    with pytest.raises(ConfigProblem, match=r"train\.warn_slower: it named slow ranks, which is gone; leave it out"):
-        validated(RunConfig, {"train": {"warn_slower": 2.0}}, where="here")
-    record = {"run": "r", "dataset": "d", "dataset_key": "k", "model": {}, "steps": 1, "world_size": 1}
-    spec = TrainingSpec.model_validate(record | {"train": {"warn_slower": 2.0, "seed": 7}})
-    assert spec.train == train(seed=7)
 
 
 @given(st.integers(1, 2**53))

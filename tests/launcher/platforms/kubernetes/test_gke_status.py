@@ -167,7 +167,10 @@ def test_exit_code_is_of_the_pod_that_runs_when_kueue_starts_a_job_again() -> No
     first = pod("first", 1, {"terminated": {"exitCode": PREEMPTED}})
     second = pod("second", 2, {"running": {"startedAt": "2026-11-28T11:02:30Z"}})
     watch = watching.JobWatch(None, JobName.parse("default/demo-1-000000"))  # type: ignore[arg-type]  # nothing is asked
-    for event in (first, second, first):
+    for event in (first, pod("second", 2, {"waiting": {}})):
+        watch._apply(event, gone=False)
+    assert [seen.code for seen in watch._seen.values()] == [PREEMPTED], "a pod that waits says nothing yet"
+    for event in (second, first):
         watch._apply(event, gone=False)
     watch._apply(first, gone=True)
     assert [seen.code for seen in watch._seen.values()] == [None]

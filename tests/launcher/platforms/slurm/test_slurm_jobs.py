@@ -274,26 +274,6 @@ def test_second_user_is_referred_to_the_first_where_jobs_are_hidden(cluster: Slu
     assert platform.status(job_id).state is JobState.SUCCEEDED
 
 
-def test_job_is_found_by_name_when_the_submitter_died_before_it_wrote_the_number(
-    cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die(text: str) -> int:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("launcher.platforms.slurm.platform._number_in", die)
-        with pytest.raises(Killed):
-            submitted(tmp_path)
-    assert SlurmPlatform(settings_of()).status(job_id_of(tmp_path)).state is JobState.RUNNING
-    submitted(tmp_path)
-    assert len(cluster.live()) == 1
-    cluster.forget(77)
-    assert SlurmPlatform(settings_of(), settle=0).status(job_id_of(tmp_path)).state is JobState.FAILED
-
-
 def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, tmp_path: Path) -> None:
     platform, job_id = submitted(tmp_path)
     cluster.jobs[77].name = "somebody-elses"
@@ -310,14 +290,6 @@ def test_ended_job_of_a_deleted_root_is_not_taken_for_the_new_one(cluster: Slurm
     assert platform.status(job_id).state is JobState.ABSENT
     assert submitted(tmp_path, nonce="bbbbbb", root="/root")[1] == job_id
     assert [job.number for job in cluster.live()] == [78]
-
-
-def test_running_job_of_a_deleted_root_is_not_doubled(cluster: SlurmCommands, tmp_path: Path) -> None:
-    submitted(tmp_path / "old", nonce="aaaaaa", root="/root")
-    with pytest.raises(PlatformRefused, match=r"job 77 .RUNNING. of alice trains owt-1a2b.*scancel 77"):
-        submitted(tmp_path, nonce="bbbbbb", root="/root")
-    submitted(tmp_path / "elsewhere", nonce="bbbbbb", root="/another")
-    assert len(cluster.live()) == 2
 
 
 def job_id_of(folder: Path, **changes: Any) -> JobId:
