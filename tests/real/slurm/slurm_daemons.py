@@ -141,7 +141,9 @@ def accounts(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: bool = False) -> Iterator[Cluster]:
+def slurm_cluster(
+    folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: bool = False, lines_of_conf: str = ""
+) -> Iterator[Cluster]:
     """munge, one slurmctld, and a slurmd for each node; all are gone afterwards, with every process of their jobs.
 
     With `accounting`, root is a user of the account `lab`, and the controller forgets a job soon after its end.
@@ -164,7 +166,7 @@ def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: bo
         none = "AccountingStorageType=accounting_storage/none\n"
         text = _CONF.replace(none, stack.enter_context(accounts(folder))) if accounting else _CONF
         text = text.format(host=host, port=free_port(), folder=folder, nodes="\n".join(lines))
-        (folder / "slurm.conf").write_text(text)
+        (folder / "slurm.conf").write_text(text + lines_of_conf)
         if accounting:
             own = ("sacctmgr", "-i", "add")
             until(
@@ -184,7 +186,8 @@ def slurm_cluster(folder: Path, *, nodes: int = 2, cpus: int = 8, accounting: bo
             until(lambda: cluster.call(*states, check=False).split() == ["idle"] * nodes)
             yield cluster
         finally:
-            cluster.call("scancel", "-u", "root", check=False)
+            cluster.call("scancel", "--state=PENDING", check=False)
+            cluster.call("scancel", "--state=RUNNING", check=False)
             until(lambda: not cluster.call("squeue", "-h", check=False).strip())
             for name in ("slurmctld", *(f"n{number}" for number in range(nodes))):
                 cluster.stop(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -15,10 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+from another_user import shared_temporary
 from waiting import until
 
 from launcher.config import RunConfig, validated
-from launcher.errors import PlatformUnreachable
+from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.slurm.platform import SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
@@ -211,6 +214,72 @@ def test_with_accounts_a_jobs_end_is_told_after_the_controller_forgot_it_and_a_l
         assert "limit on all of its jobs together is reached" in str(running.status(second).reasons)
         running.cancel(second)
         running.cancel(first)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that both users can write to, and the accounts alice and bob."""
+    for name in ("alice", "bob"):
+        subprocess.run(["useradd", "--no-create-home", name], check=True)
+    with shared_temporary(monkeypatch) as folder:
+        yield folder
+    for name in ("alice", "bob"):
+        subprocess.run(["userdel", name], check=True)
+
+
+def by(user: str, verb: str, folder: Path, job_id: str = "") -> str:
+    """Return what a verb of the platform returns or raises for a user, who may not start this interpreter."""
+
+    def ask() -> None:
+        own = pwd.getpwnam(user)
+        os.setgroups([])
+        os.setgid(own.pw_gid)
+        os.setuid(own.pw_uid)
+        try:
+            if verb == "submit":
+                told = submitted_job(folder, "shared", "", venv=str(folder / "venv"))[1]
+            else:
+                told = getattr(SlurmPlatform(settings_of(), settle=0), verb)(JobId(job_id))
+        except LauncherError as error:
+            told = error
+        answer.send(str(told))
+
+    question, answer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=ask)
+    process.start()
+    process.join()
+    assert question.poll(), "the verb has ended without an answer"
+    return str(question.recv())
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["visible", "hidden"])
+def test_second_user_sees_the_job_or_is_told_whom_to_ask(
+    shared: Path, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are real accounts, and neither is root, for whom Slurm shows everything."""
+
+    (node := shared / "venv/bin/python").parent.mkdir(parents=True)
+    node.write_text("#!/bin/sh\nexec sleep 600\n")
+    subprocess.run(["chmod", "-R", "a+rX", str(node.parents[1])], check=True)
+    node.chmod(0o755)
+    with slurm_cluster(shared / "cluster", lines_of_conf="PrivateData=jobs\n" * hidden) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        job_id = by("alice", "submit", shared)
+        until(lambda: "RUNNING" in cluster.call("squeue", "-h", "-o", "%T"))
+        subprocess.run(["chmod", "-R", "a+rX", str(shared / "runs")], check=True)
+        said = {verb: by("bob", verb, shared, job_id) for verb in ("status", "left", "cancel")}
+        if hidden:
+            for words in said.values():
+                assert "it may be running" in words
+                assert "run this as alice" in words
+        else:
+            assert "state=<JobState.RUNNING" in said["status"]
+            assert "(RUNNING)" in said["left"]
+            assert "is alice's, and Slurm does not let bob end it" in said["cancel"]
+        assert by("alice", "submit", shared) == job_id
+        assert len(cluster.live()) == 1
+        assert by("alice", "cancel", shared, job_id) == "None"
+        assert cluster.live() == []
 
 
 @pytest.mark.prefect
