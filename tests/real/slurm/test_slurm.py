@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -18,9 +19,11 @@ from typing import Any
 import psutil
 import pytest
 from another_user import shared_temporary
+from claims import running_job
 from waiting import until
 
-from launcher.config import RunConfig, validated
+from flows.run_torchrun import run_torchrun
+from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import LauncherError, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.slurm.platform import SlurmPlatform
@@ -280,6 +283,23 @@ def test_second_user_sees_the_job_or_is_told_whom_to_ask(
         assert len(cluster.live()) == 1
         assert by("alice", "cancel", shared, job_id) == "None"
         assert cluster.live() == []
+
+
+@pytest.mark.prefect
+def test_run_moves_from_this_machine_to_slurm_or_back(slurm: Cluster, tmp_path: Path) -> None:
+    (script := tmp_path / "short.py").write_text("print('done')")
+    sections = {"local": {"kind": "local", "nodes": 2}, "slurm": settings_of().model_dump(mode="json")}
+
+    def config_on(kind: str) -> ScriptConfig:
+        document = {"root": str(tmp_path / "root"), "script": str(script), "platform": sections[kind]}
+        return validated(ScriptConfig, {**document, "start": {"others": "cancel"}}, where="test")
+
+    for old, new in (("local", "slurm"), ("slurm", "local")):
+        claim = running_job(config_on(old))
+        asyncio.run(run_torchrun(**dict(config_on(new))))
+        states = [attempt.status.state for attempt in claim.attempts.all()[-2:]]
+        assert (old, states) == (old, [JobState.CANCELLED, JobState.SUCCEEDED])
+        assert slurm.live() == []
 
 
 @pytest.mark.prefect
