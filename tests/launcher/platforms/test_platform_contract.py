@@ -98,7 +98,6 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
             platform=platform,
             folder=folder,
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
-            points_apart=2 if simulate else 1,
             written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
             runs=not simulate,
         )
