@@ -191,7 +191,7 @@ class SlurmPlatform:
             user, cluster = self._whoami()
             record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
             _write(attempt, record)
-            self._seen.pop(job.name, None)  # that there is no such job
+            self._seen.pop(job.name, None)  # "no such job" must not outlive this line
             try:
                 number = _number_in(self._run("sbatch", "--parsable", given=script))
             except PlatformRefused:
@@ -206,6 +206,7 @@ class SlurmPlatform:
         else:
             user, cluster = row.user, self._whoami()[1]
             _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster, number=row.number))
+        self._seen.pop(job.name, None)
         return submission.job_id
 
     def _refuse_rivals(self, script: str) -> None:
