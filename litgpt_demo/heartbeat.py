@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 import psutil
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, is_gpu_error
 from litgpt_demo.storage.local import explaining
 
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
@@ -102,14 +102,17 @@ class Heartbeat:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Silence means nothing from here on. A rank that fails leaves its last sign of life, for the step in it."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Silence means nothing from here on. A rank whose GPU stopped leaves its last sign of life, for the step in it.
+
+        Any other rank removes it: where a disk is full, the rank's error file needs its place.
+        """
         if self._stacks is None:
             return
-        if kind is None:
-            self._path.unlink(missing_ok=True)
-        else:
+        if error is not None and is_gpu_error(str(error)):
             self.beat(self._step, "failing", allow=1e9)
+        else:
+            self._path.unlink(missing_ok=True)
         os.close(self._file)
         # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
         faulthandler.unregister(signal.SIGUSR1)

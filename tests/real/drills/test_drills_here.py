@@ -105,7 +105,7 @@ def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that
     scene.kill(RANK)
     assert sorted([scene.end_of(one), scene.end_of(other)]) == [KILLED, 0]
     scene.require_promises(AGAIN, attempts=(2,))
-    assert len(re.findall("submitted .*-1 on local", scene.text)) == 1
+    assert len(re.findall("submitted .*-1-\\w+ on local", scene.text)) == 1
 
 
 def test_prefects_server_is_away_for_a_minute(drills: Ground, scene: Scene) -> None:
