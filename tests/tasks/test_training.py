@@ -379,6 +379,44 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     assert [judged.flow_run for judged in index.judged("demo")] == ["leader"]
 
 
+@pytest.mark.parametrize("followed", [0, 1])
+def test_attempt_that_ended_well_between_looks_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: int
+) -> None:
+    """Its follower has seen its record alone, or has followed the attempt before it to a bad end."""
+
+    async def refuse(*_: Any) -> bool:
+        raise AssertionError("it was started again")
+
+    monkeypatch.setattr(training, "submit_job", refuse)
+    platform = StrictPlatform()
+    claim = claim_on(platform, tmp_path, "demo")
+    leader, started = Lease(claim.attempts.index, "demo"), list[JobId]()
+
+    def start() -> None:
+        started.append(platform.submit(platform.render(claim.job_of(claim.take()))))
+
+    def lead(event: Event) -> None:
+        what = event.what if isinstance(event, Note) else ""
+        if "leads demo-1" in what:
+            platform.end(started[0], JobState.FAILED, {0: BROKEN})
+            start()
+            platform.end(started[1], JobState.SUCCEEDED)
+        elif "is orchestrated by" in what:
+            if not followed:
+                start()
+                platform.end(started[0], JobState.SUCCEEDED)
+            leader.release()
+
+    if followed:
+        start()
+    else:
+        claim.take()
+    with leader, Listener(lead):
+        assert leader.take()
+        assert asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
+
+
 def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: Path) -> None:
     class Ended(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
