@@ -198,7 +198,8 @@ class _Orchestrator:
             if self.verdict is not None:
                 await self._judge(self.verdict)
             decision = self.budget.after(self.verdicts)
-            if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= self.ended:
+            known = [record.attempt for record in await asyncio.to_thread(attempts.records)] if decision.wait else []
+            if (wait := decision.wait) and max(known, default=0) <= self.ended:  # the index may have been deleted
                 what = f"waiting {wait:.0f} s before attempt {self.ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
                 await pause(wait, look=self.watch.check)
@@ -374,6 +375,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
                 poll=platform.poll_seconds,
                 position=position,
                 on_position=partial(index.read_up_to, record),
+                recorded=partial(claim.attempts.recorded_end, record),
             )
         except JobRefused as error:  # it lingers: it would start when nobody watches it
             refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)
