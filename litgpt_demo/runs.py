@@ -78,7 +78,8 @@ def read_document(run: Storage) -> RunDocument:
         content = run.read(CONFIG)
     except FileNotFoundError as error:
         raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
-    fix = "`train-litgpt run` with the run's config writes it anew"
+    copies = "copy a sound one, for the run's folder has the same as that of its newest attempt that trains"
+    fix = f"{copies}; or, once no job of it runs, `train-litgpt run` with the run's config writes it anew"
     return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)
 
 

@@ -132,6 +132,7 @@ async def run_job(
             verdicts=verdicts,
             step=max((judged.after for judged in verdicts), default=step),
             ended=verdicts[-1].attempt if verdicts else 0,
+            before=last.number - (not last.status.state.final) if last is not None else 0,
         )
         while True:
             done = await orchestrator.follow() or await orchestrator.lead()
@@ -154,6 +155,8 @@ class _Orchestrator:
     """The newest checkpoint before the attempt that is followed."""
     ended: int
     """The last attempt that is known to be over."""
+    before: int
+    """The last attempt that was over before this orchestrator began: a later one that ended well is its good end."""
     verdict: Verdict | None = None
     """Why `ended` ended badly, once this orchestrator has followed it to its end."""
 
@@ -161,7 +164,7 @@ class _Orchestrator:
         """Follow what the leader starts, until the lease is this orchestrator's: None then. Nothing is created, judged
         or cancelled. Returns an attempt that ended well; JobFailed where the leader stopped for good."""
         claim, attempts = self.claim, self.claim.attempts
-        seen: int | None = None
+        waits = False
         while not await asyncio.to_thread(self.lease.take, unless_stopped_after=self.ended if self.verdict else 0):
             last = await ask(claim, attempts.last)
             if last is not None and last.number > self.ended and last.status.state.live and claim.adopts(last):
@@ -173,14 +176,15 @@ class _Orchestrator:
                 return last.record
             if self.verdict is not None and await asyncio.to_thread(self.lease.stopped_after, self.ended):
                 raise JobFailed(str(self.verdict), fault=self.verdict.fault)
-            if seen is None:
-                seen = max(self.ended, last.number if last is not None else 0)
+            if not waits:
+                waits = True
                 emit(Note(what=f"{attempts.run} is orchestrated by {self._leader}; this one follows"))
             await asyncio.to_thread(self.watch.check)
             await asyncio.sleep(LOOK)
-        last = await ask(claim, attempts.last) if seen is not None else None
-        ended_well = last is not None and last.number > (seen or 0) and last.status.state is JobState.SUCCEEDED
-        return last.record if last is not None and ended_well else None
+        last = await ask(claim, attempts.last)
+        if last is None or last.number <= max(self.ended, self.before) or last.status.state is not JobState.SUCCEEDED:
+            return None
+        return last.record
 
     async def lead(self) -> AttemptRecord | None:
         """Start attempts and judge their ends, until one ends well, which is returned; None where another orchestrator
@@ -194,7 +198,8 @@ class _Orchestrator:
             if self.verdict is not None:
                 await self._judge(self.verdict)
             decision = self.budget.after(self.verdicts)
-            if (wait := decision.wait) and (await asyncio.to_thread(attempts.records))[-1].attempt <= self.ended:
+            known = [record.attempt for record in await asyncio.to_thread(attempts.records)] if decision.wait else []
+            if (wait := decision.wait) and max(known, default=0) <= self.ended:  # the index may have been deleted
                 what = f"waiting {wait:.0f} s before attempt {self.ended + 1}: {decision.why}"
                 emit(Note(what=what, severity="warning"))
                 await pause(wait, look=self.watch.check)
@@ -370,6 +375,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
                 poll=platform.poll_seconds,
                 position=position,
                 on_position=partial(index.read_up_to, record),
+                recorded=partial(claim.attempts.recorded_end, record),
             )
         except JobRefused as error:  # it lingers: it would start when nobody watches it
             refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)

@@ -158,6 +158,11 @@ class Attempts:
         records = self.records()
         return self.platform_of(records[-1]).left(records[-1].job_id) if records else ()
 
+    def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
+        """Return how an attempt ended for the first who saw it, None where nobody has written that down."""
+        end = self.index.ends(self.run).get(record.attempt)
+        return None if end is None else JobStatus(state=end.state, native=end.native)
+
     def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
         if end is not None:
             return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))

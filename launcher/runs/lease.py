@@ -75,6 +75,7 @@ class Lease:
         self._seen: tuple[int, int | None, float] = (0, None, 0.0)
         self._lived = False
         self._looking = Lock()
+        self._closed = False
         self._stop = Event()
         self._beating: Thread | None = None
         self.holder: Holder | None = None
@@ -83,16 +84,19 @@ class Lease:
         """The flow run of a holder that died while this one followed: its count of restarts goes on."""
 
     def __enter__(self) -> Self:
+        self._closed = False
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with self._looking:  # a look on its way ends first, and none takes the lease when nobody would let go of it
+            self._closed = True
         with suppress(TrainLitgptError):  # then it is lost by its silence
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
         """Look once; return whether the lease is this one's now. Who stopped for good after that attempt keeps it."""
         with self._looking:
-            return self._take(unless_stopped_after)
+            return not self._closed and self._take(unless_stopped_after)
 
     def _take(self, unless_stopped_after: int) -> bool:
         newest = self._newest()
@@ -128,8 +132,9 @@ class Lease:
 
     def release(self, *, stopped: int = 0) -> None:
         """Let go of it, if it is held; the next may take it at once."""
-        term = self._term
-        self._lose()
+        with self._looking:
+            term = self._term
+            self._lose()
         if term:
             content = json.dumps({"stopped": stopped}, indent=1)
             self._folder.create(f"{term}.released.json", sealed(content.encode(), "record"))

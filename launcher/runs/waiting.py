@@ -87,6 +87,7 @@ async def follow(
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None] = lambda _: None,
     position: str = "",
     on_position: Callable[[str], None] = lambda _: None,
+    recorded: Callable[[], JobStatus | None] = lambda: None,
 ) -> JobStatus:
     """Hand every new log line to `on_lines` until the job has ended; returns how. Every line of the job is delivered.
 
@@ -96,12 +97,16 @@ async def follow(
         on_silence: as `asked` calls it, for each silence; waiting goes on.
         position: where to begin in the logs; the beginning, if it is not said.
         on_position: told of the place behind the lines that were handed on, whenever some were.
+        recorded: how the job ended for another orchestrator, which removes a job that has ended before it starts the
+            next one. It is asked for a job that was removed.
     """
     known = now()
 
     def look() -> tuple[JobStatus, LogPage]:
         # Status first: what the job wrote before it ended is then surely in the page that follows.
         status = platform.status(job_id)
+        if status.state in {JobState.ABSENT, JobState.CANCELLED}:
+            status = recorded() or status
         return status, platform.logs(job_id, position)
 
     while True:

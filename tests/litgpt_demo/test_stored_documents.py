@@ -40,7 +40,7 @@ def test_no_flipped_bit_changes_what_the_nodes_are_told(
     if content == whole:
         assert read_spec(run) == SPEC
     else:
-        with pytest.raises(DataError, match=r"config\.json is not .*; `train-litgpt run` .* writes it anew$"):
+        with pytest.raises(DataError, match=r"config\.json is not .*; copy a sound one.* `train-litgpt run` .* anew$"):
             read_document(run)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -377,6 +378,70 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     assert written == [2, 2], "each attempt has the config of its claimant"
     assert events.count("attempt.ended") == 2
     assert [judged.flow_run for judged in index.judged("demo")] == ["leader"]
+
+
+@pytest.mark.parametrize("followed", [0, 1])
+def test_attempt_that_ended_well_between_looks_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followed: int
+) -> None:
+    """Its follower has seen its record alone, or has followed the attempt before it to a bad end."""
+
+    async def refuse(*_: Any) -> bool:
+        raise AssertionError("it was started again")
+
+    monkeypatch.setattr(training, "submit_job", refuse)
+    platform = StrictPlatform()
+    claim = claim_on(platform, tmp_path, "demo")
+    leader, started = Lease(claim.attempts.index, "demo"), list[JobId]()
+
+    def start() -> None:
+        started.append(platform.submit(platform.render(claim.job_of(claim.take()))))
+
+    def lead(event: Event) -> None:
+        what = event.what if isinstance(event, Note) else ""
+        if "leads demo-1" in what:
+            platform.end(started[0], JobState.FAILED, {0: BROKEN})
+            start()
+            platform.end(started[1], JobState.SUCCEEDED)
+        elif "is orchestrated by" in what:
+            if not followed:
+                start()
+                platform.end(started[0], JobState.SUCCEEDED)
+            leader.release()
+
+    if followed:
+        start()
+    else:
+        claim.take()
+    with leader, Listener(lead):
+        assert leader.take()
+        assert asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
+
+
+@pytest.mark.parametrize("state", [JobState.ABSENT, JobState.CANCELLED])
+def test_removed_job_ended_as_the_leader_saw_it(tmp_path: Path, state: JobState) -> None:
+    """The leader removes a job that has failed before it starts the next one. Its follower was between two looks."""
+
+    class Removed(StrictPlatform):
+        def status(self, job_id: JobId) -> JobStatus:
+            return JobStatus(state=state, native="deleted")
+
+    claim = claim_on(Removed(), tmp_path, "demo")
+    record = claim.take()
+    claim.attempts.index.end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
+    with Lease(claim.attempts.index, "demo") as lease:
+        verdict = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
+    assert "BackoffLimitExceeded" in str(verdict)
+
+
+def test_index_that_is_deleted_between_attempts_stops_no_run(tmp_path: Path) -> None:
+    class Deleting(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            super().meet(job_id, code)
+            if code:
+                shutil.rmtree(tmp_path / "index")
+
+    assert ended_well(tmp_path, Deleting([BROKEN, 0]), max_restarts=1) == 2
 
 
 def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ class LocalPlatform:
             "ranks": job.world_size,
             "grace": self._grace,
             "labels": dict(job.labels),
+            "run": job.run_name if job.root else "",
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": nodes,
         }
@@ -121,6 +122,7 @@ class LocalPlatform:
                         pids = ", ".join(str(process.pid) for process in running)
                         what = f"{directory} was deleted while a job ran in it, whose processes still run: {pids}"
                         raise PlatformRefused(what, fix="end them, and run again")
+                    _refuse_rivals(submission.body["run"], directory)
                     _start(submission, directory, lock)
             finally:
                 os.close(lock)
@@ -180,6 +182,16 @@ class LocalPlatform:
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
+
+
+def _refuse_rivals(run: str, directory: Path) -> None:
+    """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+    for folder in directory.parent.iterdir() if run else ():
+        if folder != directory and _live(folder) and _read(folder / SUBMISSION).get("body", {}).get("run") == run:
+            what = f"the job in {folder} trains {run} under the same root, and the run index has no record of it"
+            pids = " ".join(str(process.pid) for process in tagged(JOB_TAG, _mark(folder)))
+            fix = f"wait for its end, or end its processes: kill {pids}"
+            raise PlatformRefused(f"{what}: two jobs would overwrite each other's files", fix=fix)
 
 
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:

@@ -147,7 +147,8 @@ class SlurmPlatform:
                 yield Finding("warning", "slurm.root", what, "take a root on a file system that all nodes mount")
         table = ""
         try:
-            table = self._run("sinfo", "-h", "-o", "%P %a %l %D %G")
+            lines = self._run("sinfo", "-h", "-o", "%P %a %l %D %G").splitlines()
+            table = "\n".join(line for line in lines if len(line.split()) == 5)  # a login shell may print other lines
             for name, _, limit, *_ in map(str.split, table.splitlines()):
                 most, wanted = seconds_of(limit), seconds_of(settings.time or "")
                 chosen = name.rstrip("*") == settings.partition if settings.partition else name.endswith("*")
@@ -324,7 +325,8 @@ class SlurmPlatform:
         what = f"{what}, and Slurm does not show it to {user} on {cluster!r}: it may be running"
         file = open_storage(job.directory).address(SUBMITTED)
         fix = f"run this as {record.user} on that cluster; where the job has surely ended, remove {file}"
-        raise PlatformUnreachable(what, fix=fix, given_up=True)
+        # One that has no number may be on its way to Slurm at this moment: who asks again sees it.
+        raise PlatformUnreachable(what, fix=fix, given_up=record.number is not None)
 
     def _find(self, job: SlurmJob, record: SlurmSubmission | None, *, fresh: bool = False) -> _Row | None:
         """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A

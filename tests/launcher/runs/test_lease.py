@@ -3,6 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from unittest.mock import Mock
 
 import pytest
@@ -133,3 +134,20 @@ def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage) -> 
             assert not lease.take()
             clock.return_value += DEAD
             assert lease.take()
+
+
+def test_look_that_outlives_its_orchestrator_takes_nothing(root: Storage) -> None:
+    """The look has begun in a thread when the orchestrator ends: nobody would let go of what it took."""
+    lease = Lease(Index(root), RUN)
+    leaving = Thread(target=lease.__exit__)
+
+    def close() -> None:
+        leaving.start()
+        leaving.join(0.1)  # which waits for this look, or has gone
+
+    lease._close = close
+    lease.take()
+    leaving.join()
+    with Lease(Index(root), RUN) as other:
+        assert other.take()
+    assert not lease.take()

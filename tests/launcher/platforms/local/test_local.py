@@ -32,9 +32,9 @@ def job(folder: Path, **changes: object) -> Job:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def plain(platform: LocalPlatform, directory: Path, *nodes: str) -> Submission:
+def plain(platform: LocalPlatform, directory: Path, *nodes: str, **changes: object) -> Submission:
     """A job whose nodes are these Python programs: no torchrun, which is nothing to the platform and takes time."""
-    submission = platform.render(job(directory))
+    submission = platform.render(job(directory, **changes))
     first, *_ = submission.body["nodes"]
     texts = enumerate(nodes)
     made = [{**first, "node": number, "argv": [sys.executable, "-c", text]} for number, text in texts]
@@ -246,3 +246,19 @@ def test_other_users_cannot_look_into_a_job(platform: LocalPlatform, tmp_path: P
     directory = tmp_path / "runs" / "drill" / "attempts" / "1"
     end_of(platform, platform.submit(plain(platform, directory, "print('secret')")))
     assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_attempt_is_refused_beside_a_live_one_of_its_run(platform: LocalPlatform, tmp_path: Path) -> None:
+    """The index was deleted while the first one ran, so that the next one got another number and folder."""
+    root = {"root": str(tmp_path)}
+    first = platform.submit(plain(platform, tmp_path / "1", SLEEP, **root))
+    beside = plain(platform, tmp_path / "other", SLEEP, root="/elsewhere")
+    second = plain(platform, tmp_path / "2", SLEEP, **root)
+    with pytest.raises(PlatformRefused, match=rf"the job in {first} trains drill-\w+ under the same root.*kill \d+"):
+        platform.submit(second)
+    platform.submit(beside)
+    platform.cancel(first)
+    platform.submit(second)
+    assert [platform.status(one.job_id).state.live for one in (beside, second)] == [True, True]
+    for submission in (beside, second):
+        platform.cancel(submission.job_id)

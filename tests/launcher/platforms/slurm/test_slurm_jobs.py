@@ -274,6 +274,29 @@ def test_second_user_is_referred_to_the_first_where_jobs_are_hidden(cluster: Slu
     assert platform.status(job_id).state is JobState.SUCCEEDED
 
 
+def test_second_user_asks_again_while_the_first_submits(cluster: SlurmCommands, tmp_path: Path) -> None:
+    """The submitter is written down and sbatch has not answered: the job is no longer unknown in a moment."""
+    _, job_id = submitted(tmp_path)
+    written = tmp_path / "attempts/1" / SUBMITTED
+    written.write_text(json.dumps({**json.loads(written.read_text()), "number": None}))
+    job, cluster.user = cluster.jobs.pop(77), "bob"
+    platform = SlurmPlatform(settings_of(), settle=0)
+    with pytest.raises(PlatformUnreachable, match="it may be running") as no:
+        platform.status(job_id)
+    assert not was_given_up(no.value)
+    cluster.jobs[77] = job
+    assert SlurmPlatform(settings_of(), settle=0).status(job_id).state is JobState.RUNNING
+
+
+def test_greeting_of_a_login_shell_is_no_partition(
+    cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = cluster._sinfo
+    monkeypatch.setattr(cluster, "_sinfo", lambda *words: (0, f"Welcome!\n\n{answer(*words)[1]}"))
+    platform = SlurmPlatform(settings_of(), settle=0)
+    assert not [one for one in platform.check(platform.render(job_of(tmp_path))) if one.severity == "error"]
+
+
 def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, tmp_path: Path) -> None:
     platform, job_id = submitted(tmp_path)
     cluster.jobs[77].name = "somebody-elses"
