@@ -150,6 +150,17 @@ class Mask:
         """Return lines with each secret masked; a line alone decides what is one in it."""
         return b"".join(self._line(line) for line in re.findall(rb"[^\r\n]+[\r\n]*|[\r\n]+", lines))
 
+    def begin(self, text: bytes) -> tuple[bytes, bytes]:
+        """Split the text of a line that goes on: what can be written, masked, and what belongs before the text to come.
+
+        Of the latter, only a secret that begins in the former is masked. Another may go on in the text to come, and a
+        mask over its beginning would hide the rest from the patterns.
+        """
+        masked, end = self(text), max(0, len(text) - self.overlap)
+        begun = re.compile(rb"\**").match(masked, end)
+        after = begun.end() if begun else end
+        return masked[:end], masked[end:after] + text[after:]
+
     def last(self, line: bytes) -> bytes:
         """Return the masked last line of a log, which nothing completes any more."""
         masked = self(line)
@@ -173,9 +184,10 @@ class Mask:
                 kept += block
                 end = max(kept.rfind(b"\n"), kept.rfind(b"\r")) + 1
                 if not end and len(kept) > _BLOCK:  # a line without end
-                    kept, end = self(kept), len(kept) - self.overlap
-                writing.write(self(kept[:end]))
-                kept = kept[end:]
+                    masked, kept = self.begin(kept)
+                else:
+                    masked, kept = self(kept[:end]), kept[end:]
+                writing.write(masked)
             if not cut:
                 writing.write(self.last(kept))
         return not (cut and kept)

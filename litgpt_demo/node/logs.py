@@ -46,12 +46,13 @@ class LossyLog(io.FileIO):
         given = bytes(block)
         text = self._begun + given
         end = text.rfind(b"\n") + 1
-        if len(text) - end > _LONGEST:
-            end = len(text) if self._mask is None else len(text) - self._mask.overlap
+        if len(text) - end <= _LONGEST:
+            self._begun, text = text[end:], text[:end]
             text = text if self._mask is None else self._mask(text)
-        self._begun, text = text[end:], text[:end]
-        if self._mask is not None:
-            text = self._mask(text)
+        elif self._mask is None:
+            self._begun = b""
+        else:
+            text, self._begun = self._mask.begin(text)
         with _turn:  # of this process; the others wait for the file's lock, as a cut line is taken back from its end
             if self._reserve is not None:  # on a terminal or /dev/null somebody may hold such a lock for ever
                 with contextlib.suppress(OSError):  # of a file system without locks

@@ -175,9 +175,9 @@ class Loop:
         if manifest is None or manifest.validation_loss is not None:
             return
         evaluated = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
-        self._report.publish()  # once the manifest has the loss, no attempt would write the row again
 
         def complete() -> None:
+            self._report.publish_rows()  # once the manifest has the loss, no attempt would write the row again
             checkpoints.commit(run, manifest.model_copy(update=evaluated))
             checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
 

@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.documents import FileRecord, bring
+from litgpt_demo.documents import FileRecord, at_rest, bring, misread
 from litgpt_demo.errors import DataError, NetworkError, NodeError, TrainLitgptError
+from litgpt_demo.storage import Storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
@@ -314,25 +315,25 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
     def set_aside(path: str, error: DataError) -> None:
         tell(f"{path} does not verify and was moved to {checkpoints.set_aside(run, path, str(error))}: {error}")
 
-    misread: list[NodeError] = []
+    misreadings: list[NodeError] = []
 
     def noting(action: Callable[[], T]) -> Callable[[], T]:
         def act() -> T:
             try:
                 return action()
             except NodeError as error:
-                misread.append(error)
+                misreadings.append(error)
                 raise
 
         return act
 
     @contextmanager
-    def blaming() -> Iterator[None]:
+    def blaming(own: Sequence[object] = misreadings) -> Iterator[None]:
         """Let the machine alone that reads wrongly say so: the error of one rank is raised on all."""
         try:
             yield
         except NodeError as error:
-            if misread:
+            if own:
                 raise
             raise NetworkError(f"a rank on another machine has left: {error}") from error
 
@@ -346,14 +347,43 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             checkpoints.require_same(run, manifest, training.spec)
         return found
 
+    def settle(place: Storage, path: str, error: DataError, doubted: list[FileRecord]) -> None:
+        """Set a checkpoint aside, unless the first rank on a node without doubts finds sound what others do not."""
+        each = ranks.together(lambda: (node, doubted), lambda each: each)
+        doubting = {where for where, records in each if records}
+        judge = next((number for number, (where, _) in enumerate(each) if where not in doubting), None)
+        records = [record for _, records in each for record in records]
+
+        def is_sound() -> bool:
+            return ranks.number == judge and all(
+                at_rest(place, record.path) == (record.size, record.crc32c) for record in records
+            )
+
+        def decide(sound: list[bool]) -> None:
+            if any(sound):
+                raise misread(place.address(), error.what)
+            set_aside(path, error)
+
+        with blaming(doubted):
+            ranks.together(is_sound, decide)
+
     def right(manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
         """Whether the files that the ranks bring and compare, each these of its own, are what they should be."""
-        path = checkpoints.folder_of(manifest.step)
+        path, doubted = checkpoints.folder_of(manifest.step), list[FileRecord]()
+        place = run.within(path)
+
+        def bring_own() -> None:
+            try:
+                bring(place, records, lambda: folder)
+            except DataError:
+                doubted.extend(records)
+                raise
+
         try:
             with blaming():
-                ranks.together(noting(lambda: bring(run.within(path), records, lambda: folder)), lambda _: None)
+                ranks.together(noting(bring_own), lambda _: None)
         except DataError as error:
-            ranks.first(partial(set_aside, path, error))
+            settle(place, path, error, doubted)
             return False
         return True
 

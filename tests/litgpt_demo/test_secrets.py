@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from litgpt_demo import secrets as module
 from litgpt_demo.errors import words_of
+from litgpt_demo.node import logs
 from litgpt_demo.secrets import Grant, Mask, is_loopback, is_protected, origin_of, redacted, secrets_of
 
 
@@ -78,6 +79,25 @@ def test_a_mask_hides_a_secret_at_every_border(before: int, after: str, filler: 
         source.write_bytes(content[: len(content) - len(after) - 20])
         assert not Mask([secret]).copy(source, target, cut=True)
         assert masked.startswith(target.read_bytes()), "positions in the log stay what they were"
+
+
+@given(st.integers(0, 200), st.integers(1, 90))
+def test_a_mask_covers_a_token_that_comes_in_two_parts(before: int, size: int) -> None:
+    """Its form alone tells what it is; a mask over its first part must not leave the second one without a form."""
+    token = b"hf_" + b"sEcr3tOfTheHub" * 3
+    content = b" " * before + token + b" and on"
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setattr(module, "_BLOCK", 64)
+        patch.setattr(logs, "_LONGEST", 64)
+        patch.setattr(Mask, "overlap", 56)
+        source, target, log = Path(folder, "source"), Path(folder, "target"), Path(folder, "log")
+        source.write_bytes(content)
+        assert Mask([]).copy(source, target, cut=False)
+        with logs.LossyLog(log, "ab", mask=Mask([])) as file:
+            for start in range(0, len(content), size):
+                file.write(content[start : start + size])
+        expected = b" " * before + b"*" * len(token) + b" and on"
+        assert (target.read_bytes(), log.read_bytes().replace(b"\n", b"")) == (expected, expected)
 
 
 def test_a_log_that_was_cut_off_ends_with_no_part_of_a_secret(tmp_path: Path) -> None:

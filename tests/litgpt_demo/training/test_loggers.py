@@ -8,7 +8,7 @@ from threading import Lock
 
 import pytest
 from bucket_emulator import Answer, Request
-from bucket_faults import FaultyBucket
+from bucket_faults import Fault, FaultyBucket
 from states import training_of
 from training_runs import NewRun, rows, train
 
@@ -17,6 +17,7 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import commit, committed, folder_of
 from litgpt_demo.training.loop import fit
 from litgpt_demo.training.reporting import COLUMNS, Wandb, forget
 
@@ -84,6 +85,26 @@ def test_a_committed_step_has_its_rows_wherever_a_kill_comes(
     assert [row["step"] for row in made if row["kind"] == "start"] == [0, 8]
     for kind, name in known:
         assert curve(made, kind, name) == curve(rows(finished), kind, name)
+
+
+def test_a_resumed_step_has_no_loss_without_its_row(new_run: NewRun, bucket: Storage, proxy: FaultyBucket) -> None:
+    """Its validation loss, for which the attempt that saved it had no time, is a row and is in its manifest."""
+    run, refuse = new_run("far"), Fault(on="upload", do="refuse", status=403, times=1)
+    fit(training_of(run, bucket))
+    bucket.remove(folder_of(12))
+    last = committed(bucket)[0]
+    commit(bucket, last.model_copy(update={"validation_loss": None}))
+    kept = [line for line in bucket.read("metrics.jsonl").splitlines() if b'"evaluation"' not in line]
+    bucket.write("metrics.jsonl", b"\n".join(kept))
+    training = training_of(run, bucket)
+    training.model.register_forward_pre_hook(lambda *_: proxy.arm(refuse) if not training.model.training else None)
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        fit(training)
+    assert committed(bucket)[0].validation_loss is None
+    proxy.arm()
+    fit(training_of(run, bucket))
+    made = rows_of(bucket.read("metrics.jsonl"))
+    assert curve(made, "evaluation", "validation_loss")[8] == last.validation_loss
 
 
 def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
 
 from litgpt_demo import documents
-from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, UserError
+from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, TrainLitgptError, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.training import saving
@@ -323,16 +323,49 @@ class RanksInThreads(Ranks):
 
     def deal(self, action: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
         results, wait = self.meeting.results, self.meeting.barrier.wait
-        results[self.number] = action()
+        results[self.number] = self.outcome(action)
         if self.number == 0 and self.meeting.first_has_read.is_set():
             self.meeting.first_is_through.set()
         wait()
         if self.number == 0:
-            results[:] = whole(list(results))
+            failed = [result for result in results if isinstance(result, Exception)]
+            made = failed[0] if failed else self.outcome(lambda: whole(list(results)))
+            results[:] = [made] * self.world if isinstance(made, Exception) else made
         wait()
         mine = results[self.number]
         wait()
+        if isinstance(mine, Exception):
+            raise mine
         return mine
+
+    def outcome(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            return error
+
+
+def test_a_checkpoint_that_one_node_lacks_stays(finished_copy: Path, tmp_path: Path) -> None:
+    """A node without the folder that all share finds nothing, however often it reads: the others judge."""
+    meeting, trainings = SimpleNamespace(results=[None] * 2, barrier=Barrier(2), first_has_read=Event()), []
+    steps = [found.step for found in committed(open_storage(str(finished_copy)))]
+    for number, root in enumerate([finished_copy, tmp_path / "not mounted"]):
+        own = replace(training_of(finished_copy), run=open_storage(str(root)), scratch=tmp_path / f"rank-{number}")
+        own.__dict__["ranks"] = RanksInThreads(number=number, world=2, meeting=meeting)
+        trainings.append(own)
+
+    def resumed(training: Training) -> object:
+        try:
+            return resume(training, tell=pytest.fail)
+        except TrainLitgptError as error:
+            return type(error)
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(resumed, trainings)] == [NetworkError, NodeError]
+    assert [found.step for found in committed(open_storage(str(finished_copy)))] == steps
 
 
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 1), (1, 2), (2, 2)])
