@@ -103,7 +103,7 @@ class Heartbeat:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Silence means nothing from here on. A rank whose GPU stopped leaves its last sign of life, which has the step.
+        """Silence means nothing from here on. A rank whose GPU stopped leaves its last sign of life, for its step.
 
         Any other rank removes it: where a disk is full, the rank's error file needs its place.
         """
