@@ -35,7 +35,8 @@ from litgpt_demo.config import (
     TrainConfig,
 )
 
-# A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
+# A job's name is `<name>-<key>-<attempt>-<nonce>`. Kubernetes takes 63 characters with what JobSet appends: its
+# rendering refuses a name that has too many of these.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
 
 

@@ -215,7 +215,7 @@ class _Orchestrator:
             try:
                 await asyncio.to_thread(self.watch.check)
             except JobCancelled:  # asked for before its platform knew the job, so that there was nothing to end
-                await ask(claim, attempts.cancel)
+                await ask(claim, attempts.stop)
                 raise
             if await self._await(record) is not None:
                 return record

@@ -104,9 +104,8 @@ class Attempts:
 
     def last(self) -> Attempt | None:
         """Return the last attempt with its state, None before the first."""
-        if not (records := self.records()):
-            return None
-        return self._seen(records[-1], self.index.ends(self.run).get(records[-1].attempt))
+        record = self.index.last(self.run)
+        return self._seen(record, self.index.end_of(record)) if record is not None else None
 
     def next(self) -> int:
         """Return the number of the attempt that runs, or else of the one to start."""
@@ -160,7 +159,7 @@ class Attempts:
 
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
         """Return how an attempt ended for the first who saw it, None where nobody has written that down."""
-        end = self.index.ends(self.run).get(record.attempt)
+        end = self.index.end_of(record)
         return None if end is None else JobStatus(state=end.state, native=end.native)
 
     def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:

@@ -57,6 +57,9 @@ _LONGEST_POSITION = 1 << 20  # characters; a thousand nodes have 60 kB
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
 FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
+_END_FIX = "remove that file; the platform is then asked how the attempt ended"
+_VERDICT_FIX = "remove that file; its attempt is then not counted"
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -177,6 +180,11 @@ class Index:
         """Return every attempt of a run, oldest first."""
         return self._read_all(self._record, self._attempts(".json", run))
 
+    def last(self, run: str) -> AttemptRecord | None:
+        """Return the last attempt of a run, None before the first. No other is read."""
+        numbered = self._attempts(".json", run)
+        return self._record(numbers) if (numbers := max(numbered, default=None)) else None
+
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
 
@@ -209,9 +217,15 @@ class Index:
         )  # fmt: skip
         self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
 
+    def end_of(self, record: AttemptRecord) -> AttemptEnd | None:
+        """Return how an attempt ended, None where nobody saw it."""
+        with suppress(FileNotFoundError):
+            return self._read(AttemptEnd, f"{record.run}/{record.attempt}.ended.json", fix=_END_FIX)
+        return None
+
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
-        return self._numbered(AttemptEnd, run, ".ended.json", "the platform is then asked how the attempt ended")
+        return self._numbered(AttemptEnd, run, ".ended.json", _END_FIX)
 
     def judge(self, run: str, judged: AttemptVerdict) -> bool:
         """Write down why an attempt ended badly, unless another orchestrator has; return whether this one did."""
@@ -223,7 +237,7 @@ class Index:
 
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        return list(self._numbered(AttemptVerdict, run, ".verdict.json", "its attempt is then not counted").values())
+        return list(self._numbered(AttemptVerdict, run, ".verdict.json", _VERDICT_FIX).values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
@@ -275,9 +289,9 @@ class Index:
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
         return _numbered_paths(kind, paths)
 
-    def _numbered(self, kind: type[T], run: str, name: str, otherwise: str) -> dict[int, T]:
+    def _numbered(self, kind: type[T], run: str, name: str, fix: str) -> dict[int, T]:
         numbers = [number for _, number in self._attempts(name, run)]
-        read = partial(self._read, kind, fix=f"remove that file; {otherwise}")
+        read = partial(self._read, kind, fix=fix)
         return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
 
     def _readable(self, those: Iterable[tuple[str, int]], bad: DamagedRecords | None) -> list[AttemptRecord]:

@@ -180,6 +180,8 @@ def test_a_cancellation_that_comes_while_the_job_is_submitted_ends_it(tmp_path: 
     with pytest.raises(JobCancelled, match="demo was cancelled"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
+    requests = Index.of(str(tmp_path)).cancellations("demo")
+    assert len(requests) == 1, "a second request would end a command that was typed since"
 
 
 def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_is_taken_back(tmp_path: Path) -> None:

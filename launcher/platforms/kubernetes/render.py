@@ -34,6 +34,8 @@ _CLAIM_KINDS: Mapping[str, api.Resource] = {"compute-domain": api.COMPUTE_DOMAIN
 
 _POD_SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
+_ATTEMPT_DIGITS = 3
+"""Room for the numbers of a run's attempts."""
 NODES = "nodes"
 """The one replicated job of our JobSets."""
 NODE = "node"
@@ -64,7 +66,9 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed."""
     name = job.attempt_name
     # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
-    longest = len(pod_host(workload, name, job.nodes - 1)) + _POD_SUFFIX
+    # A later attempt with a longer number must not end a run that has trained for days.
+    number = max(0, _ATTEMPT_DIGITS - len(str(job.attempt)))
+    longest = len(pod_host(workload, name, job.nodes - 1)) + number + _POD_SUFFIX
     if longest > LONGEST_LABEL:
         what = f"pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST_LABEL}"
         raise ConfigProblem(what, fix=f"make the run's `name` {longest - LONGEST_LABEL} characters shorter")

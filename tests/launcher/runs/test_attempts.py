@@ -326,3 +326,16 @@ def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
     assert (row.state, "is not what that attempt is called" in row.note) == ("unknown", True)
     honest = template.model_copy(update={"job_id": own.format(directory=directory)})
     assert attempts.platform_of(honest).name == section["kind"]
+
+
+def test_last_attempt_is_found_without_reading_those_before(claim: Claim, platform: StrictPlatform) -> None:
+    """A follower looks twice a second, and a bucket takes 50 ms for each file."""
+    for _ in range(3):
+        platform.end(begin(claim), JobState.FAILED)
+        claim.attempts.sweep()
+    index = claim.attempts.index
+    for number in (1, 2):
+        index.root.write(f"index/{claim.attempts.run}/{number}.json", b"damaged")
+    last = claim.attempts.last()
+    assert last is not None
+    assert (last.number, last.status.state) == (3, JobState.FAILED)
