@@ -13,20 +13,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from claims import begin, claim_on
+from claims import claim_on
 from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.config import RunConfig, StartSettings
-from launcher.errors import (
-    JobCancelled,
-    JobFailed,
-    JobRefused,
-    PlatformRefused,
-    PlatformUnreachable,
-    RunIsLive,
-    require,
-)
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
 from launcher.reports.goodput import AttemptTimes, Part, ledger
@@ -38,12 +30,11 @@ from launcher.runs.run import plan_run
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
-from litgpt_demo.errors import EXIT_CODES, Fault, Finding, TrainLitgptError
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
 from tasks import training
-from tasks.preflight import is_under_way
 from tasks.training import run_job
 
 PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
@@ -429,23 +420,6 @@ def test_run_moves_to_another_platform_when_its_old_job_is_cancelled(tmp_path: P
     assert old.live() == [old_job]
     assert asyncio.run(run_job(moved, max_restarts=0)).attempt == 2
     assert (old.live(), len(new.began)) == ([], 1)
-
-
-def test_old_job_lives_on_where_the_new_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(find: Callable[[], list[Finding]], **_: object) -> None:
-        require(find())
-
-    monkeypatch.setattr("tasks.preflight.report_findings", refuse)
-    platform = StrictPlatform()
-    old_job = begin(claim_on(platform, tmp_path, "demo-0123456789"))
-    claim = claim_on(platform, tmp_path, "demo-9999999999", start={"others": "cancel"})
-    problem = Finding(severity="error", code="data.paths", what="no such folder")
-
-    with pytest.raises(TrainLitgptError, match="no such folder"):
-        asyncio.run(is_under_way(claim, lambda: [problem]))
-    assert platform.live() == [old_job]
-    assert not asyncio.run(is_under_way(claim, list))
-    assert platform.live() == []
 
 
 @pytest.mark.parametrize("position", ["[]", "[" * 9_999, '{"0": null}', '{"x": [1, 2]}', "null", '{"0": [-1, 2, 3]}'])
