@@ -32,19 +32,23 @@ async def is_under_way(
     """Return whether a job lives that the claim reattaches to.
 
     Where none does, refuse what cannot work, and settle with other jobs unless `done` returns what a finished run has:
-    no other job can be in its way. A job of the run on another platform is refused too, or with `start.others=cancel`
-    is cancelled later, when the new one is ready to be submitted.
+    no other job can be in its way. With `start.others=cancel` these are cancelled when nothing is refused any more, and
+    a job of the run on another platform later, when the new one is ready to be submitted.
     """
     attempts, config = claim.attempts, claim.config
+    cancels = config.start.others == "cancel"
     if (live := await ask(claim, attempts.live)) is not None:
         if claim.adopts(live):
             return True
         claim.require_replaceable(live)
+    if cancels:
+        await report_findings(find, artifact=attempts.run)
     if await asyncio.to_thread(done) is None:
         bad = await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
         if bad:
             emit(Note(what=str(bad), severity="warning"))
-    await report_findings(find, artifact=attempts.run)
+    if not cancels:
+        await report_findings(find, artifact=attempts.run)
     return False
 
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
+from launcher.events import Note, report
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, new_nonce
 from launcher.platforms.base import Platform
@@ -456,6 +457,7 @@ def settle_others(
             mine = f"this config means {run or 'a sweep'}, for its corpus, code, model or settings differ"
             fix = "cancel the old job first (--cancel-old), or run both (--new)"
             raise RunIsLive(f"{other} runs already ({of}), and {mine}: {fix}")
+        report(Note(what=f"cancelling {live.record.job_id} of {other}, which has this config's name, and runs"))
         attempts.cancel()
     bad.pop(run, None)
     if bad and sweep is None:

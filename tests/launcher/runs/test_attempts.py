@@ -14,6 +14,7 @@ from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
+from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
@@ -187,8 +188,11 @@ def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user
         settle(claim)
     settle(claim, "keep")
     assert platform.live() == [job_id]
-    settle(claim, "cancel")
+    told = list[object]()
+    with Listener(told.append):
+        settle(claim, "cancel")
     assert platform.live() == []
+    assert [isinstance(note, Note) and job_id in note.what for note in told] == [True]
     settle(claim)
 
 
