@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 34_171,
-    "launcher": 15_750,
-    "launcher/platforms/kubernetes": 2_902,
+    "source": 34_195,
+    "launcher": 15_770,
+    "launcher/platforms/kubernetes": 2_906,
     "litgpt_demo": 13_846,
     "bench": 800,
-    "tests": 28_479,
+    "tests": 28_499,
     "test data": 3_633,
 }
 
