@@ -313,7 +313,7 @@ class Claim:
             else:
                 first = max(last.number if last else 0, ended) + 1
                 record, lives = self._record(self._unused(first), exclude), False
-                known = {other.attempt for other in self.attempts.records()}
+                known = {record.attempt for record in self.attempts.records()}
                 if record.attempt > first and max(known, default=0) >= first:
                     continue  # another orchestrator has claimed an attempt since, whose folder was the used one
                 if not leads():

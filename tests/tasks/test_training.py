@@ -53,6 +53,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "as_it_is", lambda claim: claim)
     monkeypatch.setattr(training, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(training, "show_verdict", at_once)
+    monkeypatch.setattr(training, "show_state", at_once)  # which would start a server of its own
     monkeypatch.setattr("tasks.training.LiveArtifacts.show", at_once)
     monkeypatch.setattr(training, "asked", partial(asked, pauses=(0.0, 0.0)))
 
@@ -479,8 +480,8 @@ def test_run_moves_to_another_platform_when_its_old_job_is_cancelled(tmp_path: P
     old_job = old.submit(old.render(first.job_of(first.take())))
     slurm = {"kind": "slurm", "nodes": 2}
     kinds = {"local": old, "slurm": new}
-    there = claim_on(new, tmp_path, "demo", platform=slurm, start={"others": "cancel"})
-    moved = replace(there, attempts=replace(there.attempts, open=lambda section: kinds[section["kind"]]))
+    elsewhere = claim_on(new, tmp_path, "demo", platform=slurm, start={"others": "cancel"})
+    moved = replace(elsewhere, attempts=replace(elsewhere.attempts, open=lambda section: kinds[section["kind"]]))
     refused = replace(moved, config=moved.config.model_copy(update={"start": StartSettings()}))
     with pytest.raises(RunIsLive, match="--cancel-old"):
         asyncio.run(run_job(refused, max_restarts=0))

@@ -214,8 +214,8 @@ class SlurmPlatform:
         """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
         run = _RUN.search(script)
         for row in self._queue():
-            theirs = _RUN.search(row.comment)
-            if run and theirs and theirs[1] == run[1] and not row.has_ended:
+            listed = _RUN.search(row.comment)
+            if run and listed and listed[1] == run[1] and not row.has_ended:
                 what = f"job {row.number} ({row.state}) of {row.user} trains {run[1]} under the same root"
                 what = f"{what}, and the run index has no record of it: two jobs would overwrite each other's files"
                 raise PlatformRefused(what, fix=f"wait for its end, or end it: scancel {row.number}")

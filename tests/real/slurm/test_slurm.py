@@ -240,12 +240,12 @@ def by(user: str, verb: str, folder: Path, job_id: str = "") -> str:
         os.setuid(own.pw_uid)
         try:
             if verb == "submit":
-                told = submitted_job(folder, "shared", "", venv=str(folder / "venv"))[1]
+                answered = submitted_job(folder, "shared", "", venv=str(folder / "venv"))[1]
             else:
-                told = getattr(SlurmPlatform(settings_of(), settle=0), verb)(JobId(job_id))
+                answered = getattr(SlurmPlatform(settings_of(), settle=0), verb)(JobId(job_id))
         except LauncherError as error:
-            told = error
-        answer.send(str(told))
+            answered = error
+        answer.send(str(answered))
 
     question, answer = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=ask)
@@ -270,15 +270,15 @@ def test_second_user_sees_the_job_or_is_told_whom_to_ask(
         job_id = by("alice", "submit", shared)
         until(lambda: "RUNNING" in cluster.call("squeue", "-h", "-o", "%T"))
         subprocess.run(["chmod", "-R", "a+rX", str(shared / "runs")], check=True)
-        said = {verb: by("bob", verb, shared, job_id) for verb in ("status", "left", "cancel")}
+        answers = {verb: by("bob", verb, shared, job_id) for verb in ("status", "left", "cancel")}
         if hidden:
-            for words in said.values():
+            for words in answers.values():
                 assert "it may be running" in words
                 assert "run this as alice" in words
         else:
-            assert "state=<JobState.RUNNING" in said["status"]
-            assert "(RUNNING)" in said["left"]
-            assert "is alice's, and Slurm does not let bob end it" in said["cancel"]
+            assert "state=<JobState.RUNNING" in answers["status"]
+            assert "(RUNNING)" in answers["left"]
+            assert "is alice's, and Slurm does not let bob end it" in answers["cancel"]
         assert by("alice", "submit", shared) == job_id
         assert len(cluster.live()) == 1
         assert by("alice", "cancel", shared, job_id) == "None"
