@@ -37,6 +37,7 @@ from litgpt_demo import PYTHON, catalogue
 from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
+from litgpt_demo.node.checks import check_packages
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 from litgpt_demo.storage.private import environment_of_readers
 from litgpt_demo.training.origins import tokenizer_problem
@@ -89,6 +90,8 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         elif train.precision.startswith("bf16"):
             what = f"train.precision={train.precision} is emulated on most CPUs and slow"
             yield Finding("warning", "train.precision", what, "use 32-true here")
+    if not config.platform.in_containers:
+        yield from check_packages(os.environ)
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
         what = f"train.strategy={train.strategy} is ignored: there is one process"
         yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")

@@ -9,8 +9,11 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
 from pathlib import Path
 
 from litgpt_demo.errors import Fault, Finding, TrainLitgptError
@@ -56,9 +59,33 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+# What computes the weights, and what the checkpoints and the model card name the versions of.
+_RECORDED = ("torch", "lightning", "litgpt", "numpy", "transformers", "tokenizers", "safetensors")
+
+
+def check_packages(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that Python loads the packages of a training from where their recorded versions are installed.
+
+    A version is that of the first metadata on the path, a module is the first of its name, and the two may be apart.
+    """
+    folders = [folder for folder in (*environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path) if folder]
+    for name in _RECORDED:
+        installed = next(iter(distributions(name=name, path=folders)), None)
+        module = PathFinder.find_spec(name, folders)
+        if installed is None or module is None:
+            continue
+        recorded, loaded = Path(str(installed.locate_file(f"{name}/__init__.py"))), Path(module.origin or "a namespace")
+        if loaded.resolve() != recorded.resolve():
+            what = f"Python would load {name} from {loaded}, but {name} {installed.version}, which the run records, is "
+            fix = f"take that folder off PYTHONPATH, or install your {name} in its place"
+            yield Finding("error", "python.packages", f"{what}installed in {recorded.parent}", fix)
+
+
 def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield what this machine lacks of what its network profile requires, with the environment of the ranks."""
     network = node.network
+    if node.is_ours:  # what a user's own program imports is the user's affair
+        yield from check_packages(environ)
     sick = list(gpu.check_gpus(network, environ, root=root))
     if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
         what = f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH"

@@ -48,7 +48,7 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     mine[GRACE] = mine[torchrun.SHUTDOWN_TIMEOUT] = str(node.grace)
     # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
     mine["PYTHONUNBUFFERED"] = "1"
-    if node.program[:2] == ("-m", "litgpt_demo"):  # torchrun starts it as it starts users' modules, which may lie here
+    if node.is_ours:  # torchrun starts it as it starts users' modules, which may lie here
         mine["PYTHONSAFEPATH"] = "1"
     # What each rank had begun when a collective timed out; torch 2.5 and older know the second name alone.
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):

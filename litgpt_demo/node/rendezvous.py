@@ -62,6 +62,11 @@ class Node:
         """The part of the directory that no other node writes to."""
         return self.directory / f"node-{self.node_rank}"
 
+    @property
+    def is_ours(self) -> bool:
+        """Return whether its program is our trainer."""
+        return self.program[:2] == ("-m", "litgpt_demo")
+
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     """The node that a command line asks for. A value `env:NAME` is read from the environment, so that one command line

@@ -65,6 +65,16 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     assert "set model.config.padded_vocab_size=70016" in str(caught.value)
 
 
+def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory=f"{tmp_path}/attempts/1")
+    config = RunConfig(root=str(tmp_path))
+    (tmp_path / "torch.py").touch()
+    assert "python.packages" not in {one.code for one in check_training(config, job, vocab_size=300)}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [found] = [one for one in check_training(config, job, vocab_size=300) if one.code == "python.packages"]
+    assert (found.severity, f"torch from {tmp_path}/torch.py" in found.what) == ("error", True)
+
+
 def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is() -> None:
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
     model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}

@@ -52,6 +52,17 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("program", "codes"), [(("-m", "litgpt_demo", "train"), ["python.packages"]), (("x",), [])])
+def test_node_refuses_packages_from_another_place(program: tuple[str, ...], codes: list[str], tmp_path: Path) -> None:
+    (tmp_path / "litgpt").mkdir()
+    (tmp_path / "litgpt/__init__.py").touch()
+    meet = {"nodes": 1, "node_rank": 0, "host": "h", "port": 1, "run_id": "r"}
+    node = Node(**meet, processes=1, directory=tmp_path, program=program)  # type: ignore[arg-type]
+    found = list(check_machine(node, {"PYTHONPATH": str(tmp_path)}, root=tmp_path))
+    assert [finding.code for finding in found] == codes
+    assert all(f"from {tmp_path}/litgpt/__init__.py, but litgpt 0.5" in finding.what for finding in found)
+
+
 def test_ranks_are_kept_to_the_cores_that_the_network_leaves_them() -> None:
     assert cores_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
     program = """
