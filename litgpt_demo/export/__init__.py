@@ -130,12 +130,12 @@ def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
     lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
     folder = f"{FINAL}/" if remote else f"{run}/{FINAL}/" if run else ""
     litgpt, transformers = (f"{folder}{path.removeprefix(f'{FINAL}/')}" for path in (LITGPT, HUGGINGFACE))
-    lines += ["from litgpt import LLM", f"print(LLM.load({litgpt!r}).generate({final.prompt!r}))"]
+    needs_eager = final.huggingface is not None and final.huggingface.attention == "eager"
+    if not (huggingface and needs_eager):  # LitGPT's cache does not mask capped scores
+        lines += ["from litgpt import LLM", f"print(LLM.load({litgpt!r}).generate({final.prompt!r}))", ""]
     if huggingface:
-        needs_eager = final.huggingface is not None and final.huggingface.attention == "eager"
         eager = ', attn_implementation="eager"' if needs_eager else ""
         lines += [
-            "",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f"tokenizer = AutoTokenizer.from_pretrained({transformers!r})",
             f"model = AutoModelForCausalLM.from_pretrained({transformers!r}{eager})",
@@ -143,4 +143,4 @@ def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
             "written = model.generate(**inputs, max_new_tokens=50, pad_token_id=tokenizer.eos_token_id)",
             "print(tokenizer.decode(written[0]))",
         ]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()

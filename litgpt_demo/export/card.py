@@ -29,7 +29,9 @@ CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
 
 _EAGER = (
     "The model limits its attention scores (soft-capping). transformers computes that with `eager` attention, which "
-    "`config.json` selects. With `sdpa` it leaves the limit out, without a warning, and the logits differ."
+    "`config.json` selects. With `sdpa` it leaves the limit out, without a warning, and the logits differ. "
+    "`LLM.generate` of LitGPT 0.5.13 lets the tokens of a prompt see later ones: write with transformers, or with "
+    "`train-litgpt generate`."
 )
 
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.

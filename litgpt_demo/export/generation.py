@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from litgpt.config import Config
-from litgpt.generate.base import generate_fn
 from litgpt.model import GPT
 from litgpt.tokenizer import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -21,6 +20,7 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.export import exported
 from litgpt_demo.export.models import verified_checkpoint
 from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.models.sampling import sampled
 from litgpt_demo.runs import FINAL, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.reading import load_weights, refusing
@@ -67,10 +67,8 @@ class Writer:
         ids = tokenizer.encode(text, bos=False).tolist() or [tokenizer.eos_id]
         if len(ids) >= (room := model.config.block_size):
             raise UserError(f"the text has {len(ids)} tokens, and the model sees {room}", fix="give it a shorter one")
-        model.max_seq_length = whole = min(room, len(ids) + max_tokens)
-        model.set_kv_cache(batch_size=1, device=(device := model.lm_head.weight.device))
         torch.seed() if seed is None else torch.manual_seed(seed)
-        decoder, prompt = DecodeStream(ids, skip_special_tokens=True), torch.tensor(ids, device=device)
-        how: Any = {"temperature": temperature, "top_k": top_k, "include_prompt": False, "include_eos": False}
-        for token in generate_fn(model, prompt, whole, stop_tokens=([tokenizer.eos_id],), **how):
-            yield decoder.step(tokenizer.processor, int(token)) or ""
+        decoder, length = DecodeStream(ids, skip_special_tokens=True), min(room, len(ids) + max_tokens)
+        how: Any = {"temperature": temperature, "top_k": top_k, "eos_id": tokenizer.eos_id}
+        for token in sampled(model, ids, length=length, **how):
+            yield decoder.step(tokenizer.processor, token) or ""

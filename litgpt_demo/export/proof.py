@@ -26,6 +26,7 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import LossGPT
+from litgpt_demo.models.sampling import sampled
 from litgpt_demo.runs import CONFIG, LITGPT
 from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
 from litgpt_demo.training.reading import load_weights, refusing
@@ -134,11 +135,16 @@ def opened_by_litgpt(
         raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
-    opening = _opening(inputs)[: max(1, room // 4)]
+    # LitGPT's own `generate`, which the card shows, takes no prompt that is longer than a window.
+    opening = _opening(inputs)[: max(1, min(room // 4, (llm.config.sliding_window_size or room) // 3))]
     prompt: str = llm.preprocessor.tokenizer.decode(torch.tensor(opening))
     torch.manual_seed(0)
     new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
-    sample = str(llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
+    ids = llm.preprocessor.encode(prompt).tolist()[: room - 1]
+    how: Any = {"temperature": 0.8, "top_k": 50, "eos_id": llm.preprocessor.tokenizer.eos_id}
+    sample = str(
+        llm.preprocessor.decode(torch.tensor([*sampled(llm.model, ids, length=min(room, len(ids) + new), **how)]))
+    )
     del llm
     _give_back()
     return FinalManifest(

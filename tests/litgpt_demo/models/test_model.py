@@ -12,6 +12,7 @@ from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.models.devices import device_named
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.models.sampling import sampled
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2}
 
@@ -52,6 +53,21 @@ def test_initial_weights_have_gpt_neoxs_spread_and_projections_a_smaller_one() -
         elif weight.dim() == 2:
             expected = 1 / (2 * math.sqrt(256)) if name.endswith(".proj.weight") else math.sqrt(2 / (5 * 256))
             assert float(weight.detach().std()) == pytest.approx(expected, rel=0.02), name
+
+
+@pytest.mark.parametrize("window", [16, 40])
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize("length", [10, 60])
+def test_sampling_equals_full_passes_when_windowed(window: int, cap: float | None, length: int) -> None:
+    """The likeliest token each time, whatever the prompt's length; without a cache every pass sees all tokens."""
+    fields = {"n_query_groups": 1, "intermediate_size": 48, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP"}
+    fields |= {"sliding_window_size": window, "sliding_window_indices": [1, 0], "attention_logit_softcapping": cap}
+    made, prompt = gpt(3, **fields, block_size=128).requires_grad_(False), list(range(length))
+    expected = list(prompt)
+    while len(expected) < length + 24:
+        expected.append(int(made(torch.tensor([expected]))[0, -1].argmax()))
+    written = sampled(made, prompt, length=length + 24, temperature=0.0, top_k=1, eos_id=-1)
+    assert [*prompt, *written] == expected
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
