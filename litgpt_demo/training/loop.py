@@ -218,20 +218,24 @@ class Loop:
         return f"{often} or train.precision=32-true usually fix it"
 
 
-def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
-    """What to say where a save takes longer than the platform waits for a job that is asked to leave, else None."""
-    grace = environ.get(GRACE)
-    if grace is None or seconds <= float(grace):
+def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str | None:
+    """Return the advice where a job that is asked to leave needs more seconds than its platform grants, else None.
+
+    On a GPU the step that runs and the one launched behind it come to their end before the save begins.
+    """
+    grace, needed = environ.get(GRACE), save + 2 * step
+    if grace is None or needed <= float(grace):
         return None
     return (
-        f"saving took {seconds:.0f} s, and the platform waits {grace} s for a job that it takes away: its last steps "
-        f"would be lost. Set platform.grace to {math.ceil(2 * seconds)} where it can wait (a Spot VM is gone after "
-        "30 s), or save more often with a smaller train.checkpoint_every"
+        f"two steps and a save took {needed:.3g} s ({step:.3g} s a step, {save:.3g} s the save), but the platform "
+        f"waits {grace} s for a job that it takes away: its last steps would be lost. Set platform.grace to "
+        f"{math.ceil(needed + save)} where it can wait (a Spot VM is gone after 30 s), or save more often with a "
+        "smaller train.checkpoint_every"
     )
 
 
 def _report_save(report: Reporter, saved: Saved) -> None:
-    for text in filter(None, (saved.warning, grace_warning(saved.seconds, os.environ))):
+    for text in filter(None, (saved.warning, grace_warning(saved.seconds, report.step_seconds, os.environ))):
         warn(text)
     if saved.failed is None:
         report.row(

@@ -46,6 +46,8 @@ class Reporter:
         self._begun, self._file, self._waited = monotonic(), None, 0.0
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
+        self.step_seconds = 0.0
+        """The mean of the steps since the last row of one."""
         self._first: dict[str, float] | None = None
         self._losses: list[float] = []
         """Of a mixture, what StepResult.by_source came to since the last row of a step."""
@@ -116,11 +118,11 @@ class Reporter:
         self._losses = list(map(add, self._losses, result.by_source)) if self._losses else result.by_source
         if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
+        self.step_seconds = max(1e-6, ended - self._last_time) / (result.done - self._last_step)
         if self._file is None or (result.done % train.log_every and result.done != spec.steps):
             return
         tokens_per_step = train.global_batch * spec.model.sequence_length
-        steps, seconds = result.done - self._last_step, max(1e-6, ended - self._last_time)
-        pace = steps * tokens_per_step / seconds
+        pace = tokens_per_step / self.step_seconds
         # The model's arithmetic as a share of the devices' peak, of which each has its part.
         share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
         self.row(
@@ -132,7 +134,7 @@ class Reporter:
             tokens=result.done * tokens_per_step,
             **self._by_source(result.done),
             tokens_per_second=round(pace, 1),
-            step_seconds=round(seconds / steps, 4),
+            step_seconds=round(self.step_seconds, 4),
             data_seconds=round(self._waited, 4),
             **self._first,
             memory=held_bytes(self._training.fabric.device),

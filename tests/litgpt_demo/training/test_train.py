@@ -381,10 +381,14 @@ def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_h
     assert shards(run) == shards(finished)
 
 
-def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_grace_that_fits() -> None:
-    assert grace_warning(29.0, {"LITGPT_GRACE": "30"}) is None
-    assert grace_warning(29.0, {}) is None  # started by hand: nobody waits for so long
-    assert "platform.grace to 91" in str(grace_warning(45.2, {"LITGPT_GRACE": "30"}))
+def test_grace_warning_counts_two_steps_beside_the_save() -> None:
+    """The step that runs and the one launched behind it end before the save begins."""
+    assert grace_warning(29.0, 0.5, {"LITGPT_GRACE": "30"}) is None
+    assert grace_warning(29.0, 9.0, {}) is None  # started by hand: nobody waits for so long
+    assert "platform.grace to 91" in str(grace_warning(45.2, 0.1, {"LITGPT_GRACE": "30"}))
+    slow = str(grace_warning(12.0, 10.0, {"LITGPT_GRACE": "30"}))
+    assert "took 32 s (10 s a step, 12 s the save)" in slow
+    assert "platform.grace to 44" in slow
 
 
 def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_does_its_own_share(
