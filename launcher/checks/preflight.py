@@ -34,7 +34,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.config import EvaluationConfig, ModelConfig, OpenWebTextCorpus, TokensCorpus, TrainConfig
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
@@ -80,6 +80,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     told = f"the {steps or 0:,} steps that train.max_tokens={train.max_tokens or 0:,} makes"
     if steps is not None and (crowded := train.schedule_problem(steps, told)):
         yield Finding("error", "train.warmup_steps", *crowded)
+    yield from _check_products(train, model)
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
             needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"
@@ -99,6 +100,25 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)
     yield from config.platform.missing_secrets(job.secrets)
+
+
+def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]:
+    fields = catalogue.settings(model.name, model.config)
+    experts = fields.get("n_expert", 0) if fields.get("mlp_class_name") == "LLaMAMoE" else 0
+    if model.origin is None and experts > fields.get("n_expert_per_token", 0):
+        what = f"the model routes tokens to {experts} experts, but the trainer does not balance their load"
+        what += ", without which a training from random weights comes to use few of them"
+        yield Finding("error", "model.experts", what, "start from trained weights (model.from), or take a dense model")
+    rows = train.micro_batch * model.sequence_length
+    if train.float8 and experts:
+        what = "train.float8=true multiplies in multiples of 16 rows, but an expert sees any number of tokens"
+        yield Finding("error", "train.float8", what, "leave it off")
+    elif train.float8 and rows % 16:
+        what = "train.float8=true multiplies in multiples of 16 rows, but train.micro_batch="
+        what += f"{train.micro_batch} x model.sequence_length={model.sequence_length} are {rows:,}"
+        yield Finding(
+            "error", "train.float8", what, "take a micro-batch or a length that makes it one, or leave it off"
+        )
 
 
 def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int | None) -> Iterator[Finding]:

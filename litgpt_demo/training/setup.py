@@ -187,9 +187,12 @@ def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    def convertible(module: nn.Module, _name: str) -> bool:
-        # Float8 products want both sides in multiples of 16.
-        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
+    def convertible(module: nn.Module, name: str) -> bool:
+        # Float8 products want all sides in multiples of 16: an expert sees any number of rows. A rounded router chooses
+        # other experts.
+        if not isinstance(module, nn.Linear) or not {"gate", "experts"}.isdisjoint(name.split(".")):
+            return False
+        return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
     float8 = Float8LinearConfig(emulate=emulate)
     convert_to_float8_training(model.transformer, module_filter_fn=convertible, config=float8)

@@ -1,4 +1,7 @@
-"""One optimizer step, what the ranks tell each other of it, and one evaluation. None waits for the device."""
+"""One optimizer step, what the ranks tell each other of it, and one evaluation.
+
+None waits for the device, but LitGPT's mixture of experts does: each expert counts its tokens (torch.where).
+"""
 
 from __future__ import annotations
 

@@ -75,6 +75,33 @@ def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: p
     assert (found.severity, f"torch from {tmp_path}/torch.py" in found.what) == ("error", True)
 
 
+@pytest.mark.parametrize(
+    ("model", "length", "code", "words"),
+    [
+        ({"name": "Mixtral-8x7B-v0.1"}, 128, "model.experts", "routes tokens to 8 experts"),
+        (
+            {"name": "Mixtral-8x7B-v0.1", "from": "mistralai/Mixtral-8x7B-v0.1"},
+            128,
+            "train.float8",
+            "an expert sees any",
+        ),
+        ({"name": "pythia-14m"}, 100, "train.float8", "model.sequence_length=100 are 100"),
+        ({"name": "pythia-14m"}, 128, None, ""),
+    ],
+)
+def test_plan_refuses_experts_and_rows_without_products(
+    model: dict[str, str], length: int, code: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts from random weights are not balanced; float8 multiplies rows in multiples of 16."""
+    monkeypatch.setattr("launcher.checks.preflight.gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
+    job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
+    train = {"float8": True, "compile": "blocks", "micro_batch": 1, "global_batch": 1}
+    config = validated(RunConfig, {"model": {**model, "sequence_length": length}, "train": train}, where="test")
+    found = {one.code: one.what for one in check_training(config, job, vocab_size=300) if one.severity == "error"}
+    assert words in found.get(code or "", "")
+    assert (code in found) == (code is not None)
+
+
 def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is() -> None:
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
     model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}

@@ -117,3 +117,11 @@ def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
     assert loss == pytest.approx(true, rel=0.02)
     layer = "transformer.h.0.mlp.fc.weight"  # eight bits leave three to a number's fraction
     assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
+
+
+def test_float8_leaves_out_routers_and_experts() -> None:
+    changes = {"n_query_groups": 1, "head_size": 16, "n_expert": 16, "n_expert_per_token": 2, "norm_qk": False}
+    model = LossGPT(Config.from_name("Qwen3-30B-A3B", **(SMALL | changes))).bfloat16()
+    multiply_in_float8(model, emulate=True)
+    converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert converted == {f"transformer.h.{layer}.attn.{name}" for layer in range(2) for name in ("qkv", "proj")}
