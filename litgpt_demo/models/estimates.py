@@ -106,9 +106,12 @@ def attention_flops(config: Any, length: int) -> int:
         width = 2 * config.n_head * config.head_size
     context = 0  # tokens that the layers look back on
     for layer in range(config.n_layer):
-        windowed = config.sliding_window_size is not None and config.sliding_window_indices[layer]
-        context += min(length, config.sliding_window_size) if windowed else length
+        context += min(length, config.sliding_window_size) if _has_window(config, layer) else length
     return int(6 * width * context)
+
+
+def _has_window(config: Any, layer: int) -> bool:
+    return config.sliding_window_size is not None and bool(config.sliding_window_indices[layer])
 
 
 def flops_per_token(config: Any, length: int) -> int:
@@ -190,6 +193,9 @@ def memory(
         "selective": int(config.n_layer + 1) * entry + sum(products),
         "full": int(config.n_layer + 1) * entry,
     }[train.activation_checkpointing]
+    windowed = any(_has_window(config, layer) and config.sliding_window_size < length for layer in layers)
+    mask = multiplied * length**2 if windowed else 0  # one, which all windows of a pass share
+    activations = tokens * stored + mask
     # The loss (models.model) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
     capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
@@ -209,12 +215,12 @@ def memory(
         gathered=gathered,
         gradients=kept * share,
         kept=accumulates,
-        activations=tokens * stored,
+        activations=activations,
         room=room,
         moments={
-            "loss": copies + tokens * stored + loss - room,
-            "first block of the backward pass": tokens * stored + begins + (0 if accumulates else kept * table(config)),
-            "last block of the backward pass": begins + (0 if accumulates else kept * share),
+            "loss": copies + activations + loss - room,
+            "first block of the backward pass": activations + begins + (0 if accumulates else kept * table(config)),
+            "last block of the backward pass": begins + mask + (0 if accumulates else kept * share),
         },
     )
 

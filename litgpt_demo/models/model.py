@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from litgpt.config import Config
-from litgpt.model import GPT, GroupedTopkRouter
+from litgpt.model import GPT, GroupedTopkRouter, do_softcapping
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -78,29 +78,37 @@ class LossGPT(GPT):  # type: ignore[misc]
         self.workspace = Workspace()
         self.each: Tensor | None = None
         """Where the next losses put that of each token, in the order of the targets; None where nobody asks."""
+        windows = config.sliding_window_indices if config.sliding_window_size is not None else None
+        self._windowed = [bool(windows and windows[layer]) for layer in range(config.n_layer)]
+        for block in self.transformer.h:  # LitGPT 0.5.13 fills its mask row by row, in each layer: `body` gives one
+            block.attn.apply_sliding_window_attention = False
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """The mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
+        hidden, head, softcap = self.body(idx), self.lm_head, self.config.final_logit_softcapping
         if targets is None:
-            return super().forward(idx, *args, **kwargs)
-        head, softcap = self.lm_head, self.config.final_logit_softcapping
+            logits: Tensor = head(hidden)
+            return logits if softcap is None else do_softcapping(logits, softcap)
         return projected_cross_entropy(
-            self.body(idx), head.weight, targets, bias=head.bias, softcap=softcap,
-            workspace=self.workspace, each=self.each,
-        )  # fmt: skip
+            hidden, head.weight, targets, bias=head.bias, softcap=softcap, workspace=self.workspace, each=self.each
+        )
 
     def body(self, idx: Tensor) -> Tensor:
         """Compute GPT.forward up to the output projection, without a KV cache."""
-        length, indices = idx.size(1), self.config.rope_indices
+        length, indices, window = idx.size(1), self.config.rope_indices, self.config.sliding_window_size
         cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
-        hidden = self.transformer.wte(idx)
+        hidden, dtype, mask = self.transformer.wte(idx), None, None
         if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden = hidden.float()  # the residual stream stays precise even if FSDP gathered the table in bfloat16
         if self.config.scale_embeddings:
             hidden = hidden * torch.tensor(self.config.n_embd**0.5, dtype=hidden.dtype)
+        if any(self._windowed) and window < length:
+            seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)
+            mask = torch.zeros_like(seen, dtype=dtype or hidden.dtype).masked_fill(~seen, -math.inf)
         for number, block in enumerate(self.transformer.h):
             turn = (cos, sin) if indices is None else (cos[..., indices[number]], sin[..., indices[number]])
-            hidden = block(hidden, *turn)
+            hidden = block(hidden, *turn, mask if self._windowed[number] else None)
         normed: Tensor = self.transformer.ln_f(hidden)
         return normed
 

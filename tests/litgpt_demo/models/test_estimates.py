@@ -85,18 +85,25 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-@pytest.mark.parametrize(("precision", "recompute"), [("32-true", "full"), ("bf16-mixed", "selective")])
+WINDOWED = {"sliding_window_size": 64, "sliding_window_indices": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute", "length", "windows"),
+    [("32-true", "full", 128, {}), ("bf16-mixed", "selective", 128, {}), ("bf16-mixed", "none", 1536, WINDOWED)],
+)
 def test_the_memory_of_a_step_is_about_what_is_measured(
-    precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+    precision: str, recompute: str, length: int, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a GPU, where nothing is kept for the next step.
     monkeypatch.setattr(Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
     train = TrainConfig.model_validate(
-        {"global_batch": 4, "micro_batch": 4, "precision": precision, "activation_checkpointing": recompute}
-    )
-    config = completed("Llama-3.2-1B", SMALL, length=128)
-    said = estimates.memory(config, train, length=128, world_size=1).total
-    assert said == pytest.approx(measured(config, train, 128), rel=0.1)
+        {"global_batch": max(1, 512 // length), "micro_batch": max(1, 512 // length), "precision": precision,
+         "activation_checkpointing": recompute}
+    )  # fmt: skip
+    config = completed("Llama-3.2-1B", SMALL | windows, length=length)
+    said = estimates.memory(config, train, length=length, world_size=1).total
+    assert said == pytest.approx(measured(config, train, length), rel=0.1)
 
 
 def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> None:

@@ -93,6 +93,17 @@ def test_the_model_with_its_loss_is_litgpts_own(family: str, tied: bool) -> None
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
+def test_windows_cost_the_same_operators_at_any_length() -> None:
+    """One mask for each pass, and none where no sample is longer than the window."""
+    config = Config.from_name("Gemma-3-1b-it", **(SMALL | FAMILIES["Gemma-3-1b-it"] | {"block_size": 64}))
+    model, counts = LossGPT(config), dict[int, int]()
+    for length in (8, 16, 64):
+        with torch.profiler.profile() as seen:
+            model(torch.zeros(1, length, dtype=torch.int64))
+        counts[length] = sum(event.name.startswith("aten::") for event in seen.events() or ())
+    assert counts[8] < counts[16] == counts[64] < counts[8] + 60
+
+
 CPU = torch.device("cpu")
 
 
