@@ -183,7 +183,8 @@ def memory(
     if sharded:
         # Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables.
         here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
-        gathered = multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
+        gathered = (kept if device == "cpu" else multiplied) * (here + 2 * table(config))
+        gathered += 4 * (max(sizes) + 2 * table(config))
     # Per token, what waits for the backward pass: of each block, and what enters the last norm.
     of_blocks = [_kept_of_block(config, layer, length, multiplied=multiplied, kept=kept) for layer in layers]
     whole, products = zip(*of_blocks, strict=True)

@@ -73,7 +73,8 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Mo
     data = mesh if mesh.size(0) > 1 else mesh["tensor_parallel"]
     # Gathered in the precision in which autocast would multiply; gradients are summed in float32. Inputs are left as
     # they are, for the residual stream and the rotary cosines are float32's.
-    gathered = torch.bfloat16 if train.precision == "bf16-mixed" else None
+    # On a CPU autocast leaves norms in the inputs' type, so weights have to be float32's too ("mixed dtype (CPU)").
+    gathered = torch.bfloat16 if train.precision == "bf16-mixed" and mesh.device_type != "cpu" else None
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(cast(GPT, model).transformer.h)
     for block in blocks:

@@ -173,6 +173,14 @@ def test_rotary_tables_are_float32_with_every_strategy(
     assert [end["tables"] for end in ends(run)] == [["torch.float32"] * 2] * ranks
 
 
+def test_mixed_precision_trains_sharded_on_cpus(new_run: NewRun, train_elsewhere: TrainElsewhere) -> None:
+    """A CPU's LayerNorm takes no weights of another type than its inputs'."""
+    settings: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": 2, "warmup_steps": 0, "evaluation_windows": 1}
+    run = new_run("run", world_size=2, strategy="fsdp", **settings)
+    assert train_elsewhere((run, 2, 0)) == [[0, 0]]
+    assert [row["step"] for row in rows(run, "step")] == [1, 2]
+
+
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
     elsewhere: dict[str, Path], finished: Path, tiny_dataset: Path, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
