@@ -36,7 +36,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, attempt_name
+from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, Moment, attempt_name
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -103,8 +103,7 @@ class AttemptRecord(Settings):
     host: str
     machine: str
     """A stable id of the machine that submitted it: host names change with the network."""
-    created: float = Field(ge=0, le=1e11)
-    """Seconds since the epoch."""
+    created: Moment
 
     @property
     def nodes(self) -> int:
@@ -124,11 +123,10 @@ class AttemptEnd(Settings):
     state: JobState
     native: str
     """The platform's own word."""
-    seen: float
-    """Seconds since the epoch."""
-    scheduled: float | None = None
-    pulled: float | None = None
-    ended: float | None = None
+    seen: Moment
+    scheduled: Moment | None = None
+    pulled: Moment | None = None
+    ended: Moment | None = None
     """The platform's times, as a JobStatus has them."""
 
 

@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import psutil
+from pydantic import Field
 
 from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
@@ -113,7 +114,7 @@ class SlurmSubmission(Settings):
     user: str
     """The Unix user on the cluster."""
     cluster: str
-    number: int | None = None
+    number: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
 
 class SlurmPlatform:
@@ -221,8 +222,8 @@ class SlurmPlatform:
                 raise PlatformRefused(what, fix=f"wait for its end, or end it: scancel {row.number}")
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        job = SlurmJob.of(job_id)
-        return (job.place, job.name, job.directory) == (self._settings.host or "", attempt_name, directory)
+        settings = self._settings
+        return SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).is_named(job_id)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what the queue says, else the accounts, else what the nodes have left in the run's folder.
