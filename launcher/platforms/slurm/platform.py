@@ -367,7 +367,8 @@ class SlurmPlatform:
         command = [*words]
         if host is not None:
             prefix = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
-            command = ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join([*prefix, *words])]
+            flags = ("-o", "BatchMode=yes", "-o", "ForwardAgent=no")  # the node's root could use the agent's keys
+            command = ["ssh", *flags, "--", host, shlex.join([*prefix, *words])]
         if shutil.which(command[0]) is None:
             fix = "run it on a login node of the cluster, or name one: platform.host"
             raise NotInstalled(f"platform.kind=slurm needs `{command[0]}`, which is not on PATH", fix=fix)
