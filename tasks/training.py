@@ -35,6 +35,7 @@ from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError, words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import bring_origin
@@ -435,6 +436,7 @@ class Lines:
     ) -> None:  # fmt: skip
         self._record, self._root, self._leads = record, root, leads
         self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+        self._clean = Cleaner()
         self._status: JobStatus | None = None
         self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
@@ -472,7 +474,7 @@ class Lines:
 
     def keep(self, lines: Iterable[LogLine]) -> None:
         """Add lines that were handed on before to the tail."""
-        self.tail.extend(_cut(line) for line in lines if parsed(line.text) is None)
+        self.tail.extend(replace(line, text=line.text[:_LONGEST]) for line in lines if parsed(line.text) is None)
 
     def __call__(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
@@ -490,12 +492,12 @@ class Lines:
                     if self._leads():
                         reach("checkpoint.committed", self._record.run, self._root, step=row["step"], loss=loss)
                 continue
-            short = _cut(line)
+            short = replace(line, text=self._clean(line.text[:_LONGEST]))
             self.tail.append(short)
             if (warning := _WARNING.match(short.text)) and self._is_news(warning["what"]):
                 emit(Note(what=str(short), severity="warning"))
                 continue
-            emit(Output(line=str(line)))
+            emit(Output(line=str(replace(line, text=self._clean(line.text)))))
             if line.node == 0:
                 self._dropped += len(self._unlogged) == _LOGGED
                 self._unlogged.append(str(short))
@@ -517,7 +519,3 @@ class Lines:
             self._logger.info("\n".join([*left_out, *self._unlogged]))
             self._unlogged.clear()
             self._dropped, self._logged_at = 0, time.monotonic()
-
-
-def _cut(line: LogLine) -> LogLine:
-    return replace(line, text=line.text[:_LONGEST])

@@ -24,6 +24,7 @@ from launcher.job import MACHINE, ExitCode, JobFault, JobStatus, LogLine, NodeNu
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code, is_gpu_error
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage
 
 VERDICT = "verdict.json"
@@ -295,7 +296,7 @@ def diagnose(
         words = f"{status.native}; its nodes left neither a report nor a line of log"
         evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else words
         # A job that ended without any word is taken for one whose machine died.
-        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=evidence, logs=logs)
+        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs)
     nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began
     missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
     suspects += [_Suspect(fault=Fault.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
@@ -315,7 +316,8 @@ def diagnose(
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
     # The platform knows the machine better, and knows it of a node that left no report.
-    return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host, logs=logs)
+    host = status.hosts.get(cause.node) or cause.host
+    return replace(cause, clear=clear, host=host, evidence=Cleaner()(cause.evidence), logs=logs)
 
 
 def _reported(report: NodeReport) -> _Suspect:
