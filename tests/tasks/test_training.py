@@ -33,7 +33,8 @@ from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage.local import LocalStorage
 from litgpt_demo.training import checkpoints
 from tasks import training
 from tasks.training import run_job
@@ -550,6 +551,28 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
     everything = f"{failure.value} {told} {caplog.text} {verdict} {reached}"
     assert "printed [secure]" in everything
     assert [secret for secret in ("known-secret", "of-the-node") if secret in everything] == []
+
+
+def test_event_of_a_checkpoint_needs_one_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any program can print the rows of a training, as often as it likes."""
+
+    class Boasting(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            self.start(job_id)
+            run = open_storage(str(tmp_path / "runs/demo"))
+            run.write(f"{checkpoints.folder_of(10)}/{MANIFEST}", b"{}")
+            rows = [{"kind": "checkpoint", "step": step} for step in (3, 10, 10, *range(100, 200))]
+            self.say(job_id, *map(marked, rows))
+            super().meet(job_id, code)
+
+    looks: list[str] = []
+    exists = LocalStorage.exists
+    monkeypatch.setattr(LocalStorage, "exists", lambda self, path: looks.append(path) or exists(self, path))
+    reached: list[Any] = []
+    monkeypatch.setattr("tasks.training.reach", lambda milestone, *of, **facts: reached.append((milestone, facts)))
+    ended_well(tmp_path, Boasting([0]))
+    assert [facts["step"] for milestone, facts in reached if milestone == "checkpoint.committed"] == [10]
+    assert len([path for path in looks if "checkpoints" in path]) < 30
 
 
 def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_is_told_once_and_at_once(
