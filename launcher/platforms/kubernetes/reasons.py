@@ -215,9 +215,9 @@ REFUSALS = frozenset(
         "deactivated",
     )
 )
-"""The API server does not take the pods, or the Job or Service that they need, a kubelet cannot start them, or Kueue has
-deactivated the job: waiting alone does not change that. Controllers try again at least every minute, kubelets every
-five."""
+"""The API server does not take the pods, or the Job or Service that they need, a kubelet cannot start them, or Kueue
+has deactivated the job: waiting alone does not change that. Controllers try again at least every minute, kubelets
+every five."""
 
 
 def _of_events(
