@@ -5,11 +5,12 @@ A live job is never doubled: a caller that starts one claims its number in the i
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -70,9 +71,21 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
     return settings.open_recorded(given)
 
 
-def opening_beside(given: PlatformSettings | None) -> OpenPlatform:
-    """Return `recorded_platform` for who was given a config with this `platform` section, or none."""
-    return partial(recorded_platform, given=given)
+def opening_beside(given: PlatformSettings | None = None) -> OpenPlatform:
+    """Return `recorded_platform` for who was given a config with this `platform` section, or none.
+
+    Each section is opened once: a platform keeps its login, its connections and what it has just learned of its jobs.
+    """
+    opened, lock = dict[str, Platform](), Lock()
+
+    def open(section: Mapping[str, Any]) -> Platform:
+        key = json.dumps(section, sort_keys=True)
+        with lock:
+            if key not in opened:
+                opened[key] = recorded_platform(section, given)
+            return opened[key]
+
+    return open
 
 
 def has_begun(directory: str) -> bool:
@@ -87,7 +100,7 @@ class Attempts:
     index: Index
     run: str
     """`<name>-<key>`."""
-    open: OpenPlatform = recorded_platform
+    open: OpenPlatform = field(default_factory=opening_beside)
 
     def records(self) -> list[AttemptRecord]:
         """Return what was started, oldest first."""
@@ -370,10 +383,11 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
         least = 2 * run.parameters  # bytes: a checkpoint has all weights in 16 bits or more
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
+    open = opening_beside(config.platform)
     return Claim(
-        attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(config.platform)),
+        attempts=Attempts(index=Index(run.root), run=run.name, open=open),
         config=config,
-        platform=config.platform.open(),
+        platform=open(config.platform.model_dump(mode="json")),
         make_job=lambda number: run.job(attempt=number, image=known_image(config.image)),
         progress=progress,
     )

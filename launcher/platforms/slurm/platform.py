@@ -131,7 +131,7 @@ class SlurmPlatform:
     def __init__(self, settings: SlurmPlatformConfig, *, settle: float = 20.0) -> None:
         self._settings, self._settle = settings, settle
         self._user, self._cluster = "", ""
-        self._seen = dict[str, tuple[_Row | None, float]]()
+        self._seen = dict[str, tuple[_Row, float]]()
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -193,7 +193,6 @@ class SlurmPlatform:
             user, cluster = self._whoami()
             record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
             _write(attempt, record)
-            self._seen.pop(job.name, None)  # "no such job" must not outlive this line
             try:
                 number = _number_in(self._run("sbatch", "--parsable", given=script))
             except PlatformRefused:
@@ -333,9 +332,9 @@ class SlurmPlatform:
         """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A
         number that another job has by now, as after a new installation, is that of no job of ours."""
         number = record.number if record else None
-        known, since = self._seen.get(job.name, (None, -_FRESH))
-        if not fresh and time.monotonic() < since + _FRESH:
-            return known
+        known = self._seen.get(job.name)
+        if not fresh and known is not None and time.monotonic() < known[1] + _FRESH:
+            return known[0]
         rows = self._queue(f"--name={job.name}" if number is None else f"--jobs={number}")
         if record is not None and not rows:
             begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
@@ -345,7 +344,8 @@ class SlurmPlatform:
                 jobid, state, start, nodes, user, name = fields
                 rows.append(_Row(int(jobid), state.split()[0], "", start, nodes, user, name, ""))
         found = min((row for row in rows if row.name == job.name), default=None)
-        self._seen[job.name] = found, time.monotonic()
+        if found is not None:  # a job that is not there may be submitted at any moment
+            self._seen[job.name] = found, time.monotonic()
         return found
 
     def _queue(self, *which: str) -> list[_Row]:

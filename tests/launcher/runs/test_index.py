@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.job import JobId, JobState, JobStatus
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, this_machine
 from launcher.runs.listing import find, leftovers, run_rows
@@ -181,6 +182,21 @@ def test_damaged_result_of_a_local_job_is_a_data_error(index: Index, content: st
         index.root.write(f"{place}/{name}", text.encode())
     (row,) = run_rows(index)
     assert (row.state, "result.json is not a valid" in row.note) == ("unknown", True)
+
+
+def test_platform_is_opened_once_for_all_questions_of_a_verb(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening may log in, run a program or read a kubeconfig."""
+    runs = [f"gpt-{number:010}" for number in range(3)]
+    for run in runs:
+        own = index.root.address(f"runs/{run}/attempts/1")
+        index.create(record(run).model_copy(update={"directory": own, "job_id": JobId(own)}))
+    opened, own_open = list[str](), LocalPlatformConfig.open
+    monkeypatch.setattr(LocalPlatformConfig, "open", lambda self: opened.append(self.kind) or own_open(self))
+    attempts = Attempts(index=index, run=runs[0])
+    for verb in (lambda: [attempts.last(), attempts.all(), attempts.cancel()], lambda: run_rows(index)):
+        opened.clear()
+        assert verb()
+        assert opened == ["local"]
 
 
 def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index) -> None:
