@@ -25,6 +25,7 @@ from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import (
     FIX,
+    INDEX,
     AttemptEnd,
     AttemptRecord,
     AttemptVerdict,
@@ -192,7 +193,8 @@ class Attempts:
         """
         if self.is_out_of_reach(record):
             which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
-            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix="ask there", given_up=True)
+            fix = f"ask there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
+            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, given_up=True)
         platform = self.open(record.platform)
         if not platform.gave(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, cancel_each
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, this_machine
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
 from launcher.runs.listing import find, leftovers, run_rows
 from litgpt_demo.errors import DataError, Fault
 
@@ -182,6 +182,36 @@ def test_damaged_result_of_a_local_job_is_a_data_error(index: Index, content: st
         index.root.write(f"{place}/{name}", text.encode())
     (row,) = run_rows(index)
     assert (row.state, "result.json is not a valid" in row.note) == ("unknown", True)
+
+
+IMAGE = {".dockerenv": "", "etc/machine-id": "0" * 32, "proc/sys/kernel/random/boot_id": "boot-1"}
+CLONE = {"etc/machine-id": "0" * 32, "etc/hostname": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("files", "others", "same"),
+    [
+        (CLONE, CLONE, True),
+        (CLONE, CLONE | {"etc/hostname": "node2"}, False),
+        (IMAGE | {"etc/hostname": "c1"}, IMAGE | {"etc/hostname": "c2"}, True),
+        (IMAGE, IMAGE | {"proc/sys/kernel/random/boot_id": "boot-2"}, False),
+        ({"etc/machine-id": "uninitialized"}, {"etc/machine-id": "uninitialized"}, False),
+    ],
+    ids=["same machine", "cloned machine", "containers of one host", "one image on two hosts", "uninitialized"],
+)
+def test_machines_that_are_two_have_two_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], others: dict[str, str], *, same: bool
+) -> None:
+    """The jobs of a machine are processes and locks there, which another one cannot see."""
+    found = []
+    for name, content in (("a", files), ("b", others)):
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        monkeypatch.setattr("uuid.getnode", lambda: 0x0242AC110002)  # as every first container of Docker has it
+        for path, text in content.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        found.append(machine_below(tmp_path / name))
+    assert (found[0] == found[1]) == same
 
 
 def test_platform_is_opened_once_for_all_questions_of_a_verb(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
