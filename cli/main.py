@@ -645,7 +645,7 @@ def logs(
                     show_line(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
-            await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
+            await waiting.follow(platform, job_id, on_lines=show_lines, poll=platform.poll_seconds)
         else:
             await waiting.read_logs(platform, job_id, on_lines=show_lines)
 

@@ -34,6 +34,14 @@ def _of_a_job(fault: Fault) -> Fault:
 JobFault: TypeAlias = Annotated[Fault, AfterValidator(_of_a_job)]
 """The class of a failure that a job ends with; the others are the launching side's."""
 
+# What is read back may be damaged or forged: a number is one that a platform can have given.
+NodeNumber: TypeAlias = Annotated[int, Field(ge=0, lt=1_000_000)]
+"""The number of a node or rank."""
+ExitCode: TypeAlias = Annotated[int, Field(ge=-1000, lt=1_000_000)]
+"""A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
+Moment: TypeAlias = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+"""Seconds since the epoch."""
+
 MACHINE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
 MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
 """The name of a machine that can be avoided: it is the value of a label. Nodes may report anything else as theirs."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import httpx
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 HIDDEN = "[secure]"
 
@@ -38,6 +40,14 @@ _HINTS = (
     "eyj",
     "hf_",
     "://",
+    "_key",
+    "akia",
+    "asia",
+    "slack",
+    "xox",
+    "wandb",
+    "gh",
+    "ya29.",
 )
 _PATTERNS = (
     # Words have no capital or digit within: "Bearer tokens" is told, "Bearer s3cret" is not.
@@ -45,7 +55,18 @@ _PATTERNS = (
     (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
+    (
+        re.compile(r"(\b[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|API_KEY|ACCESS_KEY)(?:_[A-Z0-9_]+)?=)[^\s$]\S+"),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # a token of the Hub
+    (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),  # AWS
+    (re.compile(r"\b(hooks\.slack\.com/\w+/)[^\s\"'>|]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"\bxox[a-z]-[\w-]{10,}"), HIDDEN),  # Slack
+    (re.compile(r"\bwandb_v\d+_\w{20,}"), HIDDEN),
+    (re.compile(r"((?i:wandb|api.key)\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # an older key of W&B
+    (re.compile(r"\b(?:gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,})"), HIDDEN),
+    (re.compile(r"\bya29\.[\w.-]{20,}"), HIDDEN),  # a token of Google's
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#:@]*:)[^\s/]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
 )
 
@@ -99,9 +120,31 @@ def redacted(text: str, *secrets: str) -> str:
     An answer may repeat the request that it answers: a proxy's error page does, and many a validation message.
     """
     text = without(text, *secrets)
-    for pattern, replacement in _PATTERNS:
+    lower = text.lower()
+    for pattern, replacement in _PATTERNS if any(hint in lower for hint in _HINTS) else ():
         text = pattern.sub(replacement, text)
     return text
+
+
+class Cleaner:
+    """Takes the secrets of this process's environment, and what has the form of one, out of what others will read."""
+
+    def __init__(self) -> None:
+        self._secrets = sorted(secrets_of(os.environ), key=len, reverse=True)
+
+    def __call__(self, value: T) -> T:
+        """Return a text, or a JSON document with all its texts, without them."""
+        return cast(T, self._clean(value))
+
+    def _clean(self, value: Any) -> Any:
+        match value:
+            case str():
+                return redacted(value, *self._secrets)
+            case dict():
+                return {name: self._clean(part) for name, part in value.items()}
+            case list() | tuple():
+                return [self._clean(part) for part in value]
+        return value
 
 
 def without(text: str, *secrets: str) -> str:

@@ -35,7 +35,8 @@ from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError, words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
-from litgpt_demo.storage import open_storage
+from litgpt_demo.secrets import Cleaner
+from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import bring_origin
 from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
@@ -47,6 +48,7 @@ _TAIL = 200  # lines that are kept for the verdict
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
 _LONGEST_WHY = 4_000  # characters of a verdict in an event: Prefect refuses long ones
 _LOGGED = 40  # lines of node 0 that Prefect's database gets of a minute: NCCL alone prints thousands
+_MOST_UNFOUNDED = 20  # rows of checkpoints that do not exist, after which no row of the attempt is looked up
 _MOST_WARNINGS = 20  # of an attempt that are told
 # As `warn` of the trainer and a node's findings have it, behind what torchrun puts before it.
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
@@ -435,7 +437,11 @@ class Lines:
     ) -> None:  # fmt: skip
         self._record, self._root, self._leads = record, root, leads
         self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+        self._clean = Cleaner()
         self._status: JobStatus | None = None
+        # A bucket that is away must not hold up the log for as long as a step may wait for it.
+        self._run = replace(open_storage(root).within(f"runs/{record.run}"), patience=5.0)
+        self._announced, self._unfounded = set[int](), 0
         self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
@@ -472,7 +478,7 @@ class Lines:
 
     def keep(self, lines: Iterable[LogLine]) -> None:
         """Add lines that were handed on before to the tail."""
-        self.tail.extend(_cut(line) for line in lines if parsed(line.text) is None)
+        self.tail.extend(replace(line, text=line.text[:_LONGEST]) for line in lines if parsed(line.text) is None)
 
     def __call__(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
@@ -487,20 +493,31 @@ class Lines:
                     loss = None
                     for step in [step for step in self._losses if step <= row["step"]]:
                         loss = self._losses.pop(step)
-                    if self._leads():
+                    if self._leads() and self._is_committed(row["step"]):
                         reach("checkpoint.committed", self._record.run, self._root, step=row["step"], loss=loss)
                 continue
-            short = _cut(line)
+            short = replace(line, text=self._clean(line.text[:_LONGEST]))
             self.tail.append(short)
             if (warning := _WARNING.match(short.text)) and self._is_news(warning["what"]):
                 emit(Note(what=str(short), severity="warning"))
                 continue
-            emit(Output(line=str(line)))
+            emit(Output(line=str(replace(line, text=self._clean(line.text)))))
             if line.node == 0:
                 self._dropped += len(self._unlogged) == _LOGGED
                 self._unlogged.append(str(short))
         if time.monotonic() > self._logged_at + LINE:
             self.log()
+
+    def _is_committed(self, step: int) -> bool:
+        """Return whether a checkpoint exists that was not announced before. Any program can print such a row."""
+        if step in self._announced or self._unfounded > _MOST_UNFOUNDED:
+            return False
+        with suppress(TrainLitgptError):
+            if self._run.exists(f"{checkpoints.folder_of(step)}/{MANIFEST}"):
+                self._announced.add(step)
+                return True
+        self._unfounded += 1
+        return False
 
     def _is_news(self, warning: str) -> bool:
         if warning in self._warned or len(self._warned) > _MOST_WARNINGS:
@@ -517,7 +534,3 @@ class Lines:
             self._logger.info("\n".join([*left_out, *self._unlogged]))
             self._unlogged.clear()
             self._dropped, self._logged_at = 0, time.monotonic()
-
-
-def _cut(line: LogLine) -> LogLine:
-    return replace(line, text=line.text[:_LONGEST])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Annotated, ClassVar, Self
 from urllib.parse import parse_qs, quote, urlsplit
@@ -46,11 +48,22 @@ class KeptJob:
 
     @classmethod
     def of(cls, job_id: JobId) -> Self:
-        url = urlsplit(job_id)
-        query = parse_qs(url.query)
-        if url.scheme != cls.form.partition(":")[0] or not query.keys() >= {"nodes", "kept"}:
-            raise ConfigProblem(f"{job_id!r} is no job of {cls.platform}; ids look like {cls.form}/name?nodes=2&kept=…")
-        return cls(url.netloc, url.path.strip("/"), int(query["nodes"][0]), query["kept"][0])
+        what = f"{job_id!r} is no job of {cls.platform}; ids look like {cls.form}/name?nodes=2&kept=…"
+        try:
+            url = urlsplit(job_id)
+            query = parse_qs(url.query)
+        except ValueError as error:
+            raise ConfigProblem(what) from error
+        nodes, kept = (query.get(name, [""])[0] for name in ("nodes", "kept"))
+        if url.scheme != cls.form.partition(":")[0] or not re.fullmatch("[0-9]{1,5}", nodes) or not kept:
+            raise ConfigProblem(what)
+        return cls(url.netloc, url.path.strip("/"), int(nodes), kept)
+
+    def is_named(self, job_id: JobId) -> bool:
+        """Return whether an id is this job's; one that is damaged or forged is not."""
+        with suppress(ConfigProblem):
+            return self.of(job_id) == self
+        return False
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES, ListPrice, Machine
 from litgpt_demo.config import Count, Settings, arrange_form
 from litgpt_demo.errors import Finding
@@ -24,6 +26,13 @@ if TYPE_CHECKING:
 LONGEST_LABEL = 63
 """Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035). What a name is
 made of NAME_PATTERN sees to."""
+
+
+def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
+    """Return the refusal of an address that only a record names, which whoever writes to the root may have forged."""
+    fix = f"if it is yours, export {variable}={value}, or give the verb the config instead of the name"
+    what = f"only the job's record, which others may write, says that {claim}"
+    return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
 
 def asked(**fields: Any) -> dict[str, Any]:

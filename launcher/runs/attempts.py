@@ -5,11 +5,12 @@ A live job is never doubled: a caller that starts one claims its number in the i
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import (
     FIX,
+    INDEX,
     AttemptEnd,
     AttemptRecord,
     AttemptVerdict,
@@ -70,9 +72,21 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
     return settings.open_recorded(given)
 
 
-def opening_beside(given: PlatformSettings | None) -> OpenPlatform:
-    """Return `recorded_platform` for who was given a config with this `platform` section, or none."""
-    return partial(recorded_platform, given=given)
+def opening_beside(given: PlatformSettings | None = None) -> OpenPlatform:
+    """Return `recorded_platform` for who was given a config with this `platform` section, or none.
+
+    Each section is opened once: a platform keeps its login, its connections and what it has just learned of its jobs.
+    """
+    opened, lock = dict[str, Platform](), Lock()
+
+    def open(section: Mapping[str, Any]) -> Platform:
+        key = json.dumps(section, sort_keys=True)
+        with lock:
+            if key not in opened:
+                opened[key] = recorded_platform(section, given)
+            return opened[key]
+
+    return open
 
 
 def has_begun(directory: str) -> bool:
@@ -87,7 +101,7 @@ class Attempts:
     index: Index
     run: str
     """`<name>-<key>`."""
-    open: OpenPlatform = recorded_platform
+    open: OpenPlatform = field(default_factory=opening_beside)
 
     def records(self) -> list[AttemptRecord]:
         """Return what was started, oldest first."""
@@ -179,7 +193,8 @@ class Attempts:
         """
         if self.is_out_of_reach(record):
             which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
-            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix="ask there", given_up=True)
+            fix = f"ask there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
+            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, given_up=True)
         platform = self.open(record.platform)
         if not platform.gave(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
@@ -370,10 +385,11 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
         least = 2 * run.parameters  # bytes: a checkpoint has all weights in 16 bits or more
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
+    open = opening_beside(config.platform)
     return Claim(
-        attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(config.platform)),
+        attempts=Attempts(index=Index(run.root), run=run.name, open=open),
         config=config,
-        platform=config.platform.open(),
+        platform=open(config.platform.model_dump(mode="json")),
         make_job=lambda number: run.job(attempt=number, image=known_image(config.image)),
         progress=progress,
     )

@@ -20,10 +20,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from launcher.errors import PlatformUnreachable
-from launcher.job import MACHINE, JobFault, JobStatus, LogLine
+from launcher.job import MACHINE, ExitCode, JobFault, JobStatus, LogLine, NodeNumber
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code, is_gpu_error
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage
 
 VERDICT = "verdict.json"
@@ -129,10 +130,7 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
     return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
-# A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
-# Exit codes are a byte, one of GCP Batch's reserved ones, or the negative number of a signal.
-_ExitCode = Annotated[int, Field(ge=-1000, lt=1_000_000)]
-_Number = Annotated[int, Field(ge=0, lt=1_000_000)]
+# A node may write anything: what is too long is cut, what is too large is no report.
 _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
 
@@ -140,8 +138,8 @@ _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
 class RankReport(BaseModel):
     """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
-    rank: _Number | None = None
-    exit_code: _ExitCode | None = None
+    rank: NodeNumber | None = None
+    exit_code: ExitCode | None = None
     message: _Text = ""
     traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
     time: FiniteFloat | None = None
@@ -155,14 +153,14 @@ class Trace(BaseModel):
 
     source: Literal["kernel", "memory", "output", "recorder"]
     text: Annotated[str, AfterValidator(lambda text: text[:500])]
-    rank: _Number | None = None
+    rank: NodeNumber | None = None
 
 
 class NodeReport(BaseModel):
     """A node's report of its end (litgpt_demo.node.main)."""
 
-    node: _Number
-    exit_code: _ExitCode
+    node: NodeNumber
+    exit_code: ExitCode
     fault: JobFault | None
     message: _Text
     ended: FiniteFloat
@@ -172,7 +170,7 @@ class NodeReport(BaseModel):
     stage_seconds: _Seconds = 0.0
     host: Annotated[str, AfterValidator(lambda text: text[:_LONGEST_HOST])] = ""
     """The machine, by its platform's name."""
-    stopped: Annotated[tuple[_Number, ...], Field(max_length=1024)] = ()
+    stopped: Annotated[tuple[NodeNumber, ...], Field(max_length=1024)] = ()
     """The ranks that were stopped because of others, and had failed at nothing."""
     traces: Annotated[tuple[Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
     ranks: Annotated[tuple[RankReport, ...], Field(max_length=1024)] = ()
@@ -298,7 +296,7 @@ def diagnose(
         words = f"{status.native}; its nodes left neither a report nor a line of log"
         evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else words
         # A job that ended without any word is taken for one whose machine died.
-        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=evidence, logs=logs)
+        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs)
     nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began
     missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
     suspects += [_Suspect(fault=Fault.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
@@ -318,7 +316,8 @@ def diagnose(
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
     # The platform knows the machine better, and knows it of a node that left no report.
-    return replace(cause, clear=clear, host=status.hosts.get(cause.node) or cause.host, logs=logs)
+    host = status.hosts.get(cause.node) or cause.host
+    return replace(cause, clear=clear, host=host, evidence=Cleaner()(cause.evidence), logs=logs)
 
 
 def _reported(report: NodeReport) -> _Suspect:

@@ -36,7 +36,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, attempt_name
+from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, Moment, attempt_name
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -103,8 +103,7 @@ class AttemptRecord(Settings):
     host: str
     machine: str
     """A stable id of the machine that submitted it: host names change with the network."""
-    created: float = Field(ge=0, le=1e11)
-    """Seconds since the epoch."""
+    created: Moment
 
     @property
     def nodes(self) -> int:
@@ -124,11 +123,10 @@ class AttemptEnd(Settings):
     state: JobState
     native: str
     """The platform's own word."""
-    seen: float
-    """Seconds since the epoch."""
-    scheduled: float | None = None
-    pulled: float | None = None
-    ended: float | None = None
+    seen: Moment
+    scheduled: Moment | None = None
+    pulled: Moment | None = None
+    ended: Moment | None = None
     """The platform's times, as a JobStatus has them."""
 
 
@@ -367,12 +365,31 @@ def _content(value: Settings) -> bytes:
 
 @cache
 def this_machine() -> str:
-    """Return an id of this machine that outlives its host name."""
-    known = Path("/etc/machine-id")
-    text = known.read_text().strip() if known.exists() else ""
-    node = uuid.getnode()
-    made_up = node >> 40 & 1  # no network card: another number in each process (RFC 9562, section 6.10)
-    return sha256((text or (socket.gethostname() if made_up else f"{node:x}")).encode()).hexdigest()[:12]
+    """Return an id of this machine that outlives the host names that networks give."""
+    return machine_below(Path("/"))
+
+
+def machine_below(root: Path) -> str:
+    """Return the id of the machine that has its files below a folder.
+
+    Machines that were cloned share /etc/machine-id, and have names of their own. In a container both are the image's,
+    and the address of the network card is always the same. Containers of one host see each other's locks, and they
+    share the kernel's id, which is a new one after a reboot.
+    """
+
+    def text(path: str) -> str:
+        with suppress(OSError):
+            return (root / path).read_text().strip()
+        return ""
+
+    known, node = text("etc/machine-id"), uuid.getnode()
+    if any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv", "run/secrets/kubernetes.io")):
+        name = text("proc/sys/kernel/random/boot_id")
+    elif re.fullmatch("[0-9a-f]{32}", known):  # it may be "uninitialized" (machine-id(5))
+        name = known + text("etc/hostname")
+    else:  # without a network card the number is another one in each process (RFC 9562, section 6.10)
+        name = "" if node >> 40 & 3 else f"{node:x}"  # multicast, or made up by whoever runs this machine
+    return sha256((name or socket.gethostname()).encode()).hexdigest()[:12]
 
 
 def whoami() -> tuple[str, str]:

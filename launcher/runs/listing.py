@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from launcher.curves import summary
 from launcher.errors import ConfigProblem, UnknownRun
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobId, JobState
-from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
+from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest, plan_script
 from launcher.runs.sweeps import sweep_name
@@ -45,7 +45,7 @@ class Target:
     runs: tuple[str, ...]
     damaged: tuple[str, ...] = ()
     """The damage of each unreadable record that may belong to one of the sweep's trials."""
-    open: OpenPlatform = recorded_platform
+    open: OpenPlatform = field(default_factory=opening_beside)
 
     @property
     def attempts(self) -> list[Attempts]:
@@ -197,14 +197,14 @@ class RunRow:
 
 
 def run_rows(
-    index: Index, runs: Sequence[str] = (), *, bad: DamagedRecords | None = None, open: OpenPlatform = recorded_platform
+    index: Index, runs: Sequence[str] = (), *, bad: DamagedRecords | None = None, open: OpenPlatform | None = None
 ) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone where there are any, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
     """
-    followers = index.followers()
+    followers, open = index.followers(), open or opening_beside()
 
     def row(record: AttemptRecord) -> RunRow:
         folder, note = index.root.within(f"runs/{record.run}"), ""
@@ -272,11 +272,13 @@ class Leftover:
     """The sentence that says what is left, or why nothing is known."""
 
 
-def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[Leftover]:
+def leftovers(index: Index, *, open: OpenPlatform | None = None) -> list[Leftover]:
     """Return what every dead run of an index has left, by run and attempt: its last attempt is known to have ended.
 
     A job of another machine, which that one alone can ask for, is passed over.
     """
+
+    open = open or opening_beside()
 
     def of(run: str) -> list[Leftover]:
         attempts, found = Attempts(index=index, run=run, open=open), list[Leftover]()
@@ -296,9 +298,9 @@ def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[L
         return [found for some in pool.map(of, index.runs()) for found in some]
 
 
-def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:
+def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform | None = None) -> bool:
     """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone."""
-    attempts = Attempts(index=index, run=leftover.run, open=open)
+    attempts = Attempts(index=index, run=leftover.run, open=open or opening_beside())
     those = [record for record in attempts.records() if record.job_id == leftover.job_id]
     if not those or not _is_dead(attempts):
         return False

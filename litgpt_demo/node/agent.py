@@ -77,7 +77,8 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
         *module,
         # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
         "--",
-        *node.program[len(module):],
+        # torchrun takes `$$` for `$` and `${local_rank}` for the rank (torch.distributed.elastic.utils.api.macros).
+        *(word.replace("$", "$$") for word in node.program[len(module):]),
     ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from litgpt_demo.node.evidence import RECORDER
 from litgpt_demo.node.gate import MEASURED, PLACE, RESULT, measured, place_of, ranks_by_place
 from litgpt_demo.node.logs import tee, uploaded
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage.local import reserve, write_whole
 
 # What torchrun gives to each of its ranks. Of a platform's own, RANK and WORLD_SIZE count nodes and not processes.
@@ -151,6 +152,7 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every))
             stack.enter_context(tee(path.with_suffix(".log")))
         outcome = run(node, times, path)
+        outcome = Cleaner()(outcome)  # a rank may have raised an error with a secret in its text
         outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
             write_whole(path, outcome)

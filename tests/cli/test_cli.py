@@ -315,6 +315,22 @@ def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics
     assert cli("logs", "training.yaml", "--raw").out == f"[node 0] [rank0]:{row}\n"
 
 
+def test_logs_are_followed_at_the_pace_of_the_platform(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": {"kind": "gke", "workload": "job"}}
+    run = claim_of(ScriptConfig.model_validate(script)).take().run
+    paces: list[float] = []
+
+    async def follow(*_: object, poll: float, **__: object) -> None:
+        paces.append(poll)
+
+    monkeypatch.setattr("launcher.runs.waiting.follow", follow)
+    monkeypatch.setattr("launcher.runs.attempts.Attempts.last", lambda _: None)
+    assert cli("logs", run, "--root", str(tmp_path), "--follow").code == 0
+    assert paces == [5.0]
+
+
 def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
     cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

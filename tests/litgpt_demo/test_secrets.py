@@ -39,6 +39,14 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
         "'refresh_token': 's3cr-t/marker'",
         "see https://elsewhere.example/login?next=a&access_token=s3cr-t/marker#top",
         "http://me:s3cr-t-marker@proxy.example:3128 cannot be reached",
+        "AWS_SECRET_ACCESS_KEY=s3cr/czNjmarker is set",
+        "no access for AKIAS3CRCZNJ23456789",
+        "https://hooks.slack.com/services/T0/B0/s3crczNj",
+        "xoxb-1234567890-s3crczNj",
+        f"wandb: api-key {'0123456789' * 4} is wrong",
+        f"wandb_v1_s3cr{'czNj' * 8}",
+        f"ghp_s3cr{'czNj' * 8}",
+        f"ya29.s3cr{'czNj' * 8}",
         f"signed {'eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJtZSJ9.s3cr-t'}",
     ],
 )
@@ -54,6 +62,7 @@ def test_other_texts_stay_as_they_are() -> None:
         "train.wandb.secret=WANDB_API_KEY names a variable that is not in this node's environment",
         "https://huggingface.co/datasets/owner/name?download=true and gs://bucket/a:b@c",
         "registry.example:5000/team/train@sha256:0000",
+        f"commit {'0123456789' * 4}, MAX_TOKENS=50, TOKENIZERS_PARALLELISM=false, export HF_TOKEN=$(cat file)",
     ):
         assert redacted(text) == text
 

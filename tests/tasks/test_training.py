@@ -33,7 +33,8 @@ from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
 from litgpt_demo.metrics import METRICS_MARK, marked
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage.local import LocalStorage
 from litgpt_demo.training import checkpoints
 from tasks import training
 from tasks.training import run_job
@@ -524,6 +525,54 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
     assert [row["step"] for row in rows] == [1]
     assert len(notes(told, "8 lines of metrics could not be read; the first: ")) == 1
     assert len(notes(told, "1 nodes' reports could not be read; the first: ")) == 1
+
+
+def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one that this process knows, nor one of a usual form that only the node knew."""
+    monkeypatch.setenv("MY_TOKEN", "known-secret")
+    leaking = "known-secret https://hooks.slack.com/services/T0/B0/of-the-node"
+
+    class Leaking(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            self.start(job_id)
+            self.say(job_id, f"printed {leaking}", f"warning: {leaking}")
+            report = {"node": 0, "exit_code": BROKEN, "fault": Fault.NODE, "message": leaking, "ended": 1.0}
+            open_storage(str(tmp_path)).write("runs/demo/attempts/1/node-0.json", json.dumps(report).encode())
+            super().meet(job_id, code)
+
+    reached: list[Any] = []
+    monkeypatch.setattr("tasks.training.reach", lambda *of, **facts: reached.append(facts))
+    told: list[Event] = []
+    with caplog.at_level(logging.INFO), Listener(told.append), pytest.raises(JobFailed) as failure:
+        ended_well(tmp_path, Leaking([BROKEN]))
+    verdict = (tmp_path / "runs/demo/attempts/1/verdict.json").read_text()
+    everything = f"{failure.value} {told} {caplog.text} {verdict} {reached}"
+    assert "printed [secure]" in everything
+    assert [secret for secret in ("known-secret", "of-the-node") if secret in everything] == []
+
+
+def test_event_of_a_checkpoint_needs_one_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any program can print the rows of a training, as often as it likes."""
+
+    class Boasting(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            self.start(job_id)
+            run = open_storage(str(tmp_path / "runs/demo"))
+            run.write(f"{checkpoints.folder_of(10)}/{MANIFEST}", b"{}")
+            rows = [{"kind": "checkpoint", "step": step} for step in (3, 10, 10, *range(100, 200))]
+            self.say(job_id, *map(marked, rows))
+            super().meet(job_id, code)
+
+    looks: list[str] = []
+    exists = LocalStorage.exists
+    monkeypatch.setattr(LocalStorage, "exists", lambda self, path: looks.append(path) or exists(self, path))
+    reached: list[Any] = []
+    monkeypatch.setattr("tasks.training.reach", lambda milestone, *of, **facts: reached.append((milestone, facts)))
+    ended_well(tmp_path, Boasting([0]))
+    assert [facts["step"] for milestone, facts in reached if milestone == "checkpoint.committed"] == [10]
+    assert len([path for path in looks if "checkpoints" in path]) < 30
 
 
 def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_is_told_once_and_at_once(

@@ -208,10 +208,16 @@ _REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "
 
 REFUSALS = frozenset(
     f"{_AREA}.{code}"
-    for code in (*(phrase.code for phrase in (*_ADMISSION, *_WAITING)), *_REFUSED_PARTS.values(), "refused")
+    for code in (
+        *(phrase.code for phrase in (*_ADMISSION, *_WAITING)),
+        *_REFUSED_PARTS.values(),
+        "refused",
+        "deactivated",
+    )
 )
-"""The API server does not take the pods, or the Job or Service that they need, or a kubelet cannot start them: waiting
-alone does not change that. Controllers try again at least every minute, kubelets every five."""
+"""The API server does not take the pods, or the Job or Service that they need, a kubelet cannot start them, or Kueue
+has deactivated the job: waiting alone does not change that. Controllers try again at least every minute, kubelets
+every five."""
 
 
 def _of_events(
@@ -253,6 +259,12 @@ def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Ite
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")
     for one in mine:
+        if one["spec"].get("active") is False:  # https://kueue.sigs.k8s.io/docs/concepts/workload/#active
+            name, why = one["metadata"]["name"], states.condition(one, "Evicted") or {}
+            what = f"Kueue has deactivated the job's Workload ({why.get('reason', '')}): {why.get('message', '')}"
+            patch = f'kubectl patch workload {name} -n {job.namespace} --type=merge -p \'{{"spec":{{"active":true}}}}\''
+            yield Finding("error", f"{_AREA}.deactivated", what, f"it stays so until somebody activates it: {patch}")
+            continue
         if (evicted := states.condition(one, "Evicted")) is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
             yield Finding("warning", f"{_AREA}.evicted", what, "it goes on by itself, from its last checkpoint")

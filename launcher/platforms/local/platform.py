@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import psutil
+from pydantic import BaseModel, Field
 
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import ExitCode, Job, JobId, JobState, JobStatus, LogPage, Moment, NodeNumber, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
@@ -29,6 +30,8 @@ from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.local import explaining, reserve, write_whole
 from litgpt_demo.storage.private import make_private
+
+T = TypeVar("T")
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
@@ -144,19 +147,17 @@ class LocalPlatform:
         status = partial(JobStatus, scheduled=0.0, pulled=0.0)  # nothing queues here, and no image is pulled
         # In this order: the result is there before the lock is free.
         if _live(directory):
-            started = _read(directory / SUPERVISOR).get("started")
-            return status(state=JobState.RUNNING, native="running", started=started)
-        told = _read(directory / RESULT)
-        if not told:
+            return status(state=JobState.RUNNING, native="running", started=_supervisor(directory).started)
+        result = _read(directory / RESULT, _Result)
+        if result is None:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
-        told["exit_codes"] = {int(node): code for node, code in told["exit_codes"].items()}
-        return status(**{**told, "state": JobState(told["state"])})
+        return status(**dict(result))
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         directory = Path(job_id)
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
-        nodes = len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))
-        return page_of(open_storage(job_id), nodes, position, ended=ended)
+        nodes = _submitted(directory).body.nodes
+        return page_of(open_storage(job_id), len(nodes), position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no."""
@@ -165,7 +166,7 @@ class LocalPlatform:
         told = False
         while _live(directory) and time.monotonic() < deadline:
             # The pid that the supervisor wrote may be another process's by now, so its mark has to be there too.
-            pid = _read(directory / SUPERVISOR).get("pid")
+            pid = _supervisor(directory).pid
             for supervisor in [] if told else [one for one in tagged(JOB_TAG, _mark(directory)) if one.pid == pid]:
                 told = True
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -175,7 +176,7 @@ class LocalPlatform:
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
-            started = _read(directory / SUPERVISOR).get("started")
+            started = _supervisor(directory).started
             native = "cancelled" if told else "swept, its supervisor was lost"
             last: dict[str, Any] = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
@@ -187,7 +188,7 @@ class LocalPlatform:
 def _refuse_rivals(run: str, directory: Path) -> None:
     """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
     for folder in directory.parent.iterdir() if run else ():
-        if folder != directory and _live(folder) and _read(folder / SUBMISSION).get("body", {}).get("run") == run:
+        if folder != directory and _live(folder) and _submitted(folder).body.run == run:
             what = f"the job in {folder} trains {run} under the same root, and the run index has no record of it"
             pids = " ".join(str(process.pid) for process in tagged(JOB_TAG, _mark(folder)))
             fix = f"wait for its end, or end its processes: kill {pids}"
@@ -205,11 +206,44 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
     return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Body(BaseModel):
+    run: str = ""
+    nodes: Annotated[tuple[Any, ...], Field(max_length=64)] = ()
+
+
+class _Submitted(BaseModel):
+    """What is read of the submission again, which nodes may have overwritten."""
+
+    job_id: str = ""
+    body: _Body = _Body()
+
+
+class _Supervisor(BaseModel):
+    pid: int | None = None
+    started: Moment | None = None
+
+
+class _Result(BaseModel):
+    state: JobState
+    native: str
+    exit_codes: dict[NodeNumber, ExitCode] = {}
+    started: Moment | None = None
+    ended: Moment | None = None
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
     with contextlib.suppress(FileNotFoundError):
         fix = f"see that nothing of the job runs, then remove {path.parent}"
-        return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
-    return {}
+        return parse_json(path.read_bytes(), kind, where=str(path), fix=fix)
+    return None
+
+
+def _submitted(directory: Path) -> _Submitted:
+    return _read(directory / SUBMISSION, _Submitted) or _Submitted()
+
+
+def _supervisor(directory: Path) -> _Supervisor:
+    return _read(directory / SUPERVISOR, _Supervisor) or _Supervisor()
 
 
 def _live(directory: Path) -> bool:
@@ -265,4 +299,4 @@ def _last_words(directory: Path) -> str:
 
 def _mark(directory: Path) -> str:
     """Return the mark of the job's processes: its id when it was submitted, before its root was moved."""
-    return str(_read(directory / SUBMISSION).get("job_id", directory))
+    return _submitted(directory).job_id or str(directory)

@@ -130,8 +130,8 @@ class RunaiPlatform:
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
-        named = WorkloadReference.of(job_id)
-        return (named.place, named.name, named.directory) == (self._settings.project, attempt_name, directory)
+        settings = self._settings
+        return WorkloadReference(settings.project, attempt_name, settings.nodes, directory).is_named(job_id)
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.

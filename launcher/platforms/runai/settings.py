@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from launcher.errors import ConfigProblem, LoginProblem
+from launcher.errors import LoginProblem
 from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, ByMultus, NetworkSettings, chosen_network, require_fit, roce
 from launcher.networks.profile import Network
-from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
+from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected, origin_of
 
@@ -135,9 +135,7 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
         same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == here
         known = origin_of(os.environ.get(variable, ""))
         if self.uses_rest(os.environ) and not same and not (known and known == there):
-            what = f"only the job's record, which others may write, says that the credentials {name} are for {there}"
-            fix = f"if it is yours, export {variable}={there}, or give the verb the config instead of the name"
-            raise ConfigProblem(f"{what}; {variable} is {known or 'not set to a URL'}", fix=fix)
+            raise only_recorded(f"the credentials {name} are for {there}", variable=variable, value=there)
         return self.open()
 
     @model_validator(mode="after")

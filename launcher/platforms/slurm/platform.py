@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import psutil
+from pydantic import Field
 
 from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
@@ -113,7 +114,7 @@ class SlurmSubmission(Settings):
     user: str
     """The Unix user on the cluster."""
     cluster: str
-    number: int | None = None
+    number: Annotated[int, Field(ge=0, lt=2**32)] | None = None
 
 
 class SlurmPlatform:
@@ -130,7 +131,7 @@ class SlurmPlatform:
     def __init__(self, settings: SlurmPlatformConfig, *, settle: float = 20.0) -> None:
         self._settings, self._settle = settings, settle
         self._user, self._cluster = "", ""
-        self._seen = dict[str, tuple[_Row | None, float]]()
+        self._seen = dict[str, tuple[_Row, float]]()
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -192,7 +193,6 @@ class SlurmPlatform:
             user, cluster = self._whoami()
             record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
             _write(attempt, record)
-            self._seen.pop(job.name, None)  # "no such job" must not outlive this line
             try:
                 number = _number_in(self._run("sbatch", "--parsable", given=script))
             except PlatformRefused:
@@ -221,8 +221,8 @@ class SlurmPlatform:
                 raise PlatformRefused(what, fix=f"wait for its end, or end it: scancel {row.number}")
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        job = SlurmJob.of(job_id)
-        return (job.place, job.name, job.directory) == (self._settings.host or "", attempt_name, directory)
+        settings = self._settings
+        return SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).is_named(job_id)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what the queue says, else the accounts, else what the nodes have left in the run's folder.
@@ -332,9 +332,9 @@ class SlurmPlatform:
         """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A
         number that another job has by now, as after a new installation, is that of no job of ours."""
         number = record.number if record else None
-        known, since = self._seen.get(job.name, (None, -_FRESH))
-        if not fresh and time.monotonic() < since + _FRESH:
-            return known
+        known = self._seen.get(job.name)
+        if not fresh and known is not None and time.monotonic() < known[1] + _FRESH:
+            return known[0]
         rows = self._queue(f"--name={job.name}" if number is None else f"--jobs={number}")
         if record is not None and not rows:
             begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
@@ -344,7 +344,8 @@ class SlurmPlatform:
                 jobid, state, start, nodes, user, name = fields
                 rows.append(_Row(int(jobid), state.split()[0], "", start, nodes, user, name, ""))
         found = min((row for row in rows if row.name == job.name), default=None)
-        self._seen[job.name] = found, time.monotonic()
+        if found is not None:  # a job that is not there may be submitted at any moment
+            self._seen[job.name] = found, time.monotonic()
         return found
 
     def _queue(self, *which: str) -> list[_Row]:
@@ -366,7 +367,8 @@ class SlurmPlatform:
         command = [*words]
         if host is not None:
             prefix = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
-            command = ["ssh", "-o", "BatchMode=yes", "--", host, shlex.join([*prefix, *words])]
+            flags = ("-o", "BatchMode=yes", "-o", "ForwardAgent=no")  # the node's root could use the agent's keys
+            command = ["ssh", *flags, "--", host, shlex.join([*prefix, *words])]
         if shutil.which(command[0]) is None:
             fix = "run it on a login node of the cluster, or name one: platform.host"
             raise NotInstalled(f"platform.kind=slurm needs `{command[0]}`, which is not on PATH", fix=fix)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, NetworkSettings, OnMachines, chosen_network, ib, require_fit, roce
 from launcher.networks.profile import Network
-from launcher.platforms.settings import ClusterSettings, without_default
+from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
 from litgpt_demo.config import Count, Kind
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
+
+HOST = "TRAIN_LITGPT_SLURM_HOST"
+"""The variable that names a login node which a job's record may name too."""
 
 # What Slurm's own names are made of; a comma or a blank would end a value, and `%` is replaced in some.
 _WORD = r"^[A-Za-z0-9_@+=:./&|*()\[\]-]+$"
@@ -100,6 +107,13 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     @property
     def fabric(self) -> Network:
         return chosen_network(self, host_network=True, bare=True)
+
+    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+        """Refuse to log in to a host that neither the user's config nor the environment names."""
+        known = {os.environ.get(HOST, ""), given.host if isinstance(given, SlurmPlatformConfig) else None}
+        if self.host is not None and self.host not in known:
+            raise only_recorded(f"{self.host} is the login node", variable=HOST, value=self.host)
+        return self.open()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -102,10 +102,10 @@ class Cluster:
         self.apply("clusterqueues", {"metadata": {"name": f"{name}-cluster"}, "spec": {"resourceGroups": groups}})
         self.apply("localqueues", {"metadata": {"name": name}, "spec": {"clusterQueue": f"{name}-cluster"}})
 
-    def workload(self, job: str, **conditions: tuple[str, str, str]) -> None:
+    def workload(self, job: str, *, active: bool = True, **conditions: tuple[str, str, str]) -> None:
         """Kueue's Workload of a JobSet, with conditions: type=(status, reason, message)."""
         owner = owner_of(self._one("jobsets", job))
-        thing: Object = {"metadata": {"name": f"jobset-{job}", "ownerReferences": [owner]}, "spec": {}}
+        thing: Object = {"metadata": {"name": f"jobset-{job}", "ownerReferences": [owner]}, "spec": {"active": active}}
         for kind, words in conditions.items():
             set_condition(thing, kind, *words)
         self.apply("workloads", thing)

@@ -1,12 +1,20 @@
 """The run index: what was started, by whom, how it ended; written once, and never passed over when it is damaged."""
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from launcher.job import JobId, JobState, JobStatus
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, this_machine
-from launcher.runs.listing import find, run_rows
+from launcher.platforms.local.settings import LocalPlatformConfig
+from launcher.runs.attempts import Attempts, cancel_each
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
+from launcher.runs.listing import find, leftovers, run_rows
 from litgpt_demo.errors import DataError, Fault
 
 RUN = "gpt-0123456789"
@@ -97,6 +105,128 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
             find(words, root=str(tmp_path))
     with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; whether its job runs cannot be known"):
         index.records("forged-0123456789")
+
+
+FORGED = "forged-0123456789"
+NUMBERS = ["abc", "", "-1", "0", "1_0", "99", "200000000", "9" * 5000, "\u0663", "1e3", "2&nodes=3"]
+SCHEMES = {"slurm": "slurm://", "runai": "runai://team-a"}
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0.5,
+    2**70,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "\x00",
+    "]",
+    "200000000",
+    [],
+    {},
+    [[[]]],
+]
+MEMBERS = [*AttemptRecord.model_fields, "platform.kind", "platform.nodes", "platform.processes", "platform.grace"]
+
+
+def forged_ids(kind: str) -> st.SearchStrategy[tuple[str, str, Any]]:
+    hosts, queries = st.sampled_from(["", "[", "]", "x@"]), st.sampled_from(["nodes={}&kept=/tmp", "nodes={}", ""])
+    ids = st.builds(lambda *of: (of[0] + "/name?" + of[1]).format(of[2]), hosts, queries, st.sampled_from(NUMBERS))
+    numbers = st.sampled_from(NUMBERS).map(lambda number: f"/{FORGED}-1-0a1b2c?nodes={number}&kept={{directory}}")
+    return st.tuples(st.just(kind), st.just("job_id"), st.one_of(ids, numbers).map(lambda end: SCHEMES[kind] + end))
+
+
+FORGERIES = st.one_of(
+    st.tuples(st.sampled_from(["local", *SCHEMES]), st.sampled_from(MEMBERS), st.sampled_from(VALUES)),
+    *map(forged_ids, SCHEMES),
+)
+
+
+@example(("slurm", "job_id", f"slurm:///{FORGED}-1-0a1b2c?nodes=abc&kept={{directory}}"))
+@example(("slurm", "job_id", f"slurm:///{FORGED}-1-0a1b2c?nodes=200000000&kept={{directory}}"))
+@example(("runai", "job_id", f"runai://team-a/{FORGED}-1-0a1b2c?nodes=200000000&kept={{directory}}"))
+@given(FORGERIES)
+def test_no_forged_record_stops_a_verb_about_all_runs(forgery: tuple[str, str, Any]) -> None:
+    """Neither a traceback nor an endless loop comes of one: the run is shown with its problem beside the others."""
+    kind, member, value = forgery
+    with TemporaryDirectory() as folder, patch.dict("os.environ", {"PATH": "/nowhere", "TRAIN_LITGPT_HOME": folder}):
+        index = Index.of(folder)
+        own = f"{folder}/runs/{RUN}/attempts/1"
+        index.create(honest := record().model_copy(update={"directory": own, "job_id": own}))
+        index.end(honest, ENDED)
+        document = json.loads(record(FORGED).model_dump_json())
+        document["directory"] = directory = f"{folder}/runs/{FORGED}/attempts/1"
+        document |= {"platform": {"kind": kind, "project": "team-a"} if kind == "runai" else {"kind": kind}}
+        document |= {"job_id": directory}
+        section, _, name = member.rpartition(".")
+        text = value.replace("{directory}", directory) if isinstance(value, str) else value
+        (document[section] if section else document)[name] = text
+        index.root.write(f"index/{FORGED}/1.json", json.dumps(document).encode())
+        bad = DamagedRecords()
+        rows = {row.run: row for row in run_rows(index, bad=bad)}
+        assert rows.pop(RUN).state == "failed"
+        assert [*rows, *bad] == [FORGED]
+        assert find(RUN, root=folder).runs == (RUN,)
+        assert {one.run for one in leftovers(index)} <= {FORGED}
+        cancelled, _ = cancel_each([Attempts(index=index, run=run) for run in index.runs()], tell=print, patience=0)
+        assert cancelled == []
+
+
+@pytest.mark.parametrize("content", ['{"state": "gone"}', '{"state": "failed", "native": "x", "exit_codes": {"a": 1}}'])
+def test_damaged_result_of_a_local_job_is_a_data_error(index: Index, content: str) -> None:
+    place = f"runs/{RUN}/attempts/1"
+    own = index.root.address(place)
+    index.create(record().model_copy(update={"directory": own, "job_id": JobId(own)}))
+    for name, text in (("submission.json", "{}"), ("result.json", content)):
+        index.root.write(f"{place}/{name}", text.encode())
+    (row,) = run_rows(index)
+    assert (row.state, "result.json is not a valid" in row.note) == ("unknown", True)
+
+
+IMAGE = {".dockerenv": "", "etc/machine-id": "0" * 32, "proc/sys/kernel/random/boot_id": "boot-1"}
+CLONE = {"etc/machine-id": "0" * 32, "etc/hostname": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("files", "others", "same"),
+    [
+        (CLONE, CLONE, True),
+        (CLONE, CLONE | {"etc/hostname": "node2"}, False),
+        (IMAGE | {"etc/hostname": "c1"}, IMAGE | {"etc/hostname": "c2"}, True),
+        (IMAGE, IMAGE | {"proc/sys/kernel/random/boot_id": "boot-2"}, False),
+        ({"etc/machine-id": "uninitialized"}, {"etc/machine-id": "uninitialized"}, False),
+    ],
+    ids=["same machine", "cloned machine", "containers of one host", "one image on two hosts", "uninitialized"],
+)
+def test_machines_that_are_two_have_two_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], others: dict[str, str], *, same: bool
+) -> None:
+    """The jobs of a machine are processes and locks there, which another one cannot see."""
+    found = []
+    for name, content in (("a", files), ("b", others)):
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        monkeypatch.setattr("uuid.getnode", lambda: 0x0242AC110002)  # as every first container of Docker has it
+        for path, text in content.items():
+            (tmp_path / name / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / path).write_text(text)
+        found.append(machine_below(tmp_path / name))
+    assert (found[0] == found[1]) == same
+
+
+def test_platform_is_opened_once_for_all_questions_of_a_verb(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening may log in, run a program or read a kubeconfig."""
+    runs = [f"gpt-{number:010}" for number in range(3)]
+    for run in runs:
+        own = index.root.address(f"runs/{run}/attempts/1")
+        index.create(record(run).model_copy(update={"directory": own, "job_id": JobId(own)}))
+    opened, own_open = list[str](), LocalPlatformConfig.open
+    monkeypatch.setattr(LocalPlatformConfig, "open", lambda self: opened.append(self.kind) or own_open(self))
+    attempts = Attempts(index=index, run=runs[0])
+    for verb in (lambda: [attempts.last(), attempts.all(), attempts.cancel()], lambda: run_rows(index)):
+        opened.clear()
+        assert verb()
+        assert opened == ["local"]
 
 
 def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index) -> None:

@@ -264,7 +264,7 @@ main()
 """
 
 
-def test_no_log_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, target: Storage) -> None:
+def test_no_log_or_report_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, target: Storage) -> None:
     secrets = {"HF_TOKEN": "hf_tokenOfTheHub", "WANDB_API_KEY": "0123456789abcdef" * 2}
     environ = secrets | {"HTTPS_PROXY": "http://me:pr0xy-s3cret@127.0.0.1:9"}
     (tmp_path / "leaking.py").write_text(LEAKING)
@@ -275,6 +275,9 @@ def test_no_log_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, target: Stor
     for secret in (*secrets.values(), "pr0xy-s3cret"):
         assert [path for path, content in kept.items() if secret.encode() in content] == []
     assert b"downloading with ****" in kept["node-0.log"]
+    report = report_of(tmp_path / "d")  # verdicts, artifacts and notices are made of it
+    assert "RuntimeError: 401 for [secure]" in report["ranks"][0]["message"]
+    assert "hf_tokenOfTheHub" not in str(report)
 
 
 @pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.utils.api import macros
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.node import torchrun
+from litgpt_demo.node.agent import torchrun_command
 from litgpt_demo.node.evidence import RECORDER, gather, kernel_lines, read_failures, recorded
+from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import FAILURES
 
 
@@ -198,3 +201,12 @@ def test_a_dump_that_calls_something_is_none_and_calls_nothing(tmp_path: Path, m
         Path("dump").write_bytes(content)
         assert recorded(Path("dump")) is None
     assert not Path("called").exists()
+
+
+def test_arguments_of_a_program_reach_it_as_they_were_written() -> None:
+    """torchrun replaces macros in them."""
+    program = ("/a$b.py", "--cost=$5", "$$x", "$local_rank", "${local_rank}", "plain")
+    place = {"host": "127.0.0.1", "port": 29500, "run_id": "a", "directory": Path("/d")}
+    node = Node(**place, nodes=1, node_rank=0, processes=1, program=program)  # type: ignore[arg-type]
+    command = torchrun_command(node, log_dir="/logs")
+    assert tuple(macros.substitute(command[-len(program) :], "0")) == program

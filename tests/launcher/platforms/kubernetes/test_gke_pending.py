@@ -136,6 +136,16 @@ def test_a_refusal_that_stays_ends_the_run_and_one_that_goes_away_is_told_no_mor
     assert platform.status(job_id).refused is None
 
 
+def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Path) -> None:
+    """Kueue does so by itself, as after too many requeues; nothing but an edit of the Workload undoes it."""
+    platform, job_id = waiting(bare, tmp_path, queue="research", refused_after=0)
+    bare.workload("demo-1-000000", active=False, Evicted=("True", "DeactivatedDueToRequeuingLimitExceeded", "limit"))
+    refused = until(lambda: platform.status(job_id).refused)
+    assert (refused.code, refused.severity) == ("gke.pending.deactivated", "error")
+    assert "DeactivatedDueToRequeuingLimitExceeded" in refused.what
+    assert "kubectl patch workload jobset-demo-1-000000" in refused.fix
+
+
 @pytest.mark.parametrize(
     ("conditions", "code", "severity", "words"),
     [

@@ -9,19 +9,24 @@ import json
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import claim_of
 from golden_files import require_golden
 from pydantic import ValidationError
 from slurm_commands import SlurmCommands, slurm_commands
 
-from launcher.errors import LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
+from launcher.config import ScriptConfig
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState
 from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
+from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.index import Index
 from litgpt_demo.errors import EXIT_CODES, was_given_up
 
 FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
@@ -346,10 +351,30 @@ def test_a_login_node_is_reached_by_ssh_which_asks_nothing(slurm: Callable[..., 
     platform = SlurmPlatform(settings_of(host="me@login"))
     with pytest.raises(LoginProblem, match="Permission denied"):
         platform.check_access()
-    assert asked[0][:5] == ["ssh", "-o", "BatchMode=yes", "--", "me@login"]
+    assert asked[0][:7] == ["ssh", "-o", "BatchMode=yes", "-o", "ForwardAgent=no", "--", "me@login"]
     slurm(ssh=("ssh: connect to host login port 22: Connection refused", 255))
     with pytest.raises(PlatformUnreachable):
         platform.check_access()
+
+
+def test_login_node_of_a_record_is_believed_if_the_user_names_it(
+    slurm: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write to the root can have a record name another host."""
+    asked, settings = slurm(), settings_of(host="me@evil.example")
+    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": settings.model_dump()}
+    record = claim_of(ScriptConfig.model_validate(script)).take()
+    attempts = Attempts(index=Index.of(str(tmp_path)), run=record.run)
+    asked.clear()
+    elsewhere = opening_beside(settings_of(host="me@login"))
+    for known, opening in (("", attempts.open), ("me@login", attempts.open), ("", elsewhere)):
+        monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", known)
+        with pytest.raises(ConfigProblem, match=r"export TRAIN_LITGPT_SLURM_HOST=me@evil\.example"):
+            replace(attempts, open=opening).cancel()
+    assert asked == []
+    assert replace(attempts, open=opening_beside(settings)).last() is not None
+    monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", "me@evil.example")
+    assert attempts.last() is not None
 
 
 def test_a_machine_without_slurm_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
