@@ -77,6 +77,7 @@ def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPa
     assert taken.worker.query_seconds == 2
     assert taken.client.retry_extra_codes == {500}
     assert not taken.server.analytics_enabled
+    assert taken.flows.heartbeat_frequency == 30
     # A worker hands them to its flow runs.
     handed = taken.to_environment_variables(exclude_unset=True)
     assert handed["PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE"] == "True"
