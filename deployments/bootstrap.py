@@ -36,6 +36,7 @@ from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.heartbeat import started
 from litgpt_demo.proxies import settle_proxies
+from litgpt_demo.secrets import is_protected
 from litgpt_demo.storage.private import close_folder, write_private
 
 if TYPE_CHECKING:
@@ -134,7 +135,10 @@ def _notify() -> str:
     """Take the address for notices out of the environment."""
     notify = os.environ.pop(NOTIFY, "")  # no process that is started here needs it, and who has it may write there
     if notify and not notify.startswith(("https://", "http://")):
-        raise ConfigProblem(f"{NOTIFY} is no address of a webhook; it begins with https:// or http://")
+        raise ConfigProblem(f"{NOTIFY} is not the address of a webhook", fix="give one that begins with https://")
+    if notify and not is_protected(notify):  # the address is a secret, and a notice has words of logs
+        what = f"{NOTIFY} begins with http:// and leads to another machine, so that anybody on the way could read it"
+        raise ConfigProblem(what, fix="give an address that begins with https://")
     return notify
 
 

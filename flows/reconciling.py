@@ -38,6 +38,9 @@ from litgpt_demo.errors import TrainLitgptError, was_given_up
 # The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
 _LOOK_BACK = timedelta(days=14)
 
+ORPHANED = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
+"""The message of a crash that `crash_orphans` finds; automation `resume-killed` matches its beginning."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reaped:
@@ -141,8 +144,7 @@ async def crash_orphans(
     for number, flow_run in running.items():
         silent = before[number] and before[number] == await asyncio.to_thread(_beats, number, flow_run)
         if silent and (await client.read_flow_run(flow_run.id)).state_type is StateType.RUNNING:
-            message = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
-            await client.set_flow_run_state(flow_run.id, Crashed(message=message))
+            await client.set_flow_run_state(flow_run.id, Crashed(message=ORPHANED))
             dead.append(flow_run.name)
     return dead
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, put_automation
+from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, NOTIFY, put_automation, serve
 from flows.serving import CHECKOUT, server_command
+from launcher.errors import ConfigProblem
 
 
 def test_the_server_is_heard_on_this_machine_alone() -> None:
@@ -67,6 +68,15 @@ def test_notices_are_off_until_there_is_an_address() -> None:
     assert asyncio.run(put()) == ["off", "created", "there"]
 
 
+@pytest.mark.parametrize("address", ["http://hooks.example/secret", "http://127.0.0.1.evil.example/x", "ftp://x/y"])
+def test_notices_go_to_no_plain_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTIFY, address)
+    with pytest.raises(ConfigProblem, match=f"{NOTIFY}.* https://") as refused:
+        serve()
+    assert address not in str(refused.value), "who has the address may write there"
+    assert NOTIFY not in os.environ
+
+
 def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import Settings
 
@@ -77,6 +87,7 @@ def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPa
     assert taken.worker.query_seconds == 2
     assert taken.client.retry_extra_codes == {500}
     assert not taken.server.analytics_enabled
+    assert taken.flows.heartbeat_frequency == 30
     # A worker hands them to its flow runs.
     handed = taken.to_environment_variables(exclude_unset=True)
     assert handed["PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE"] == "True"

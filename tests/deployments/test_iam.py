@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -16,10 +16,13 @@ from bucket_faults import faulty_bucket
 
 from launcher.checks.preflight import check_access
 from launcher.config import ScriptConfig
+from launcher.images.settings import Image
+from launcher.platforms import settings_classes
 from litgpt_demo.storage import open_storage
 
 CHECKOUT = Path(__file__).parents[2]
 IAM: dict[str, Any] = yaml.safe_load((CHECKOUT / "deployments" / "iam.yaml").read_text())
+PRINCIPALS = ("launcher", "trainer", "builder", "nodes")
 PACKAGES = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 SOURCE = {file: file.read_text() for package in PACKAGES for file in sorted((CHECKOUT / package).glob("**/*.py"))}
 
@@ -137,6 +140,12 @@ def test_no_other_service_of_google_is_called() -> None:
     assert {name for _, name in found(r"https://(\w+)\.googleapis\.com")} == {"www"}
 
 
+def test_roles_are_listed_for_existing_platforms_and_images() -> None:
+    classes: tuple[Any, ...] = (*settings_classes(), *get_args(get_args(Image)[0]))
+    kinds = {kind for part in classes for kind in get_args(part.model_fields["kind"].annotation)}
+    assert {part for principal in PRINCIPALS for part in IAM[principal]} <= kinds | {"any"}
+
+
 def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:
     forbidden = re.compile(r"batch\.(jobs|tasks)|actAs|uploadArtifacts|container\.|setIamPolicy")
     allowed = [one["permission"] for principal in ("trainer", "nodes") for one in entries(principal)]
@@ -145,6 +154,6 @@ def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:
 
 def test_only_roles_of_the_file_are_advised() -> None:
     pages = [*(CHECKOUT / "docs").glob("*.md"), CHECKOUT / "README.md", CHECKOUT / "deployments" / "rbac.yaml"]
-    known = {one["role"] for principal in ("launcher", "trainer", "builder", "nodes") for one in entries(principal)}
+    known = {one["role"] for principal in PRINCIPALS for one in entries(principal)}
     texts = [*SOURCE.values(), *(page.read_text() for page in pages)]
     assert {role for text in texts for role in re.findall(r"roles/[A-Za-z]+\.[A-Za-z.]*[A-Za-z]", text)} <= known

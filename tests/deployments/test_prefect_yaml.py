@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,8 @@ import yaml
 from pydantic import BaseModel
 
 from deployments.bootstrap import AUTOMATIONS_FILE, CHECKOUT, CONFIGS, PREFECT_FILE, settings
-from flows.parameters import KINDS
+from flows.parameters import KINDS, MAX_RESUMES
+from flows.reconciling import ORPHANED
 from launcher.config import overrides_of, read_yaml, validated
 from litgpt_demo.config import EvaluationConfig
 
@@ -126,6 +128,7 @@ def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_wha
     assert template["variables"]["properties"].keys() == known.keys() - {"cluster_config"}
     assert job == theirs["job_configuration"]["job_manifest"]
     account = template["variables"]["properties"]["service_account_name"]["default"]
+    assert template["variables"]["properties"]["env"]["default"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     roles = list(yaml.safe_load_all((CHECKOUT / "deployments" / "rbac.yaml").read_text()))
     bound = [subject for role in roles for subject in role.get("subjects", ()) if subject["kind"] == "ServiceAccount"]
     assert [one["name"] for one in bound] == [account, account]
@@ -147,7 +150,7 @@ def test_automations_are_ones_that_prefect_accepts() -> None:
     found = {one["name"]: accepted(one) for one in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
     names = ("crash-zombies", "resume-crashed", "reap-cancelled", "tell-of-bad-ends")
     zombies, crashed, cancelled, bad = (found[name].trigger for name in names)
-    # Orchestrators give a sign of life every 3 minutes; a server that was away must not look like their death.
+    # A server that was away must not look like the death of orchestrators.
     assert zombies.within.total_seconds() >= 1200
     # A flow run that a worker took and had not begun when it died is pending, and never gave a sign.
     named = ("Pending", "Submitting", "InfrastructurePending", "Running")
@@ -157,4 +160,123 @@ def test_automations_are_ones_that_prefect_accepts() -> None:
     assert zombies.expect == zombies.after | {f"prefect.flow-run.{end}" for end in ends}
     assert crashed.expect == {"prefect.flow-run.Crashed"}
     assert cancelled.expect == {"prefect.flow-run.Cancelled"}
-    assert set(bad.match_related["prefect.resource.name"]) == {*KINDS}
+    assert set(bad.match_related["prefect.resource.name"]) == {*KINDS, "evaluate"}
+
+
+def event_of(kind: str, message: str, run_count: int = 1, tags: tuple[str, ...] = ("litgpt", "resume-on-crash")) -> Any:
+    """The event of a state, as prefect/server/models/events.py makes it for a flow run of train-litgpt."""
+    from prefect.server.events.schemas.events import ReceivedEvent
+
+    resource = {"prefect.resource.id": f"prefect.flow-run.{uuid4()}", "prefect.resource.name": "gpt-0123456789"}
+    resource |= {"prefect.run-count": str(run_count), "prefect.state-name": kind, "prefect.state-message": message}
+    related = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
+    flow = {"prefect.resource.id": f"prefect.flow.{uuid4()}", "prefect.resource.role": "flow"}
+    related.append(flow | {"prefect.resource.name": "train-litgpt"})
+    document = {"event": f"prefect.flow-run.{kind}", "resource": resource, "related": related, "id": uuid4()}
+    return ReceivedEvent.model_validate(document | {"occurred": datetime.now(UTC), "payload": {}})
+
+
+def reactions_to(event: Any) -> set[str]:
+    """The automations that the event starts, without those that wait for a silence or for several events."""
+    from prefect.server.events.schemas.automations import EventTrigger
+
+    found = {one["name"]: EventTrigger.model_validate(one["trigger"]) for one in read_automations()}
+    return {name for name, trigger in found.items() if trigger.immediate and trigger.covers(event)}
+
+
+def read_automations() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(AUTOMATIONS_FILE.read_text())
+    return found
+
+
+def exited(code: int) -> str:
+    from prefect._internal.infrastructure_exit_codes import get_infrastructure_exit_info
+
+    return f" {code}. {get_infrastructure_exit_info(code).explanation}"
+
+
+@pytest.mark.parametrize(
+    "words", ["Process exited with status code:", "Flow run infrastructure exited with non-zero status code"]
+)
+def test_flow_run_that_cannot_begin_ends_after_its_first_crash(words: str) -> None:
+    """The flow's own limit of starts is never reached where its parameters, its imports or its folder are wrong."""
+    for code in (1, 2, 77, 125, 127):
+        assert reactions_to(event_of("Crashed", words + exited(code), 0)) == {"end-unstartable", "tell-of-bad-ends"}
+    for code in (-9, -15, 137, 143, 247):  # its machine was too full, or went away
+        assert reactions_to(event_of("Crashed", words + exited(code), 0)) == {"resume-killed", "tell-of-bad-ends"}
+    for code in (1, -9):  # also of a flow run whose server was away for too long
+        assert reactions_to(event_of("Crashed", words + exited(code))) == {"resume-crashed", "tell-of-bad-ends"}
+
+
+@pytest.mark.parametrize(
+    "message", ["Flow run could not start: no space left", "Failed to submit flow run to infrastructure: OSError: full"]
+)
+def test_flow_run_whose_process_cannot_start_ends(message: str) -> None:
+    assert reactions_to(event_of("Crashed", message, 0)) == {"end-unstartable", "tell-of-bad-ends"}
+
+
+def test_flow_run_of_a_dead_machine_is_started_again() -> None:
+    automations = {one["name"]: one for one in read_automations()}
+    [silent] = automations["crash-zombies"]["actions"]
+    for message in (silent["message"], ORPHANED):
+        for count, name in ((0, "resume-killed"), (1, "resume-crashed")):
+            assert reactions_to(event_of("Crashed", message, count)) == {name, "tell-of-bad-ends"}
+
+
+def test_crash_loop_ends_after_20_starts_within_an_hour() -> None:
+    """A process that dies before it counts its starts, as after an update of the checkout."""
+    from prefect.server.events.schemas.automations import EventTrigger
+
+    [loop] = [one for one in read_automations() if one["name"] == "end-crash-loop"]
+    trigger = EventTrigger.model_validate(loop["trigger"])
+    assert (trigger.threshold, trigger.within.total_seconds()) == (MAX_RESUMES, 3600)
+    assert trigger.covers(event_of("AwaitingRetry", "Crashed; started again by the automation resume-crashed"))
+    assert [action["state"] for action in loop["actions"]] == ["FAILED"]
+
+
+def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
+    from prefect.server.events.schemas.automations import EventTrigger
+
+    [zombies] = [one for one in read_automations() if one["name"] == "crash-zombies"]
+    trigger = EventTrigger.model_validate(zombies["trigger"])
+    assert trigger.covers(event_of("heartbeat", ""))
+    # By hand (`train-litgpt run`), or another team's: Prefect's heartbeat of 180 s.
+    assert not trigger.covers(event_of("heartbeat", "", tags=()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "is_sent"),
+    [
+        ("Crashed", "Process exited with status code: -9.", True),
+        ("Failed", "Flow run encountered an exception: JobFailed: user error on node 0", True),
+        ("Failed", "", True),
+        (
+            "Failed",
+            "Flow run encountered an exception: JobCancelled: gpt was cancelled; the same command goes on",
+            False,
+        ),
+        ("Cancelled", "", False),
+        ("Completed", "All states completed.", False),
+    ],
+)
+def test_notice_is_sent_of_each_bad_end_but_no_cancellation(kind: str, message: str, is_sent: bool) -> None:
+    assert ("tell-of-bad-ends" in reactions_to(event_of(kind, message, tags=()))) is is_sent
+
+
+def notice_of(message: str) -> str:
+    """The text that the webhook gets, rendered as Prefect's server does."""
+    from prefect.server.events.jinja_filters import all_filters
+    from prefect.server.utilities.user_templates import register_user_template_filters, render_user_template_sync
+
+    register_user_template_filters(all_filters)
+    [payload] = [action["payload"] for one in read_automations() for action in one["actions"] if "payload" in action]
+    state = {"name": "Failed", "message": message}
+    context = {"flow_run": {"name": "gpt", "state": state}, "flow": {"name": "train-litgpt"}}
+    return str(json.loads(render_user_template_sync(payload, context))["text"])
+
+
+def test_notice_holds_no_command_to_slack_and_is_limited() -> None:
+    text = notice_of("ValueError: <!channel> see <https://evil.example|the log> & retry")
+    assert "&lt;!channel&gt; see &lt;https://evil.example|the log&gt; &amp; retry" in text
+    assert "<" not in text
+    assert len(notice_of("<" * 100_000)) < 4 * 3010

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import re
 import shlex
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -57,3 +60,31 @@ def test_workers_in_a_cluster_are_started_as_those_of_a_machine() -> None:
     words = shlex.split(unit()["ExecStart"].removeprefix(f"{unit()['WorkingDirectory']}/.venv/bin/"))
     assert CONTAINER["args"][: len(words) - 2] == words[:-2]
     assert in_pods() == in_unit()
+
+
+def test_workers_run_without_root_and_without_capabilities() -> None:
+    image = Path("deployments/Dockerfile").read_text()
+    assert image.index("USER 1000\n") > image.index("RUN pip install"), "packages are not the user's to change"
+    assert WORKERS["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
+    hardened = {
+        name: value for name, value in unit().items() if name.startswith(("Cap", "NoNew", "Protect", "Restrict"))
+    }
+    assert hardened.pop("CapabilityBoundingSet") == ""
+    assert hardened.pop("ProtectSystem") == "full"
+    assert {*hardened.values()} == {"true"}
+    assert {"User", "NoNewPrivileges", "RestrictSUIDSGID"} <= {*unit()}
+
+
+def test_redis_asks_for_a_password() -> None:
+    settings, redis = COMPOSE["x-prefect"]["environment"], COMPOSE["services"]["redis"]
+    for name in ("PREFECT_REDIS_MESSAGING_URL", "PREFECT_SERVER_DOCKET_URL"):
+        assert urlsplit(settings[name].replace(":?of letters and digits", "")).password == "${REDIS_PASSWORD}"
+    assert redis["command"].endswith(" --requirepass ${REDIS_PASSWORD}")
+    assert redis["environment"] == {"REDISCLI_AUTH": "${REDIS_PASSWORD}"}, "its health check would be refused"
+
+
+def test_orchestrators_image_has_every_extra_that_an_orchestrator_uses() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [installed] = re.findall(r'"\.\[(.*)\]"', Path("deployments/Dockerfile").read_text())
+    # Of a node's GPU, of the server, and of those who work on train-litgpt.
+    assert {*installed.split(",")} == extras.keys() - {"float8", "team", "dev", "docs", "bench"}

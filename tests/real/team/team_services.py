@@ -46,10 +46,15 @@ class Team:
             probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
             self.ports |= {name: probe.getsockname()[1] for name, probe in zip(names, probes, strict=True)}
         self.url = f"http://127.0.0.1:{self.ports['door']}"
-        given = {"TEAM_URL": self.url, "PREFECT_API_AUTH_STRING": SECRET, "POSTGRES_PASSWORD": "quiet"}
+        given = {
+            "TEAM_URL": self.url,
+            "PREFECT_API_AUTH_STRING": SECRET,
+            "POSTGRES_PASSWORD": "quiet",
+            "REDIS_PASSWORD": "hush",
+        }
         text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: given[found[1]], (SERVER / "compose.yaml").read_text())
         for name, port in (("postgres", 5432), ("redis", 6379)):
-            text = text.replace(f"{name}:{port}", f"127.0.0.1:{self.ports[name]}")
+            text = text.replace(f"@{name}:{port}", f"@127.0.0.1:{self.ports[name]}")
         self.services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
         unit = configparser.RawConfigParser(strict=False)
         unit.optionxform = str  # type: ignore[assignment,method-assign]
