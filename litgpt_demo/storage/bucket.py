@@ -430,8 +430,11 @@ def _is_ours(name: str) -> bool:
 def metadata(blob: Any) -> ObjectInfo:
     """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
     buffers has no members that are zero."""
-    size = int(blob.size or 0)
-    crc32c = base.EMPTY if size == 0 else b64decode(blob.crc32c).hex()
+    try:
+        size, _ = int(blob.size or 0), int(blob.generation)
+        crc32c = base.EMPTY if size == 0 else b64decode(blob.crc32c).hex()
+    except (TypeError, ValueError):  # as from a proxy, which answers 200 to everything
+        raise UnsettledError("the answer for an object lacks its generation, size or checksum") from None
     return ObjectInfo(blob.name, size, crc32c)
 
 

@@ -239,14 +239,19 @@ def replacing(
         partial.unlink(missing_ok=True)
 
 
+def _room(path: Path) -> tuple[int, int]:
+    """Return the bytes and the files that the file system of a path still takes; -1 files where it does not count."""
+    seen = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    return seen.f_bavail * seen.f_frsize, seen.f_favail if seen.f_files else -1
+
+
 @contextmanager
 def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
     """Say of the operating system's errors which fault they are and what to do; `needed` bytes are to be written."""
-    free = 0
+    path, free = Path(address).absolute(), 0
     if needed:  # asked before, because a write that fails half way leaves less
-        path = Path(address).absolute()
         with suppress(OSError):
-            free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+            free, _ = _room(path)
     try:
         yield
     except FileNotFoundError:
@@ -264,6 +269,10 @@ def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
             raise
         where = f"{address}: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
         if error.errno in NO_ROOM:
+            with suppress(OSError):
+                if error.errno == errno.ENOSPC and _room(path)[1] == 0:
+                    what = f"{where}: its file system holds no more files, whatever their size (its inodes are used up)"
+                    raise DiskFull(what, fix="remove files, or choose another place") from raised
             raise DiskFull(f"{where}: {needed} bytes are needed, {free} are free; make room") from raised
         if error.errno in _REFUSED:
             raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from raised

@@ -214,7 +214,11 @@ def retained(checkpoints: Iterable[CheckpointManifest], *, last: int, best: int,
 
 
 def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> None:
-    """Remove the checkpoints that are no longer kept, once their successor has verified, and saves that never ended."""
+    """Remove the checkpoints that are no longer kept, once their successor has verified, and saves that never ended.
+
+    Nothing may be on its way into the run's checkpoints: parts of uploads go too, which no listing shows.
+    """
+    run.within(_ALL).remove_unfinished()
     damaged: list[str] = []
     there = committed(run, damaged=lambda folder, _: damaged.append(folder))
     kept = {folder_of(step) for step in retained(there, last=last, best=best, every=every)}

@@ -1,7 +1,8 @@
 """The training loop: LitGPT's model on Lightning Fabric, one process per device, started by torchrun.
 
 Everything that decides the outcome is a function of the spec and the step: the batch, the learning rate, the random
-state. Resuming needs the weights, the optimizer's state and one integer.
+state. Resuming needs the weights, the optimizer's state and one integer. On a CPU it ends in the same bits; a GPU adds
+sums by atomic operations, in a different order each time.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Passed(NamedTuple):
 def train_step(training: Training, step: int) -> Passed:
     """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
-    # Dropout is a function of the step, and resumes exactly.
+    # Dropout is a function of the step, and resumes with the same draws.
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
     for group in training.optimizer.param_groups:

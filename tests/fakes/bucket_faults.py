@@ -23,9 +23,9 @@ class Fault:
     """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
     do: str
     """`refuse` answers with `status`; `lose`, `cut`, `shorten` and `flip` do that to an answer, and `drop zeros` leaves
-    the size of empty objects out of it; `flip request` and `forget a source` change what is asked; `stall` lets the
-    sender wait until the proxy is armed anew, `hold` ends the connection at once, `overtake` does `meanwhile`, the work
-    of another writer, before the request."""
+    the size of empty objects out of it, `empty` all; `flip request` and `forget a source` change what is asked; `stall`
+    lets the sender wait until the proxy is armed anew, `hold` ends the connection at once, `overtake` does `meanwhile`,
+    the work of another writer, before the request."""
     status: int = 503
     meanwhile: Callable[[], object] = bool
     times: int = 1
@@ -147,4 +147,5 @@ _OF_ANSWERS: dict[str, Callable[[bytes], bytes]] = {
     "flip": _flipped,
     "drop zeros": lambda body: re.sub(rb'"size": ?"0",', b"", body),
     "shorten": lambda body: body[:10],
+    "empty": lambda body: b"{}",
 }

@@ -51,10 +51,10 @@ class Dialect(NamedTuple):
     submit: tuple[str, ...]
     """Its command for a PyTorch training."""
     flags: frozenset[str] | None
-    """Long flags of that command; None where there is no program to ask, so that the documented ones count."""
+    """Flags of that command, long and short; None where there is no program to ask: the documented ones count then."""
 
     def has(self, flag: str) -> bool:
-        return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in {"-e", *self.flags}
+        return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in self.flags
 
 
 _PATIENCE = 120.0  # seconds for one command; v2's submit waits up to a minute for the workload to be created
@@ -79,6 +79,8 @@ _UNANSWERED = re.compile(r'\b(?:Get|Post|Put|Patch|Delete|Head) "?https?://')
 _LOGIN = re.compile(
     r"unauthori[sz]ed|\b401\b|not logged in|(must|please) (log|sign) ?in|runai login|token .*expired", re.IGNORECASE
 )
+# Of a project or kind that the user may not use; a quota of the namespace is "forbidden: exceeded quota" as well.
+_FORBIDDEN = re.compile(r"\b403\b|\bforbidden\b(?!: (?!User))", re.IGNORECASE)
 _ALREADY_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
 _GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORECASE)
 
@@ -100,7 +102,9 @@ class Cli:
         for generation, command in commands:
             told = self._run(*command, "--help", check=False)
             # Each flag is the first thing on its line, or follows its short form.
-            flags = frozenset(re.findall(r"^\s*(?:-\w[,\s]\s*)?(--[\w-]+)", told.stdout + told.stderr, re.MULTILINE))
+            text = told.stdout + told.stderr
+            found = re.findall(r"^\s*(-\w\b)?,?\s*(--[\w-]+)?", text, re.MULTILINE)
+            flags = frozenset(flag for both in found for flag in both if flag)
             if told.returncode == 0 and "--workers" in flags:
                 return Dialect(generation, command, flags)
         tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)
@@ -240,10 +244,16 @@ class Cli:
         answered = not _UNANSWERED.search(printed)
         if not check or (unless is not None and answered and unless.search(printed)):
             return done
-        last = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        # Behind an error of the command line comes the usage, of a page and more (github.com/spf13/cobra: command.go).
+        usage = next((number for number, line in enumerate(lines) if line.startswith("Usage:")), 0)
+        last = words_of(" ".join(lines[: usage or None][-3:]))
         told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
         if _LOGIN.search(last):
             raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")
+        if answered and _FORBIDDEN.search(last):
+            fix = f"ask for a role in the project {self._settings.project}, or log in as somebody who has one"
+            raise LoginProblem(told, fix=fix)
         if answered and _REFUSED.search(printed):
             raise PlatformRefused(told, fix=f"see that the project {self._settings.project} exists and is yours")
         raise PlatformUnreachable(told)

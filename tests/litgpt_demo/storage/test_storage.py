@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ from litgpt_demo.storage import (
     sha256_of,
 )
 from litgpt_demo.storage import bucket as storage_module
+from litgpt_demo.storage.local import explaining
 
 SMALL, LARGE = 1000, 9 << 20  # bytes; the client sends more than 8 MiB in a resumable upload
 
@@ -334,3 +336,23 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
     storage_module._client.cache_clear()  # an earlier test may have had credentials
     with pytest.raises(UserError, match=r"no usable credentials: .*`gcloud auth application-default login`"):
         open_storage("gs://some-bucket/x").list()
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((1000, 0), "no more files, whatever their size .*; remove files"),
+        ((1000, 9), "4 bytes are needed"),
+        ((0, 0), "4 b"),
+    ],
+)
+def test_full_disk_error_names_files_or_bytes(
+    files: tuple[int, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems count no files."""
+    seen = SimpleNamespace(
+        f_blocks=2**30, f_bfree=2**30, f_bavail=2**30, f_frsize=1, f_files=files[0], f_favail=files[1]
+    )
+    monkeypatch.setattr(os, "statvfs", lambda path: seen)
+    with pytest.raises(DiskFull, match=words), explaining(str(tmp_path / "x"), needed=4):
+        raise OSError(errno.ENOSPC, "No space left on device")

@@ -70,6 +70,17 @@ def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
     assert storage.read("empty") == b""
 
 
+@pytest.mark.parametrize("kind", ["look", "upload"])
+def test_answers_without_metadata_are_retried(storage: BucketStorage, proxy: FaultyBucket, kind: Any) -> None:
+    """A proxy may answer 200 with `{}`."""
+    proxy.arm(Fault(on=kind, do="empty"))
+    assert storage.write("some", b"some").size == 4
+    assert storage.read("some") == b"some"
+    proxy.arm(Fault(on="look", do="empty", times=FOREVER))
+    with pytest.raises(DataError, match="lacks its generation, size or checksum; see whether something else"):
+        storage.write("some", b"more")
+
+
 def test_an_upload_goes_on_where_a_killed_one_stopped(
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:

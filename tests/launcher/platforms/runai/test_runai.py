@@ -13,6 +13,7 @@ import pytest
 import runai
 from certificates import certificate_in
 from leaking import leaks
+from runai.program import FLAGS
 from runai_jobs import found, job_of, settings_of
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
@@ -163,6 +164,39 @@ def test_clear_refusals_are_final_at_once(words: str, by_program: Make, cluster:
     with pytest.raises(PlatformRefused):
         here.submit(submission)
     assert len(cluster.submissions) == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["Forbidden", "403", 'trainings is forbidden: User "me" cannot list resource "trainings"']
+)
+def test_project_that_one_may_not_use_is_a_login_problem(
+    words: str, by_program: Make, cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = by_program("v2")
+    assert here.render(waiting)
+    cluster.fault = words
+    with pytest.raises(LoginProblem, match="ask for a role in the project team-a"):
+        here.check_access()
+    assert "runai.login" in found(here, waiting)
+
+
+def test_message_of_an_unknown_flag_is_not_the_end_of_the_usage(
+    by_program: Make, cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = by_program("v2")
+    submission = here.render(waiting)
+    cluster.fault = "unknown flag: --new\nUsage:\n  runai submit\n\nFlags:\n  --wait duration\n  --workers int"
+    with pytest.raises(PlatformRefused, match="ended with 1: Error: unknown flag: --new;"):
+        here.submit(submission)
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_program_that_cannot_set_variables_is_found_beforehand(
+    generation: str, by_program: Make, waiting: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FLAGS, generation, FLAGS[generation].replace("-e ", "-x, --other ", 1))
+    with pytest.raises(ConfigProblem, match="has not got every flag: env needs -e"):
+        by_program(generation).render(waiting)
 
 
 def test_names_and_phases_are_found_however_the_list_is_nested() -> None:
