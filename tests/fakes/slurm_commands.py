@@ -113,7 +113,7 @@ class SlurmCommands:
         if job.user != self.user:
             return 1, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
         if "--signal=TERM" in words:
-            job.saving = 2
+            job.saving = 3
         else:
             job.state = "CANCELLED"
         return 0, ""

@@ -192,7 +192,7 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
         ("", {"modules": ["no/1"]}, {"module": "exit 1"}, "[slurm.module] platform.modules: no/1 cannot be loaded"),
         ("", {"secrets": {"TOKEN": "~/none"}}, {}, "[slurm.secret] platform.secrets.TOKEN=~/none cannot be read"),
         ("gs://bucket", {"venv": "/nosuch"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch has no python"),
-        ("/nosuch/root", {}, {}, "[slurm.root] the run's folder /nosuch/root/attempts/1 is not there on this node"),
+        ("unseen", {}, {}, "/unseen/attempts/1 is not there on this node, or cannot be written"),
     ],
 )
 def test_job_that_cannot_start_its_nodes_says_why(
@@ -201,7 +201,8 @@ def test_job_that_cannot_start_its_nodes_says_why(
     """It is a user error, which no new attempt follows, wherever the run's folder is."""
     node, platform = SlurmNode(tmp_path / "node", **programs), SlurmPlatform(settings_of(**changes), settle=0)
     (tmp_path / "attempts/1").mkdir(parents=True)
-    assert node.run(platform.render(job_of(root or tmp_path)).body["script"]) == EXIT_CODES[Fault.USER]
+    place = root if "://" in root else tmp_path / root
+    assert node.run(platform.render(job_of(place)).body["script"]) == EXIT_CODES[Fault.USER]
     if not root:
         assert words in (tmp_path / "attempts/1/node-0.log").read_text()
     slurm(squeue=row("FAILED").replace("(null)", node.comment, 1))
