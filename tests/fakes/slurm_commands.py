@@ -24,6 +24,7 @@ class _Job:
     comment: str
     user: str
     state: str = "RUNNING"
+    reason: str = "None"
     saving: int = 0
     """Looks at the queue until its nodes have saved and left, once they were asked to; 0 before."""
 
@@ -91,7 +92,7 @@ class SlurmCommands:
             if flag == "--jobs" and not rows:
                 return 1, "slurm_load_jobs error: Invalid job id specified"
         start = "2026-11-28T11:03:48"
-        return 0, "".join(f"{job.number}|{job.state}|None|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
+        return 0, "".join(f"{job.number}|{job.state}|{job.reason}|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
                           for job in rows)  # fmt: skip
 
     def _sacct(self, words: list[str], _: str) -> tuple[int, str]:
