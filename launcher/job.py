@@ -199,11 +199,13 @@ class JobStatus:
 
     state: JobState
     native: str
-    """The platform's own word, verbatim: an unlisted one must not stop a two-day run, and must be seen."""
+    """The platform's own word, with its number of the job: an unlisted one must not stop a two-day run, and must be
+    seen."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
-    """Node number to the reason and what to do, of nodes evicted from a full machine; it outweighs their reports."""
+    """Node number to the reason and what to do, of nodes that were evicted from a full machine or could not be started;
+    it outweighs their reports."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Node number to the machine that it is or was on, as far as the platform tells."""
     scheduled: float | None = None

@@ -100,7 +100,8 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
             if finding.severity in {"warning", "unknown"}:
                 emit(Note(what=str(finding), severity="warning"))
     known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
-    here = f"nothing to build on {config.platform.kind}: nodes run this environment ({known})"
+    own = f"this environment ({known})" if config.platform.on_this_machine else "the environment of section platform"
+    here = f"nothing to build on {config.platform.kind}: nodes run {own}"
     emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else here))
     return identity
 

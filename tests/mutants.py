@@ -16,6 +16,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[1]
+_SLURM = "launcher/platforms/slurm/test_slurm_jobs.py"
 
 # What it is called, the file, a piece of a line that the file has once, and what takes its place; then the tests below
 # tests/, one of which notices it: files, or single tests of slow files.
@@ -194,6 +195,30 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "match: {prefect.resource.id: prefect.flow-run.*}", "deployments/test_prefect_yaml.py"),
     ("notice-speaks-to-slack", "deployments/automations.yaml", 'replace("<", "&lt;")', 'replace("<", "<")',
      "deployments/test_prefect_yaml.py"),
+    ("slurms-word-over-the-nodes", "launcher/platforms/slurm/platform.py",
+     "codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_MEANS[word]]) | codes",
+     "codes = codes | dict.fromkeys(range(job.nodes), EXIT_CODES[_MEANS[word]])", _SLURM),
+    ("slurm-job-that-left-the-queue-doubled", "launcher/platforms/slurm/platform.py",
+     "if record is not None and record.number is not None:", "if record is not None and record.number is row:", _SLURM),
+    ("slurm-cancel-without-time-to-save", "launcher/platforms/slurm/platform.py",
+     'elif row.state != "RUNNING" or time.monotonic() > start + self._settings.grace:', "else:", _SLURM),
+    ("slurm-completed-with-a-failed-node", "launcher/platforms/slurm/platform.py",
+     "elif state is JobState.SUCCEEDED and any(codes.values()):", "elif False:", _SLURM),
+    ("slurm-timeout-of-a-job-that-is-done", "launcher/platforms/slurm/platform.py",
+     "elif len(codes) == job.nodes and not any(codes.values()):", "elif row is None and not any(codes.values()):",
+     _SLURM),
+    ("slurm-killed-sbatch-made-no-job", "launcher/platforms/slurm/platform.py",
+     " or done.returncode < 0 or done.returncode > 128", "", _SLURM),
+    ("slurm-first-number-is-the-jobs", "launcher/platforms/slurm/platform.py", "for later in rows[1:]:",
+     "for later in (row._replace(number=number) for row in rows for number in numbers[:1]):", _SLURM),
+    ("slurm-any-reason-lasts", "launcher/platforms/slurm/platform.py", 'if lasting := _LASTING.fullmatch(reason):',
+     "if lasting := reason:", _SLURM),
+    ("slurm-profile-wins", "launcher/platforms/slurm/platform.py", '" SBATCH_* | SCANCEL_*', '" SCANCEL_*', _SLURM),
+    ("slurm-percent-of-a-root-replaced", "launcher/platforms/slurm/render.py", ".replace('%', '%%')", "", _SLURM),
+    ("slurm-option-shortened", "launcher/platforms/slurm/settings.py", "if name.startswith(found[1])",
+     "if name == found[1]", _SLURM),
+    ("slurm-secrets-file-as-code", "launcher/platforms/slurm/render.py", 'f"fail {code} {shlex.quote(words)}"',
+     """f'fail {code} "{words}"'""", "launcher/platforms/test_planted_code.py"),
     ("lease-of-the-living", "launcher/runs/lease.py", "        elif beat == before:", "        elif True:",
      "launcher/runs/test_lease.py"),
     ("reap-the-living", "launcher/runs/listing.py", "    return last is not None and last.status.state.final",

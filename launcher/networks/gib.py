@@ -24,7 +24,8 @@ _INSTALLERS = {
 _NCCL = f"{AI_HYPERCOMPUTER}/nccl"
 """Release notes for x86 and arm64; they name the NCCL that is bundled (v1.1.2: 2.30.4) and those that are supported."""
 
-# What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
+# What Google's installer puts on the nodes comes first. For x86 we have read v1.1.2's date, but not its row of the
+# page's version table.
 PAIRS = (
     net.ReleasePair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
     net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NCCL}/release-notes-x86"),

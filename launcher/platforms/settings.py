@@ -11,7 +11,7 @@ from itertools import pairwise
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES, ListPrice, Machine
@@ -162,6 +162,15 @@ class ClusterSettings(PlatformSettings):
     def node_gpus(self) -> int:
         """GPUs of each node; a part of one counts as one."""
         return self.machine_type.gpus if self.machine_type else math.ceil(getattr(self, "gpus", None) or 0)
+
+    @field_validator("secrets")
+    @classmethod
+    def _are_variables(cls, given: dict[str, str]) -> dict[str, str]:
+        for name in given:
+            if not (name.isascii() and name.isidentifier()):  # shells are shown it
+                fix = "use letters, digits and underscores"
+                raise ValueError(f"{name!r} cannot be the name of an environment variable; {fix}")
+        return given
 
     @model_validator(mode="before")
     @classmethod

@@ -37,6 +37,7 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 def main(argv: Sequence[str]) -> int:
     """torchrun with these arguments: 1 if a rank failed, or the code of a full disk if how cannot be written down."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -66,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as error:
         write_whole(failures, {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
+        if isinstance(error, SignalException):  # where torchrun was when it was asked to leave is no news
+            return 1
         raise
     return 0
 

@@ -24,6 +24,9 @@ class _Job:
     comment: str
     user: str
     state: str = "RUNNING"
+    reason: str = "None"
+    saving: int = 0
+    """Looks at the queue until its nodes have saved and left, once they were asked to; 0 before."""
 
 
 @dataclass
@@ -49,6 +52,7 @@ class SlurmCommands:
         del self.jobs[number]
 
     def run(self, command: list[str], *, input: str = "", **_: Any) -> subprocess.CompletedProcess[str]:
+        command = command[4:]  # behind sh, which takes variables away
         self.calls.append(command)
         code, text = getattr(self, f"_{command[0]}")(command[1:], input)
         return subprocess.CompletedProcess(command, code, "" if code else text, text if code else "")
@@ -79,25 +83,28 @@ class SlurmCommands:
         assert words[:3] == ["-h", "-t", "all"]
         assert words[-2:] == ["-o", "%i|%T|%r|%S|%N|%u|%j|%k"]
         rows = self._seen(self.jobs.values())
+        for job in rows:
+            job.saving -= job.saving > 0
+            job.state = "FAILED" if job.saving == 1 and job.state == "RUNNING" else job.state
         for word in words[3:-2]:
             flag, value = word.split("=")
             rows = [job for job in rows if value == {"--name": job.name, "--jobs": str(job.number)}[flag]]
             if flag == "--jobs" and not rows:
                 return 1, "slurm_load_jobs error: Invalid job id specified"
         start = "2026-11-28T11:03:48"
-        return 0, "".join(f"{job.number}|{job.state}|None|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
+        return 0, "".join(f"{job.number}|{job.state}|{job.reason}|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
                           for job in rows)  # fmt: skip
 
     def _sacct(self, words: list[str], _: str) -> tuple[int, str]:
         if not self.keeps_accounts:
             return 1, "Slurm accounting storage is disabled"
         assert words[:4] == ["-n", "-X", "-P", "-a"]
-        assert words[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName"]
+        assert words[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName,Comment"]
         names = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
         numbers = [int(words[words.index("-j") + 1])] if "-j" in words else []
         rows = [job for job in self._seen(self.accounts) if job.name in names or job.number in numbers]
         return 0, "".join(
-            f"{job.number}|{job.state}|2026-11-28T11:03:48|n[0-1]|{job.user}|{job.name}\n" for job in rows
+            f"{job.number}|{job.state}|2026-11-28T11:03:48|n[0-1]|{job.user}|{job.name}|\n" for job in rows
         )
 
     def _scancel(self, words: list[str], _: str) -> tuple[int, str]:
@@ -106,7 +113,10 @@ class SlurmCommands:
             return 1, f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id specified"
         if job.user != self.user:
             return 1, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
-        job.state = "CANCELLED"
+        if "--signal=TERM" in words:
+            job.saving = 3
+        else:
+            job.state = "CANCELLED"
         return 0, ""
 
     def _seen(self, jobs: Any) -> list[_Job]:

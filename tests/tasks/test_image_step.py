@@ -8,6 +8,7 @@ from registry_server import registry
 
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
+from launcher.events import Event, Listener, StepDone
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.stacks import STACKS
 
@@ -33,3 +34,18 @@ def test_a_tag_that_means_another_image_by_now_is_judged_by_what_it_means(
         with pytest.raises(ConfigProblem, match="the tcpxo plug-in is qualified for"):
             identity(tag)
         assert identity(tag, network="plain").image
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("local", "nodes run this environment (torch "), ("slurm", "nodes run the environment of section platform")],
+)
+def test_image_step_says_which_environment_nodes_run(kind: str, words: str) -> None:
+    from tasks.preflight import build_image
+
+    events: list[Event] = []
+    with Listener(events.append):
+        config = validated(ScriptConfig, {"script": "-m x", "platform": {"kind": kind}}, where="here")
+        asyncio.run(build_image.fn(config))
+    [done] = [event for event in events if isinstance(event, StepDone)]
+    assert f"nothing to build on {kind}: {words}" in done.what

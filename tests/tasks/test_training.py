@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from claims import claim_on
+from slurm_commands import SlurmCommands, slurm_commands
 from strict_platform import StrictPlatform
 from waiting import until
 
@@ -22,6 +23,8 @@ from launcher.config import RunConfig, StartSettings
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, Submission
+from launcher.platforms.slurm.platform import SlurmPlatform
+from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from launcher.reports.goodput import AttemptTimes, Part, ledger
 from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.diagnosis import VERDICT, Action
@@ -597,3 +600,34 @@ def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_i
     for words, times in (("was not saved", 1), ("network.slow", 1), ("is odd", 18), ("prints more warnings", 1)):
         assert len(notes(told, words)) == times
     assert len([one for one in told if isinstance(one, Output) and "NCCL" in one.line]) == 6000
+
+
+def run_on_slurm(cluster: SlurmCommands, folder: Path, monkeypatch: pytest.MonkeyPatch, **fate: str) -> None:
+    """Run a job that Slurm takes, and that then has this fate."""
+    answer = cluster._sbatch
+
+    def submit(*words: Any) -> tuple[int, str]:
+        printed = answer(*words)
+        for job in cluster.jobs.values():
+            vars(job).update(fate)
+        return printed
+
+    monkeypatch.setattr(cluster, "_sbatch", submit)
+    section = {"kind": "slurm", "nodes": 2, "refused_after": 0}
+    platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
+    asyncio.run(run_job(claim_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
+
+
+def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comment = "error [slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n0)"
+    words = r"^user error on node 0: \[slurm.venv\] platform.venv=/nosuch has no python"
+    with slurm_commands() as cluster, pytest.raises(JobFailed, match=words):
+        run_on_slurm(cluster, tmp_path, monkeypatch, state="FAILED", comment=comment)
+    assert len(cluster.jobs) == 1
+
+
+def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "is not let in, and was taken back: job 77: no nodes have what platform.constraint asks for"
+    with slurm_commands() as cluster, pytest.raises(JobRefused, match=words):
+        run_on_slurm(cluster, tmp_path, monkeypatch, state="PENDING", reason="(BadConstraints)")
+    assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]

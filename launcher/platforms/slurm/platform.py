@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,12 +19,12 @@ from pydantic import Field
 from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.log_files import page_of
-from launcher.platforms.slurm.render import SlurmJob, render
+from launcher.platforms.slurm.render import FAILED, SlurmJob, render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.diagnosis import exit_codes
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, Fault, Finding
+from litgpt_demo.errors import EXIT_CODES, Fault, Finding, Severity
 from litgpt_demo.storage import Storage, is_remote, open_storage
 from litgpt_demo.storage.private import make_private
 
@@ -68,9 +67,17 @@ _REASONS = {
 }
 _LIMIT = re.compile(r"(Assoc|QOS)(?P<who>Max|Grp|)(?P<what>.*)")
 
+# Reasons that no end of another job removes (src/common/job_state_reason.c): the job asks for what it may not have, or
+# for what is used up for months. A hold is somebody's will.
+_LASTING = re.compile(
+    r"(?:Bad)?Constraints|Partition(?:TimeLimit|NodeLimit|Config)|Invalid(?:Account|QOS)|(?:Account|QOS)NotAllowed"
+    r"|DependencyNeverSatisfied|Reservation(?:Deleted|Invalid)|DeadLine|MaxMemPerLimit|QOSMin\w+"
+    r"|(?:Assoc|QOS)(?:Max\w+Per(?:Job|Node)(?:Limit)?|Grp(?:\w+(?<!Run)Minutes(?:Limit)?|WallLimit))"
+)
+
 # What slurmctld, munge or the way to them say when they are away for a while (src/common/slurm_errno.c), and ssh.
 _AWAY = re.compile(
-    r"Unable to contact slurm controller|Connection (?:refused|reset)|Zero Bytes"
+    r"Unable to contact slurm controller|Connection (?:refused|reset)|Zero Bytes|Message (?:receive|send) failure"
     r"|temporarily unable|Resource temporarily unavailable|communication connection failure|Munge|authentication"
     r"|slurmdbd|config source|DNS SRV|Could not resolve|kex_exchange|Connection closed|timed out|No route to host",
     re.IGNORECASE,
@@ -86,8 +93,16 @@ _FORMAT = "%i|%T|%r|%S|%N|%u|%j|%k"
 _RUN = re.compile(rf"{re.escape(RUN_LABEL)}=([^\s'\"]+)")
 """The run in a job's comment."""
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
-_IN_SECONDS = {"SLURM_TIME_FORMAT": "%s"}
-"""squeue and sacct print times of the cluster's zone, which may be another one; with this, seconds since 1970."""
+# Variables are options of Slurm's commands too, as a profile or an allocation around this process sets them. Those of
+# sbatch win over the script and go on into the job (https://slurm.schedmd.com/sbatch.html, INPUT ENVIRONMENT
+# VARIABLES), those of squeue hide jobs. The way to the cluster stays. Times are printed in the cluster's zone, which
+# may be another one, unless they are to be seconds since 1970.
+_AS_WRITTEN = (
+    "for name in $(env | sed -n 's/^\\(S[A-Z]*_[A-Z0-9_]*\\)=.*/\\1/p'); do case $name in"
+    " SLURM_CONF | SLURM_CONF_SERVER | SLURM_CLUSTERS | SLURM_JWT | SLURM_SACK_KEY) ;;"
+    " SBATCH_* | SCANCEL_* | SCONTROL_* | SACCT_* | SINFO_* | SQUEUE_* | SLURM_*) unset $name ;;"
+    ' esac; done; [ "$1" = sbatch ] || export SLURM_TIME_FORMAT=%s; exec "$@"'
+)
 _LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
@@ -132,6 +147,9 @@ class SlurmPlatform:
         self._settings, self._settle = settings, settle
         self._user, self._cluster = "", ""
         self._seen = dict[str, tuple[_Row, float]]()
+        self._records = dict[SlurmJob, SlurmSubmission]()
+        self._refused = dict[str, float]()
+        """Since when a job has waited for what does not pass by itself, by its name."""
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -148,8 +166,8 @@ class SlurmPlatform:
                 yield Finding("warning", "slurm.root", what, "take a root on a file system that all nodes mount")
         table = ""
         try:
-            lines = self._run("sinfo", "-h", "-o", "%P %a %l %D %G").splitlines()
-            table = "\n".join(line for line in lines if len(line.split()) == 5)  # a login shell may print other lines
+            printed = self._run("sinfo", "-h", "-o", "%P %a %l %D %G")
+            table = "\n".join(re.findall(r"^\S+ (?:up|down|drain|inact) \S+ \d+ \S+$", printed, re.MULTILINE))
             for name, _, limit, *_ in map(str.split, table.splitlines()):
                 most, wanted = seconds_of(limit), seconds_of(settings.time or "")
                 chosen = name.rstrip("*") == settings.partition if settings.partition else name.endswith("*")
@@ -172,7 +190,7 @@ class SlurmPlatform:
     def check_access(self) -> str:
         where = f" on {self._settings.host}" if self._settings.host else ""
         self._run("sinfo", "-h", "-o", "%P")
-        return f"Slurm answers{where}: {self._run('sinfo', '--version').strip()}"
+        return f"Slurm answers{where}: {_answer('^slurm.*', self._run('sinfo', '--version'), 'sinfo --version')}"
 
     def submit(self, submission: Submission) -> JobId:
         """Submit the script once. The submitter is written down first: where an orchestrator dies before it has written
@@ -191,24 +209,42 @@ class SlurmPlatform:
             if not is_remote(job.directory):  # Slurm does not make the folder of its output
                 make_private(Path(job.directory))
             user, cluster = self._whoami()
-            record = SlurmSubmission(name=job.name, user=user, cluster=cluster)
-            _write(attempt, record)
+            _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster))
             try:
-                number = _number_in(self._run("sbatch", "--parsable", given=script))
+                number, user = self._launch(job, script)
             except PlatformRefused:
                 attempt.remove(SUBMITTED)
                 raise
-            # Of two that submit at once the first stays.
-            row = self._find(job, None, fresh=True)
-            if row is not None and row.number < number:
-                self._run("scancel", str(number))
-                number, record = row.number, record.model_copy(update={"user": row.user})
-            _write(attempt, record.model_copy(update={"number": number}))
         else:
-            user, cluster = row.user, self._whoami()[1]
-            _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster, number=row.number))
+            number, user, cluster = row.number, row.user, self._whoami()[1]
+        _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster, number=number))
         self._seen.pop(job.name, None)
         return submission.job_id
+
+    def _launch(self, job: SlurmJob, script: str) -> tuple[int, str]:
+        """Submit the script; return the number and the user of the job, which is the first of two made at once.
+
+        The queue is looked at whatever sbatch says: its words, or those of a site's wrapper, may follow a submission
+        that went through.
+        """
+        refusal: PlatformRefused | None = None
+        printed = ""
+        try:
+            printed = self._run("sbatch", "--parsable", given=script)
+        except PlatformRefused as error:
+            refusal = error
+        numbers = [int(number) for number in re.findall(r"^([0-9]+)(?:;\S*)?$", printed, re.MULTILINE)]
+        rows = sorted(row for row in self._queue(f"--name={job.name}") if row.name == job.name)
+        for later in rows[1:]:
+            if later.number in numbers:
+                self._run("scancel", str(later.number))
+        if rows:
+            return rows[0].number, rows[0].user
+        if refusal is not None:
+            raise refusal
+        if not numbers:
+            raise PlatformUnreachable(f"`sbatch` printed no job's number, but {printed[:200]!r}")
+        return numbers[-1], self._whoami()[0]
 
     def _refuse_rivals(self, script: str) -> None:
         """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
@@ -234,33 +270,58 @@ class SlurmPlatform:
         record, attempt = self._submission_of(job), open_storage(job.directory)
         row = self._find(job, record)
         word = row.state if row else ""
+        native = f"{word} (job {row.number})" if row else "no longer known to Slurm"
         state, started = _STATES.get(word, JobState.UNKNOWN), _moment(row.start) if row else None
+        if row and state is JobState.PENDING:
+            return self._waiting(row, native)
+        self._refused.pop(job.name, None)
         if row and state.live:
-            reasons = (_reason(row),) if state is JobState.PENDING and row.reason not in {"None", ""} else ()
             begun = started if state is JobState.RUNNING else None
             # Where Slurm's list has one name each; a range such as n[0-3] is left to the reports.
             hosts = dict(enumerate(row.nodes.split(","))) if row.nodes and "[" not in row.nodes else {}
-            return JobStatus(
-                state=state, native=word, reasons=reasons, scheduled=begun, started=begun, pulled=begun, hosts=hosts
-            )
-        patience = self._settle if row and job_id not in self._settled else 0.0
+            return JobStatus(state=state, native=native, scheduled=begun, started=begun, pulled=begun, hosts=hosts)
+        blocked = FAILED.fullmatch(row.comment) if row else None
+        patience = self._settle if row and not blocked and job_id not in self._settled else 0.0
         codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
         self._settled.add(job_id)
         if row is None and record is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
         if attempt.exists(CANCELLED):
             state = JobState.CANCELLED
-        elif row is None or (state is JobState.SUCCEEDED and any(codes.values())):
-            if row is None and record is not None and len(codes) < job.nodes:
+        elif len(codes) == job.nodes and not any(codes.values()):
+            state = JobState.SUCCEEDED  # whatever Slurm says of the end of a job whose nodes have done their work
+        elif row is None and record is not None:
+            if len(codes) < job.nodes:
                 self._require_sight(job, record)
                 if record.number is None:  # its submitter died before it was submitted
                     return JobStatus(state=JobState.ABSENT, native="absent")
-            done = len(codes) == job.nodes and not any(codes.values())
-            state = JobState.SUCCEEDED if done else JobState.FAILED
+            state = JobState.FAILED
+        elif state is JobState.SUCCEEDED and any(codes.values()):
+            state = JobState.FAILED
+        if blocked:
+            codes = {0: EXIT_CODES[Fault.USER]} | codes
         if word in _MEANS:
             codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_MEANS[word]]) | codes
-        native = word or "no longer known to Slurm"
-        return JobStatus(state=state, native=native, exit_codes=codes, started=started, scheduled=started)
+        return JobStatus(
+            state=state, native=native, exit_codes=codes, started=started, scheduled=started,
+            evictions={0: blocked[1]} if blocked else {},
+        )  # fmt: skip
+
+    def _waiting(self, row: _Row, native: str) -> JobStatus:
+        reason = _reason(row) if row.reason not in {"None", ""} else None
+        refused = None
+        if reason is not None and reason.severity == "error":
+            since = self._refused.setdefault(row.name, time.monotonic())
+            refused = reason if time.monotonic() >= since + self._settings.refused_after else None
+        else:
+            self._refused.pop(row.name, None)
+        # Not part of the reason, which is news whenever its words change.
+        if start := _moment(row.start):
+            native = (
+                f"{native}, which Slurm expects to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC"
+            )
+        reasons = () if reason is None else (reason,)
+        return JobStatus(state=JobState.PENDING, native=native, reasons=reasons, refused=refused)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job = SlurmJob.of(job_id)
@@ -307,6 +368,8 @@ class SlurmPlatform:
         return None if row is None or row.has_ended else row
 
     def _submission_of(self, job: SlurmJob) -> SlurmSubmission | None:
+        if job in self._records:
+            return self._records[job]
         attempt = open_storage(job.directory)
         try:
             content = attempt.read(SUBMITTED, most=1 << 16)
@@ -314,7 +377,11 @@ class SlurmPlatform:
             return None
         fix = f"see by `squeue --name={job.name}` that no such job runs, then remove that file"
         record = parse_json(content, SlurmSubmission, where=attempt.address(SUBMITTED), fix=fix)
-        return record if record.name == job.name else None
+        if record.name != job.name:
+            return None
+        if record.number is not None:  # it is written once, and never changes
+            self._records[job] = record
+        return record
 
     def _require_sight(self, job: SlurmJob, record: SlurmSubmission) -> None:
         user, cluster = self._whoami()
@@ -339,10 +406,10 @@ class SlurmPlatform:
         if record is not None and not rows:
             begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
             which = ("-S", begin, f"--name={job.name}") if number is None else ("-j", str(number))
-            words = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", "JobIDRaw,State,Start,NodeList,User,JobName")
-            for fields in _fields(self._run(*words, unless=_NO_ACCOUNTS), 6):
-                jobid, state, start, nodes, user, name = fields
-                rows.append(_Row(int(jobid), state.split()[0], "", start, nodes, user, name, ""))
+            columns = "JobIDRaw,State,Start,NodeList,User,JobName,Comment"
+            words = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", columns)
+            for jobid, state, *fields in _fields(self._run(*words, unless=_NO_ACCOUNTS), 7):
+                rows.append(_Row(int(jobid), *(state.partition(" ")[0], "", *fields)))
         found = min((row for row in rows if row.name == job.name), default=None)
         if found is not None:  # a job that is not there may be submitted at any moment
             self._seen[job.name] = found, time.monotonic()
@@ -357,26 +424,24 @@ class SlurmPlatform:
         if not self._user:
             cluster = _CLUSTER.search(self._run("scontrol", "show", "config"))
             self._cluster = cluster[1] if cluster else ""
-            self._user = self._run("id", "-un").split()[-1]
+            self._user = _answer(r"^\S+$", self._run("id", "-un"), "id -un")
         return self._user, self._cluster
 
     def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
         """Return what a command prints; `unless` has words of a no that is none."""
         host = self._settings.host
-        env = _IN_SECONDS if words[0] in {"squeue", "sacct"} else {}
-        command = [*words]
+        command = ["sh", "-c", _AS_WRITTEN, "sh", *words]
         if host is not None:
-            prefix = ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
             flags = ("-o", "BatchMode=yes", "-o", "ForwardAgent=no")  # the node's root could use the agent's keys
-            command = ["ssh", *flags, "--", host, shlex.join([*prefix, *words])]
-        if shutil.which(command[0]) is None:
+            command = ["ssh", *flags, "--", host, shlex.join(command)]
+        program = words[0] if host is None else "ssh"
+        if shutil.which(program) is None:
             fix = "run it on a login node of the cluster, or name one: platform.host"
-            raise NotInstalled(f"platform.kind=slurm needs `{command[0]}`, which is not on PATH", fix=fix)
+            raise NotInstalled(f"platform.kind=slurm needs `{program}`, which is not on PATH", fix=fix)
         try:
             done = subprocess.run(
-                command, input=given, text=True, capture_output=True, timeout=_PATIENCE, check=False, errors="replace",
-                env={**os.environ, **env},
-            )  # fmt: skip
+                command, input=given, text=True, capture_output=True, timeout=_PATIENCE, check=False, errors="replace"
+            )
         except subprocess.TimeoutExpired as error:
             raise PlatformUnreachable(f"`{shlex.join(words)}` did not end within {_PATIENCE:.0f} s") from error
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
@@ -388,8 +453,11 @@ class SlurmPlatform:
                 raise LoginProblem(f"ssh {host}: {said[:1000]}", fix=f"see that `ssh {host} true` asks nothing")
             raise PlatformUnreachable(what)
         if done.returncode == 127:
-            raise NotInstalled(f"{host} has no `{words[0]}` on PATH", fix="name a login node of the cluster")
-        if _AWAY.search(said):
+            raise NotInstalled(
+                f"{host or 'this machine'} has no `{words[0]}` on PATH", fix="name a login node of the cluster"
+            )
+        # A command that was killed may have done its work.
+        if _AWAY.search(said) or done.returncode < 0 or done.returncode > 128:
             raise PlatformUnreachable(what)
         raise PlatformRefused(what, fix="fix what it names in the `platform` section: `sinfo` and `sacctmgr` list it")
 
@@ -398,11 +466,11 @@ def _write(attempt: Storage, record: SlurmSubmission) -> None:
     attempt.write(SUBMITTED, record.model_dump_json(indent=1).encode())
 
 
-def _number_in(text: str) -> int:
-    found = re.search(r"^([0-9]+)(?:;\S*)?$", text, re.MULTILINE)
-    if found is None:
-        raise PlatformUnreachable(f"`sbatch` printed no job's number, but {text[:200]!r}")
-    return int(found[1])
+def _answer(pattern: str, text: str, command: str) -> str:
+    """Return the last line of a command's that has the form of its answer; a login shell may print other lines."""
+    if not (found := re.findall(pattern, text, re.MULTILINE)):
+        raise PlatformUnreachable(f"`{command}` gave no answer, but printed {text[:200]!r}")
+    return str(found[-1])
 
 
 def _fields(text: str, count: int) -> Iterator[list[str]]:
@@ -414,17 +482,17 @@ def _fields(text: str, count: int) -> Iterator[list[str]]:
 
 
 def _reason(row: _Row) -> Finding:
+    """Return why a job waits: an error where that does not pass by itself, else a warning."""
     reason = row.reason.strip("()").partition(",")[0]
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     if limit := _LIMIT.fullmatch(reason):
         whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
         kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
         what, fix = f"{whose} {kind} is reached ({reason})", "wait for other jobs to end, or ask for less"
-    start = _moment(row.start)
-    expected = (
-        f"; Slurm expects it to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC" if start else ""
-    )
-    return Finding("warning", f"slurm.{reason}", f"{what}{expected}", fix)
+    if lasting := _LASTING.fullmatch(reason):
+        fix = fix.replace("wait for other jobs to end, or ask for less", "ask for less, or for a higher limit")
+    severity: Severity = "error" if lasting else "warning"
+    return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)
 
 
 def _moment(text: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import PurePosixPath
 
@@ -41,17 +42,31 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         log_flags=("--log-uri", job.directory, "--log-every", "10") if remote else (),
         grace=settings.grace,
     )
-    folder, user_error = job.directory.replace("%", "%%"), EXIT_CODES[Fault.USER]  # `%` begins a replacement
-    log = shlex.quote(f"{folder}/node-%n.log")
+    if unwritable := re.search(r"[\\\x00-\x1f]", job.directory):  # Slurm takes backslashes out of a path
+        what = f"the run's folder {job.directory!r} has {unwritable[0]!r}, which Slurm cannot write in a path"
+        raise ConfigProblem(what, fix="choose a root without backslashes and control characters")
+    log = shlex.quote(f"{job.directory.replace('%', '%%')}/node-%n.log")  # `%` begins a replacement
     output = "" if remote else f" --output={log} --open-mode=append"
-    given = [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
-    for name in job.secrets:  # read from their files on the cluster: values are in no script and on no command line
-        path = settings.secrets.get(name, "")
+    given = []
+    if not remote:
+        fail = _fail("root", f"the run's folder {job.directory} is not there on this node, or cannot be written")
+        given = [_FOLDER.format(folder=shlex.quote(job.directory), fail=fail)]
+    given += [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
+    # Read from their files on the cluster: values are in no script and on no command line.
+    for name, path in settings.secrets.items():
         file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
-        said = f"error [slurm.secret] {name}: {path} cannot be read"
-        given += [f'{name}=$(cat {file}) || {{ echo "{said}"; exit {user_error}; }}', f"export {name}"]
-    software = [f"module load {shlex.quote(module)} || exit {user_error}" for module in settings.modules]
+        fail = _fail("secret", f"the file {path} of platform.secrets.{name} cannot be read")
+        given += [f"{name}=$(cat {file}) || {fail}", f"export {name}"]
+    software = [
+        f"module load {shlex.quote(module)} || {_fail('module', f'platform.modules: {module} cannot be loaded')}"
+        for module in settings.modules
+    ]
     software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
+    if settings.container is None:
+        where = (
+            f"platform.venv={settings.venv} has no" if settings.venv else "platform.venv is not set, and PATH has no"
+        )
+        software += [f"python -c 'import litgpt_demo' || {_fail('venv', f'{where} python with train-litgpt')}"]
     mounts = [*([] if remote else [str(PurePosixPath(job.root or job.directory))]), *settings.mounts]
     container, python = list[str](), ["python"]
     if settings.container == "pyxis":  # by options of srun (https://github.com/NVIDIA/pyxis#usage)
@@ -78,35 +93,48 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
             "gres": settings.gres, "cpus-per-task": settings.cpus, "mem": settings.memory, "time": settings.time,
         }),
         "signal": f"B:TERM@{settings.grace}",
-        "output": "/dev/null" if remote else f"{folder}/slurm-%j.log",
+        "output": "/dev/null",  # which every node can open: Slurm ends a job, without a word, where it cannot
         "export": "NONE",
     }  # fmt: skip
     flags = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()] + ["--no-requeue"]
     flags += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
     heading = [f"#SBATCH {flag}" for flag in flags]
-    text = "\n".join(["#!/bin/bash", *heading, "", *given, "", _SCRIPT.format(
-        software="\n".join(software),
+    text = "\n".join(["#!/bin/bash", *heading, "", _FAIL, *given, *software, _SCRIPT.format(
         wait=_WAIT,
         output=output,
         container="".join(f" {shlex.quote(one)}" for one in container),
         python=shlex.join(python),
         words=shlex.join(command),
         run=_IN_A_FOLDER_OF_ITS_OWN if remote else 'exec "$@"',
-        folder="" if remote else _FOLDER.format(folder=shlex.quote(job.directory), code=EXIT_CODES[Fault.NODE]),
     )])  # fmt: skip
-    where = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
+    kept = SlurmJob(settings.host or "", job.attempt_name, job.nodes, job.directory)
     return Submission(
-        platform=settings.kind, job_id=where.job_id, body={"script": text}, environment=tuple(as_rows(entries))
+        platform=settings.kind, job_id=kept.job_id, body={"script": text}, environment=tuple(as_rows(entries))
     )
 
 
-# The batch script itself runs on the first node alone. SIGTERM, which Slurm sends before the time limit, goes on to the
-# nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until they have saved. Each job
-# has a port of its own, for two jobs may share a machine. A node that loses its peers ends by itself; `--wait` ends one
-# that does not.
+def _fail(code: str, words: str) -> str:
+    return f"fail {code} {shlex.quote(words)}"
+
+
+FAILED = re.compile(r"error (\[slurm\.[a-z]+\] .*)")
+"""The comment that a job gets whose batch script could not start the nodes."""
+
+# The job's comment is seen where the run's folder is not, and by whoever sees the job.
+_FAIL = f"""\
+fail() {{
+  echo "error [slurm.$1] $2"
+  scontrol update "jobid=$SLURM_JOB_ID" "comment=error [slurm.$1] $2 (on ${{SLURMD_NODENAME:-its first node}})"
+  exit {EXIT_CODES[Fault.USER]}
+}}
+"""
+
+# The batch script itself runs on the first node alone, and prints into its log. SIGTERM, which Slurm sends before the
+# time limit, goes on to the nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until
+# they have saved. Each job has a port of its own, for two jobs may share a machine. A node that loses its peers ends by
+# itself; `--wait` ends one that does not.
 _SCRIPT = """\
-{software}
-{folder}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
 export LITGPT_MASTER="${{address:-$first}}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${{SLURM_RESTART_COUNT:-0}}"
@@ -118,9 +146,10 @@ while kill -0 "$step" 2> /dev/null; do wait "$step"; done
 wait "$step"
 exit $?
 """
+# The launcher has made the folder: one that a node makes would be on the node's own disk.
 _FOLDER = """\
-mkdir -p {folder} || {{ echo "error [slurm.root] this node cannot write to the run's folder"; exit {code}; }}
-"""
+: >> {folder}/node-0.log || {fail}
+exec >> {folder}/node-0.log 2>&1"""
 
 # Where the run's folder is in a bucket: logs are copied there, and the node's own go with it. The signal is the ranks'.
 _IN_A_FOLDER_OF_ITS_OWN = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,23 @@ HOST = "TRAIN_LITGPT_SLURM_HOST"
 # What Slurm's own names are made of; a comma or a blank would end a value, and `%` is replaced in some.
 _WORD = r"^[A-Za-z0-9_@+=:./&|*()\[\]-]+$"
 _PATH = r"^/[A-Za-z0-9_@+=.,/-]*$"
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@+=:.,/\[\]-]+$")]
+_Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9_@+=.:/-]*$")]
+
+# Options of sbatch that the batch script sets, that hide the job from its launcher, or that submit none
+# (https://slurm.schedmd.com/sbatch.html), with the setting for the same purpose.
+_OWN = """
+array clusters comment error export export-file gid help job-name no-requeue ntasks ntasks-per-node output parsable
+quiet requeue signal tasks-per-node test-only uid usage version wait wrap
+"""
+_SETTINGS = "account constraint exclude gres nodes partition qos reservation time"
+_TAKEN = {
+    **dict.fromkeys(_OWN.split(), "leave it out"),
+    **{name: f"set platform.{name}" for name in _SETTINGS.split()},
+    **dict.fromkeys(("gpus", "gpus-per-node"), "set platform.gpus"),
+    "cpus-per-task": "set platform.cpus",
+    "mem": "set platform.memory",
+}
 _TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+))?|(\d+)(?::(\d+))?)")
 
 
@@ -61,7 +78,7 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     """Only the nodes of this reservation."""
     constraint: str | None = Field(None, pattern=_WORD)
     """Features that the nodes must have (`h100&ib`)."""
-    exclude: tuple[str, ...] = ()
+    exclude: tuple[_Word, ...] = ()
     """Nodes not to use, besides those that earlier attempts blame."""
     nodes: Count = Field(1, gt=0, le=10_000)
     """The number of nodes; each starts one torchrun."""
@@ -85,18 +102,22 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
     venv: str | None = Field(None, pattern=_PATH)
     """A virtual or conda environment on the cluster, which has train-litgpt; empty takes `python` as PATH has it."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[_Word, ...] = ()
     """Environment modules to load before (`cuda/12.8`)."""
     container: Literal["pyxis", "apptainer"] | None = None
     """Run nodes in the image, by NVIDIA's Pyxis or by Apptainer, in place of an environment."""
     container_image: str | None = Field(None, pattern=_PATH)
     """An image file on the cluster (.sqsh, .sif); empty is the image of the config's `image` section."""
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[_Mount, ...] = ()
     """Folders that the container sees besides the root (`/scratch` or `/scratch:/data`)."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, as they are written (`--licenses=lustre`)."""
+    """Further options of sbatch, as they are written (`--licenses=lustre`); none that a job is found by or that another
+    setting stands for."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the file on the cluster that holds its value, which only you can read."""
+    refused_after: Count = Field(600, ge=0)
+    """Seconds that a job may wait for a reason that does not pass by itself (a limit, an account, a constraint) before
+    the run ends with that reason."""
     grace: Count = Field(120, ge=1, le=3600)
     """Seconds before the time limit, or after a cancellation, in which ranks save."""
 
@@ -129,10 +150,14 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
         if self.container is not None and (self.venv is not None or self.modules):
             raise ValueError("platform.venv and modules are not seen in a container; keep one of the two")
         for option in self.options:
-            if not re.fullmatch(r"--[a-z][A-Za-z0-9-]*(=\S+)?", option):
+            if not (found := re.fullmatch(r"--([a-z][A-Za-z0-9-]*)(=\S+)?", option)):
                 raise ValueError(f"platform.options has {option!r}; write each as sbatch takes it: --name=value")
+            # getopt takes the beginning of an option's name for the option.
+            if taken := next((name for name in _TAKEN if name.startswith(found[1])), None):
+                what = f"platform.options has {option!r}, but the launcher needs sbatch's --{taken} for itself"
+                raise ValueError(f"{what}; {_TAKEN[taken]}")
         for name, path in self.secrets.items():
-            if not re.fullmatch(r"(/|~/).+", path):
+            if not re.fullmatch(r"(/|~/)[^\x00-\x1f]+", path):
                 raise ValueError(f"platform.secrets.{name}={path!r} is no path; name the file that holds the value")
         return self
 

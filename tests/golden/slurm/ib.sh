@@ -19,14 +19,20 @@
 #SBATCH --exclusive
 #SBATCH --licenses=lustre
 
+fail() {
+  echo "error [slurm.$1] $2"
+  scontrol update "jobid=$SLURM_JOB_ID" "comment=error [slurm.$1] $2 (on ${SLURMD_NODENAME:-its first node})"
+  exit 40
+}
+
 export LITGPT_NETWORK='{"name":"ib","nccl_net":"IB","hca":"mlx5","infiniband":true,"shm_bytes":1073741824,"gpus":8}'
 export PYTHONUNBUFFERED=1
 export NCCL_DEBUG=INFO
 export NCCL_DEBUG_SUBSYS=INIT,NET
-WANDB_API_KEY=$(cat "$HOME"/.wandb) || { echo "error [slurm.secret] WANDB_API_KEY: ~/.wandb cannot be read"; exit 40; }
+WANDB_API_KEY=$(cat "$HOME"/.wandb) || fail secret 'platform.secrets.WANDB_API_KEY=~/.wandb cannot be read'
 export WANDB_API_KEY
-
-module load cuda/12.8 || exit 40
+module load cuda/12.8 || fail module 'platform.modules: cuda/12.8 cannot be loaded'
+python -c 'import litgpt_demo' || fail venv 'platform.venv is not set, and PATH has no python with train-litgpt'
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"

@@ -5,15 +5,20 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:8
 #SBATCH --signal=B:TERM@120
-#SBATCH --output=/shared/runs/owt/attempts/1/slurm-%j.log
+#SBATCH --output=/dev/null
 #SBATCH --export=NONE
 #SBATCH --no-requeue
 
+fail() {
+  echo "error [slurm.$1] $2"
+  scontrol update "jobid=$SLURM_JOB_ID" "comment=error [slurm.$1] $2 (on ${SLURMD_NODENAME:-its first node})"
+  exit 40
+}
+
+: >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 is not there on this node, or cannot be written'
+exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
 export LITGPT_NETWORK='{"name":"plain","shm_bytes":1073741824,"gpus":8,"gate_seconds":0}'
 export PYTHONUNBUFFERED=1
-
-
-mkdir -p /shared/runs/owt/attempts/1 || { echo "error [slurm.root] this node cannot write to the run's folder"; exit 43; }
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"

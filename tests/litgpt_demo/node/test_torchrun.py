@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.utils.api import macros
 
 from litgpt_demo.errors import Fault
@@ -62,6 +62,18 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
     assert [(one.message, one.fault) for one in read_failures(tmp_path)[0]] == [
         ("", Fault.UNKNOWN), ("RuntimeError: Connection closed by peer", Fault.NETWORK),
     ]  # fmt: skip
+
+
+def test_torchrun_prints_no_traceback_when_asked_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node's last line says why it ends; twenty lines of torch's would stand before it."""
+
+    def asked(_: object) -> None:
+        raise SignalException("Process 1 got signal: 15", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", asked)
+    monkeypatch.setattr(PContext, "close", PContext.close)
+    assert torchrun.main([f"--log-dir={tmp_path}", "--master-addr=n0", "--master-port=1", "a.py"]) == 1
+    assert read_failures(tmp_path) == ([], "SignalException: Process 1 got signal: 15")
 
 
 def test_ranks_have_their_grace_under_a_torchrun_that_knows_of_none_and_their_peers_little(

@@ -6,6 +6,7 @@ The daemons themselves are in tests/real/slurm.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from claims import claim_of
 from golden_files import require_golden
 from pydantic import ValidationError
 from slurm_commands import SlurmCommands, slurm_commands
+from slurm_node import SlurmNode
 
 from launcher.config import ScriptConfig
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
@@ -26,8 +28,9 @@ from launcher.job import Job, JobId, JobState
 from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.diagnosis import Action, diagnose
 from launcher.runs.index import Index
-from litgpt_demo.errors import EXIT_CODES, was_given_up
+from litgpt_demo.errors import EXIT_CODES, Fault, was_given_up
 
 FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
 AWAY = "squeue: error: Unable to contact slurm controller (connect failure)"
@@ -56,17 +59,15 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     def answering(**answers: str | tuple[str, int]) -> list[list[str]]:
         asked: list[list[str]] = []
 
-        def run(command: list[str], *, env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
-            asked.append(command)
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             program = command
             if command[0] == "ssh" and "ssh" not in answers:  # what the login node's shell does
-                program, env = shlex.split(command[-1]), {}
-                if program[0] == "env":
-                    env = dict([program[1].split("=")])
-                    program = program[2:]
+                program = shlex.split(command[-1])
+            in_seconds = len(program) > 2 and "SLURM_TIME_FORMAT=%s" in program[2]
+            asked.append(program := program[4:] if program[0] == "sh" else program)
             told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(program[0], "")
             text, code = (told, 0) if isinstance(told, str) else told
-            if (env or {}).get("SLURM_TIME_FORMAT") != "%s":
+            if not in_seconds:
                 text = text.replace(str(START), datetime.fromtimestamp(START, CLUSTER).strftime("%Y-%m-%dT%H:%M:%S"))
             return subprocess.CompletedProcess(command, code, text if code == 0 else "", text if code else "")
 
@@ -122,6 +123,34 @@ def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[
         ({"mounts": ["/scratch"]}, "set platform.container too"),
         ({"container": "pyxis", "venv": "/venv"}, "not seen in a container"),
         ({"options": ["licenses"]}, "--name=value"),
+        ({"options": ["-Jother"]}, "--name=value"),
+        *(
+            ({"options": [option]}, "but the launcher needs sbatch's --")
+            for option in (
+                "--array=1-3",
+                "--job-name=other",
+                "--job-nam=other",
+                "--signal=KILL",
+                "--wrap=true",
+                "--requeue",
+                "--export=ALL",
+                "--output=/tmp/log",
+                "--error=/tmp/log",
+                "--comment=x",
+                "--nodes=1",
+                "--test-only",
+                "--parsable",
+                "--clusters=other",
+                "--cluster=other",
+                "--wait",
+                "--help",
+                "--mem=1G",
+                "--gpus=1",
+                "--time=5",
+                "--ntasks=4",
+                "--qui",
+            )
+        ),
         ({"secrets": {"TOKEN": "secret-value"}}, "is no path"),
         ({"roce_interface": "eth1"}, "means nothing to platform.network=plain"),
     ],
@@ -131,12 +160,76 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: s
         settings_of(**changes)
 
 
+def test_options_of_the_users_own_are_taken() -> None:
+    options = ["--licenses=lustre", "--exclusive=user", "--mem-per-cpu=4G", "--gres-flags=x", "--time-min=5", "--hold"]
+    assert settings_of(options=options).options == tuple(options)
+
+
 def test_a_time_limit_is_read_in_every_form_that_slurm_writes() -> None:
     forms = {
         "90": 5400, "1:30": 90, "1:00": 60, "2:00:00": 7200, "1-12": 129_600, "1-12:30": 131_400,
         "2-00:00:30": 172_830, "infinite": None, "UNLIMITED": None, "n/a": None,
     }  # fmt: skip
     assert {text: seconds_of(text) for text in forms} == forms
+
+
+def test_percent_of_a_root_is_no_replacement(tmp_path: Path) -> None:
+    """Slurm replaces `%n` in the paths of its options, and nowhere else."""
+    text = SlurmPlatform(settings_of()).render(job_of("/shared/50%n")).body["script"]
+    assert "--output=/shared/50%%n/attempts/1/node-%n.log" in text
+    assert ": >> /shared/50%n/attempts/1/node-0.log " in text
+
+
+@pytest.mark.parametrize("character", ["\\", "\n", "\x1b"])
+def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
+    with pytest.raises(ConfigProblem, match="which Slurm cannot write in a path; choose a root without"):
+        SlurmPlatform(settings_of()).render(job_of(f"/shared/a{character}b"))
+
+
+# --- on the first node ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("root", "changes", "programs", "words"),
+    [
+        ("", {"venv": "/nosuch/venv"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch/venv has no python"),
+        ("", {}, {"python": "exit 127"}, "[slurm.venv] platform.venv is not set, and PATH has no python"),
+        ("", {"modules": ["no/1"]}, {"module": "exit 1"}, "[slurm.module] platform.modules: no/1 cannot be loaded"),
+        (
+            "",
+            {"secrets": {"TOKEN": "~/none"}},
+            {},
+            "[slurm.secret] the file ~/none of platform.secrets.TOKEN cannot be read",
+        ),
+        ("gs://bucket", {"venv": "/nosuch"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch has no python"),
+        ("unseen", {}, {}, "/unseen/attempts/1 is not there on this node, or cannot be written"),
+    ],
+)
+def test_job_that_cannot_start_its_nodes_says_why(
+    root: str, changes: dict[str, Any], programs: dict[str, str], words: str, slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It is a user error, which no new attempt follows, wherever the run's folder is."""
+    node, platform = SlurmNode(tmp_path / "node", **programs), SlurmPlatform(settings_of(**changes), settle=0)
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    place = root if "://" in root else tmp_path / root
+    assert node.run(platform.render(job_of(place)).body["script"]) == EXIT_CODES[Fault.USER]
+    if not root:
+        assert words in (tmp_path / "attempts/1/node-0.log").read_text()
+    slurm(squeue=row("FAILED").replace("(null)", node.comment, 1))
+    verdict = diagnose(platform.status(job_id_of(tmp_path)), [], [], logs="", nodes=2)
+    assert (verdict.fault, verdict.action) == (Fault.USER, Action.STOP)
+    assert words in verdict.evidence
+    assert verdict.evidence.endswith("(on n0)")
+
+
+def test_nodes_have_every_secret_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    (file := tmp_path / "value").write_text('it\'s "a" $(value)\n')
+    node = SlurmNode(tmp_path / "node")
+    settings = settings_of(secrets={"TOKEN": str(file), "OTHER": "~/bin/python"})
+    assert node.run(SlurmPlatform(settings).render(job_of(tmp_path)).body["script"]) == 0
+    assert node.environment["TOKEN"] == 'it\'s "a" $(value)'
+    assert node.environment["OTHER"] == "#!/bin/sh"
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
@@ -164,13 +257,40 @@ def test_each_state_of_slurm_has_one_meaning(
     slurm(squeue=row(told))
     platform = SlurmPlatform(settings_of(), settle=0)
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
-    assert (seen.state, seen.native, seen.exit_codes) == (state, told, codes)
+    assert (seen.state, seen.native, seen.exit_codes) == (state, f"{told} (job 9)", codes)
+
+
+def test_end_that_a_node_reports_wins_over_slurms_word(slurm: Callable[..., Any], tmp_path: Path) -> None:
+    """A rank ran out of memory, and its peer waited for it until the time was up."""
+    slurm(squeue=row("TIMEOUT"))
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    report_end(tmp_path, 42)
+    assert SlurmPlatform(settings_of(), settle=0).status(job_id_of(tmp_path)).exit_codes == {0: 42, 1: 45}
+
+
+@pytest.mark.parametrize(
+    ("word", "codes", "state"),
+    [
+        ("COMPLETED", (0, 44), JobState.FAILED),
+        ("COMPLETED", (0, 0), JobState.SUCCEEDED),
+        ("TIMEOUT", (0, 0), JobState.SUCCEEDED),
+        ("NODE_FAIL", (0, 0), JobState.SUCCEEDED),
+        ("TIMEOUT", (0,), JobState.FAILED),
+    ],
+)
+def test_job_succeeds_when_all_of_its_nodes_do(
+    word: str, codes: tuple[int, ...], state: JobState, slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(squeue=row(word))
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    report_end(tmp_path, *codes)
+    assert SlurmPlatform(settings_of(), settle=0).status(job_id_of(tmp_path)).state is state
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Priority", "jobs of a higher priority come first; Slurm expects it to start at 2026-11-28 11:03 UTC"),
+        ("Priority", "job 9: jobs of a higher priority come first"),
         ("AssocGrpGRES", "the account's or user's limit on all of its jobs together is reached"),
         ("QOSMaxJobsPerUserLimit", "the quality of service's limit is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "nodes that it needs are down, drained or reserved"),
@@ -185,6 +305,28 @@ def test_a_job_that_waits_says_why_and_until_when(
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
     assert seen.state is JobState.PENDING
     assert words in seen.reasons[0].what
+    assert seen.native == "PENDING (job 9), which Slurm expects to start at 2026-11-28 11:03 UTC"
+    slurm(squeue=row("PENDING", reason, nodes="", start=str(START + 600)))
+    assert SlurmPlatform(settings_of()).status(platform.render(job_of(tmp_path)).job_id).reasons == seen.reasons
+
+
+@pytest.mark.parametrize(
+    ("reason", "lasts"),
+    [
+        ("BadConstraints", True), ("InvalidAccount", True), ("PartitionTimeLimit", True), ("QOSNotAllowed", True),
+        ("AssocMaxNodePerJobLimit", True), ("AssocGrpCPUMinutesLimit", True), ("QOSMinGRES", True),
+        ("AssocGrpCPURunMinutesLimit", False), ("AssocGrpNodeLimit", False), ("QOSMaxJobsPerUserLimit", False),
+        ("Priority", False), ("JobHeldUser", False), ("AReasonOfTomorrow", False),
+    ],
+)  # fmt: skip
+def test_job_that_cannot_start_is_refused_in_time(
+    reason: str, lasts: bool, slurm: Callable[..., Any], tmp_path: Path
+) -> None:
+    slurm(squeue=row("PENDING", f"({reason})", nodes=""))
+    job_id = job_id_of(tmp_path)
+    assert SlurmPlatform(settings_of()).status(job_id).refused is None, "somebody may be mending it"
+    refused = SlurmPlatform(settings_of(refused_after=0)).status(job_id).refused
+    assert (refused is not None) == lasts
 
 
 @pytest.mark.parametrize("host", [None, "me@login"])
@@ -193,7 +335,7 @@ def test_a_start_is_read_alike_in_every_time_zone(host: str | None, slurm: Calla
     platform = SlurmPlatform(settings_of(host=host), settle=0)
     job_id = platform.render(job_of(tmp_path)).job_id
     assert platform.status(job_id).scheduled == START
-    slurm(sacct=f"9|FAILED|{START}|n[0-1]|me|owt-1a2b-1-000000\n")
+    slurm(sacct=f"9|FAILED|{START}|n[0-1]|me|owt-1a2b-1-000000|\n")
     (tmp_path / "attempts/1").mkdir(parents=True)
     record = {"name": "owt-1a2b-1-000000", "user": "me", "cluster": "", "number": 9}
     (tmp_path / "attempts/1" / SUBMITTED).write_text(json.dumps(record))
@@ -248,7 +390,7 @@ def test_forgotten_job_is_found_in_the_accounts(cluster: SlurmCommands, tmp_path
     cluster.forget(77)
     cluster.user = "bob"
     seen = SlurmPlatform(settings_of(), settle=0).status(job_id)
-    assert (seen.state, seen.native, seen.exit_codes) == (JobState.FAILED, "NODE_FAIL", {0: 43, 1: 43})
+    assert (seen.state, seen.native, seen.exit_codes) == (JobState.FAILED, "NODE_FAIL (job 77)", {0: 43, 1: 43})
 
 
 def test_second_user_sees_a_running_job(cluster: SlurmCommands, tmp_path: Path) -> None:
@@ -318,6 +460,103 @@ def test_ended_job_of_a_deleted_root_is_not_taken_for_the_new_one(cluster: Slurm
     assert platform.status(job_id).state is JobState.ABSENT
     assert submitted(tmp_path, nonce="bbbbbb", root="/root")[1] == job_id
     assert [job.number for job in cluster.live()] == [78]
+
+
+BANNER = "Welcome to the cluster\n2026\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (0, f"{BANNER}77\n"),
+        (0, f"{BANNER}77;cluster\n"),
+        (0, "Your job was handed in. Good luck!\n"),
+        (1, "sbatch: error: A word of tomorrow"),
+    ],
+    ids=["number", "cluster", "no number", "refusal"],
+)
+def test_submitted_job_is_found_whatever_sbatch_prints(
+    said: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = cluster._sbatch
+    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and said)
+    platform, job_id = submitted(tmp_path)
+    assert platform.status(job_id).native == "RUNNING (job 77)"
+    assert json.loads((tmp_path / "attempts/1" / SUBMITTED).read_text())["number"] == 77
+    assert [job.number for job in cluster.live()] == [77]
+
+
+@pytest.mark.parametrize("code", [-9, 137], ids=["here", "by a shell"])
+def test_job_of_a_killed_sbatch_is_not_doubled(
+    code: int, cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = cluster._sbatch
+    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and (code, ""))
+    with pytest.raises(PlatformUnreachable):
+        submitted(tmp_path)
+    submitted(tmp_path)
+    assert [job.number for job in cluster.live()] == [77]
+
+
+def test_sbatch_without_a_job_is_no_answer(slurm: Callable[..., Any], tmp_path: Path) -> None:
+    slurm(sbatch=BANNER.replace("2026", "Try again"))
+    with pytest.raises(PlatformUnreachable, match="`sbatch` printed no job's number, but 'Welcome"):
+        submitted(tmp_path)
+
+
+def test_greetings_are_no_part_of_an_answer(slurm: Callable[..., Any]) -> None:
+    slurm(sinfo=f"{BANNER}slurm-wlm 22.05.8\n", id=f"{BANNER}\nalice\n")
+    platform = SlurmPlatform(settings_of(host="me@login"))
+    assert platform.check_access() == "Slurm answers on me@login: slurm-wlm 22.05.8"
+    assert platform._whoami() == ("alice", "")
+    slurm(sinfo=BANNER)
+    with pytest.raises(PlatformUnreachable, match="`sinfo --version` gave no answer, but printed 'Welcome"):
+        platform.check_access()
+
+
+def test_job_that_left_the_queue_is_not_submitted_again(cluster: SlurmCommands, tmp_path: Path) -> None:
+    _, job_id = submitted(tmp_path)
+    cluster.forget(77)
+    assert submitted(tmp_path)[1] == job_id
+    assert cluster.live() == []
+
+
+def test_cancel_leaves_nodes_the_time_to_save(cluster: SlurmCommands, tmp_path: Path) -> None:
+    platform, job_id = submitted(tmp_path)
+    platform.cancel(job_id)
+    assert [call for call in cluster.calls if call[0] == "scancel"] == [["scancel", "--signal=TERM", "77"]]
+    assert platform.status(job_id).state is JobState.CANCELLED
+
+
+def test_record_of_a_submission_is_read_once(
+    cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job is looked at every ten seconds, for days."""
+    platform, job_id = submitted(tmp_path)
+    platform.status(job_id)
+    (tmp_path / "attempts/1" / SUBMITTED).unlink()
+    cluster.forget(77)
+    monkeypatch.setattr("launcher.platforms.slurm.platform._FRESH", 0.0)
+    assert platform.status(job_id).state is JobState.FAILED
+
+
+@pytest.mark.parametrize("host", [None, "me@login"])
+def test_variables_of_slurm_change_no_command(
+    host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are a profile's, or those of an allocation in which the launcher runs."""
+    (folder := tmp_path / "bin").mkdir()
+    for name in ("sinfo", "sbatch"):
+        (folder / name).write_text("#!/bin/sh\nenv | grep -E '^(S[A-Z_]+|OTHER)=(a b|%s)' | sort\n")
+    (folder / "ssh").write_text('#!/bin/sh\nfor word; do :; done; exec sh -c "$word"\n')
+    for file in folder.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    for name in ("SBATCH_PARTITION", "SBATCH_JOB_NAME", "SLURM_JOB_ID", "SQUEUE_PARTITION", "SLURM_CONF", "OTHER"):
+        monkeypatch.setenv(name, "a b")
+    run = SlurmPlatform(settings_of(host=host))._run
+    assert run("sbatch") == "OTHER=a b\nSLURM_CONF=a b\n"
+    assert run("sinfo") == "OTHER=a b\nSLURM_CONF=a b\nSLURM_TIME_FORMAT=%s\n"
 
 
 def job_id_of(folder: Path, **changes: Any) -> JobId:
