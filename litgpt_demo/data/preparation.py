@@ -234,6 +234,10 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     for source, one in zip(planned.data.mixture, made, strict=True):
         sizes = {"train": one.train.tokens, "validation": one.validation.tokens, "text_bytes": one.text_bytes}
         sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **sizes))
+    if (tokenizer := planned.tokenizer) is not None and tokenizer.prefix:
+        prefixed = tokenizer.with_prefix()
+        if {one.tokenizer_hash for one in made} == {prefixed.hash}:
+            planned = replace(planned, tokenizer=prefixed)
     return _manifest(
         planned,
         workers.settle_tokenizer(planned, work, lambda *_: None),
@@ -258,12 +262,15 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
     elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
-    tokenizer = workers.settle_tokenizer(planned, work, lambda *_: None)
-    manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
+    known, tokenizer = {"corpus": listed, **elsewhere, **dtype}, planned.tokenizer
+    assert tokenizer is not None, "DataConfig requires one that exists"
+    step = partial(_count, work, _manifest(planned, (tokenizer, ()), **known), tokenizer.prefix)
     progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
-    for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
-        splits[selects(source.name, corpus.validation)].append(split)
+    for source, (split, is_prefixed) in zip(planned.sources, each(step, planned.sources), strict=True):
+        splits[held := selects(source.name, corpus.validation)].append(split)
+        if is_prefixed and held and len(splits[True]) == 1:
+            tokenizer = tokenizer.with_prefix()
         progress = replace(
             progress, documents=progress.documents + split.documents, tokens=progress.tokens + split.tokens,
             text_bytes=progress.text_bytes + source.size,
@@ -272,7 +279,8 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     if not elsewhere:  # nothing is copied before all of it is known to be well
         list(each(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))
-    return manifest.model_copy(update={"train": train, "validation": validation})
+    stored = workers.settle_tokenizer(replace(planned, tokenizer=tokenizer), work, lambda *_: None)
+    return _manifest(planned, stored, train=train, validation=validation, **known)
 
 
 def _copy(work: Work, source: Source) -> None:
@@ -280,7 +288,8 @@ def _copy(work: Work, source: Source) -> None:
         work.storage.upload(path, source.name)
 
 
-def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
+def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source: Source) -> tuple[Split, bool]:
+    """Return what the file holds, and whether it begins as the tokenizer's texts do, with its prefix."""
     width, where = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
     if (home := manifest.home) is not None:
@@ -302,7 +311,8 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
         what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
     record = found.record.model_copy(update={"path": source.name})
-    return Split(documents=found.ends, tokens=record.size // width, files=(record,))
+    is_prefixed = bool(prefix) and found.head.startswith(np.array(prefix, manifest.dtype).tobytes())
+    return Split(documents=found.ends, tokens=record.size // width, files=(record,)), is_prefixed
 
 
 def _survey_all(

@@ -15,7 +15,7 @@ from litgpt_demo import catalogue
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
-from litgpt_demo.export.proof import last_logits, opened_by_transformers, probe_of
+from litgpt_demo.export.proof import Texts, last_logits, opened_by_transformers, probe_of
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 
@@ -109,7 +109,7 @@ def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
     folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
     (folder / "config.json").write_text(json.dumps({**found.fields, "sliding_window": 301}))
     with pytest.raises(DataError, match="its logits differ by"):
-        opened_by_transformers(folder, own=own, inputs=inputs, tokenizer=tokenizer)
+        opened_by_transformers(folder, own=own, texts=Texts(tokenizer, inputs))
 
 
 def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> 
         model.lm_head.weight[7, 3] = torch.nan
     folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
     with pytest.raises(DataError, match="its logits differ by nan"):
-        opened_by_transformers(folder, own=own, inputs=ids, tokenizer=tmp_path / "tokenizer.json")
+        opened_by_transformers(folder, own=own, texts=Texts(large_vocabulary(tmp_path), ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
