@@ -39,6 +39,10 @@ Document: TypeAlias = str | None
 """None is one that cannot be read."""
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"4d" * 32)
+"""What a clone without Git LFS has in the place of a file."""
+
+
 def as_text(texts: Sequence[Document]) -> bytes:
     return SEPARATOR.encode().join(b"\xff" if text is None else text.encode() for text in texts)
 

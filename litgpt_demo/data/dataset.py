@@ -329,6 +329,8 @@ class Content(NamedTuple):
     last: int
     head: bytes
     """The first of its bytes."""
+    used: tuple[int, ...]
+    """Of every four ids in a row, how many are not 0: the first ones, the second ones, and so on."""
 
 
 def verify_dataset(address: str) -> DatasetManifest:
@@ -364,7 +366,7 @@ def verify_dataset(address: str) -> DatasetManifest:
         if (ends := sum(content.ends for content in of_split)) != split.documents:
             closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
             problems.append(f"{closes}, its manifest says {split.documents}")
-        for record, largest, _, last, _ in of_split:
+        for record, largest, _, last, *_ in of_split:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
@@ -386,6 +388,7 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
     import numpy as np
 
     size, crc32c, hashed, largest, ends, last, head = 0, 0, sha256(), -1, 0, -1, b""
+    used = np.zeros(4, dtype=np.int64)
     with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
         if (path := storage.local_path(record.path)) is None:
             path = Path(folder, "file")
@@ -402,7 +405,8 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
+                    used += np.count_nonzero(ids[: len(ids) // 4 * 4].reshape(-1, 4), axis=0)
         digest = None if record.sha256 is None else hashed.hexdigest()
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
-        return Content(now, largest, ends, last, head)
+        return Content(now, largest, ends, last, head, tuple(used.tolist()))
     return None

@@ -35,7 +35,7 @@ from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data import dataset, workers
 from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
 from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
-from litgpt_demo.data.reading import Source
+from litgpt_demo.data.reading import Source, not_ids, require_content
 from litgpt_demo.data.shards import Shard, plan_shards
 from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTokenizer, Survey, TokenPiece, Work
 from litgpt_demo.documents import FileRecord, write_manifest
@@ -250,10 +250,6 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     )
 
 
-# First bytes of files of ids that have a header: litdata's predecessor in LitGPT, and llm.c and modded-nanogpt.
-_HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "little"): "llm.c"}
-
-
 def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
     out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
@@ -300,13 +296,16 @@ def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source:
             found = dataset.content_of(manifest, open_storage(str(path.parent)), copy)
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
-    if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
-        raise UserError(f"{where} is a file of {kind}, which has a header", fix="give flat ids, as nanoGPT's train.bin")
+    require_content(found.head, where)
+    if (kind := not_ids(found.head, record.size)) is not None:
+        raise UserError(f"{where} is {kind}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
         raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
-    first = np.frombuffer(found.head, dtype="<u2", count=min(256, record.size // 2))
-    if width == 2 and len(first) > 8 and first.any() and not first[1::2].any():
-        raise UserError(f"{where} looks like ids of 4 bytes: every other one of 2 is 0", fix="data.corpus.dtype=uint32")
+    halves = found.used[0] + found.used[2], found.used[1] + found.used[3]
+    if 2 * min(halves) < max(halves):  # anywhere in it, whatever it begins with
+        wide = width * (4 if 2 * sum(found.used) < 3 * max(found.used) else 2)
+        fix = "data.corpus.dtype=uint32" if wide == 4 else "write them as uint32: numpy's ids.astype('<u4').tofile(…)"
+        raise UserError(f"{where} looks like ids of {wide} bytes: most of every other one of {width} are 0", fix=fix)
     if found.largest >= manifest.vocab_size:
         what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")

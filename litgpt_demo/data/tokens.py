@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.data.reading import require_content
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
@@ -116,6 +117,8 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
     from tokenizers import Tokenizer as HfTokenizer
 
+    for name, content in files.items():
+        require_content(content, f"data.tokenizer: {name} of {origin}")
     try:
         tokenizer = HfTokenizer.from_buffer(files["tokenizer.json"])
         special, config = (_CONFIG.validate_json(files.get(name, b"{}")) for name in (_SPECIAL, _COMPANIONS[0]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import POINTER, write
 from hub_server import Repository, running_hub
 from litgpt.model import GPT
 from litgpt.utils import save_config
@@ -177,6 +178,20 @@ def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
             copied = bring_origin(found(place), root)
             assert copied.address == f"{root.address()}/weights/{copied.key}"
             torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["lit_model.pth", "model_config.yaml", "model.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_git_lfs_pointer_among_weights_is_refused(name: str, tmp_path: Path) -> None:
+    kind = (
+        ("lit_model.pth", "model_config.yaml")
+        if "lit" in name or "yaml" in name
+        else ("model.safetensors", "config.json")
+    )
+    write(tmp_path, {**dict.fromkeys(kind, b"x" * 2000), name: POINTER})
+    with pytest.raises(UserError, match=f"{tmp_path}/{name} is a Git LFS pointer.*`git lfs pull`"):
+        found(tmp_path)
 
 
 def test_a_model_of_the_hub_is_pinned_to_its_commit(
