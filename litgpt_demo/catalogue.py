@@ -118,14 +118,17 @@ def config_of(name: str | None, changes: Mapping[str, Any], *, sequence_length: 
     return _litgpt_config().Config(**fields)
 
 
+OF_WEIGHTS = "take the tokenizer of the weights that model.from names: they have no embeddings for more ids"
+
+
 def vocabulary_problem(
-    name: str | None, changes: Mapping[str, Any], *, vocab_size: int | None
+    name: str | None, changes: Mapping[str, Any], *, vocab_size: int | None, has_weights: bool = False
 ) -> tuple[str, str] | None:
-    """What is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
+    """What is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None. With
+    `has_weights` the model starts from weights, whose embeddings it has to have."""
     rows = padded_vocabulary(name, changes)
     if rows is None or vocab_size is None or vocab_size <= rows:
         return None
-    return (
-        f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings",
-        f"take a tokenizer that fits, or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}",
-    )
+    wider = f", or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}"
+    fix = OF_WEIGHTS if has_weights else f"take a tokenizer that fits{wider}"
+    return f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings", fix

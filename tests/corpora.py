@@ -19,7 +19,7 @@ import pytest
 import zstandard
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
 from litgpt_demo.data import shards
@@ -37,6 +37,10 @@ TEXTS[4] = "A document that quotes <|endoftext|> is one document."
 
 Document: TypeAlias = str | None
 """None is one that cannot be read."""
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"4d" * 32)
+"""What a clone without Git LFS has in the place of a file."""
 
 
 def as_text(texts: Sequence[Document]) -> bytes:
@@ -145,6 +149,18 @@ def large_vocabulary(folder: Path, size: int = 300) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def with_bos(tokenizer: Path) -> Path:
+    """Have the tokenizer put a BOS of its own before a text, as Llama's does."""
+    definition = HfTokenizer.from_file(str(tokenizer))
+    definition.add_special_tokens(["<s>"])
+    bos = definition.token_to_id("<s>")
+    definition.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", bos)])
+    definition.save(str(tokenizer))
+    config = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": True}
+    (tokenizer.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer
 
 
 @contextmanager

@@ -70,7 +70,9 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield what is wrong with data, model and training, whatever the place."""
     train, model = config.train, config.model
-    if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
+    has_weights = model.origin is not None
+    problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
+    if problem is not None:
         yield Finding("error", "model.vocabulary", *problem)
     if model.name is not None and (changed := catalogue.changed(model.name, model.config)):
         what = f"model.config changes {model.name}: {changed}"

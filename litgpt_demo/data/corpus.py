@@ -25,7 +25,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, TokensCorpus
-from litgpt_demo.data.reading import Layout, Source, ending_of
+from litgpt_demo.data.reading import MOST_POINTER, Layout, Source, ending_of, require_content
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected, redacted, translating
 from litgpt_demo.storage import ObjectInfo, bucket_path, crc32c_of, is_remote, open_storage, sha256_of
@@ -102,13 +102,16 @@ class _Place(NamedTuple):
         """A local file is read for its checksum."""
         folder, _, last = self.address.rpartition("/")
         stored = self.stored or open_storage(folder or "/").stat(last)
-        return Source(
-            address=_shown(self.address),
-            name=_shown(self.name),
-            size=stored.size,
-            version=f"crc32c:{stored.crc32c}",
-            file=None if is_remote(self.address) else Path(self.address),
-        )
+        file = None if is_remote(self.address) else Path(self.address)
+        shown, version = _shown(self.address), f"crc32c:{stored.crc32c}"
+        if file is not None:
+            _require_content(file, shown, stored.size)
+        return Source(address=shown, name=_shown(self.name), size=stored.size, version=version, file=file)
+
+
+def _require_content(file: Path, address: str, size: int) -> None:
+    if size < MOST_POINTER:
+        require_content(file.read_bytes(), address)
 
 
 def _shown(path: str) -> str:
@@ -401,6 +404,7 @@ def _fetched(source: Source, scratch: Path) -> Path:
                     open_storage(parent).download(last, content)
         try:
             _verified(content, source)
+            _require_content(content, source.address, source.size)
         except DataError:
             content.unlink(missing_ok=True)  # so that the next try fetches it anew
             raise

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, TokensCorpus, key_of
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, TokensCorpus, key_of, slug
 from litgpt_demo.data.corpus import corpus_identity, sources
 from litgpt_demo.data.reading import Source
 from litgpt_demo.data.shards import unseen_separator
@@ -117,8 +117,17 @@ class DatasetManifest(Settings):
         return self.train.files + self.validation.files + self.tokenizer
 
     def ingredients(self, address: str) -> list[str]:
-        """Return the addresses of the datasets that are mixed, for the manifest of `address`."""
-        return [f"{address.rpartition('/')[0]}/{one.dataset}" for one in self.mixture.sources] if self.mixture else []
+        """Return the addresses of the datasets that are mixed, for the manifest of `address`. A DataError where it
+        names others than it was made of: itself, or what does not lie beside it."""
+        if self.mixture is None:
+            return []
+        names, fix = [source.dataset for source in self.mixture.sources], "remove that folder and prepare it again"
+        for name in names:
+            if slug(name, len(name)) != name:
+                raise DataError(f"{address} mixes {name!r}, which is no name of a dataset beside it", fix=fix)
+        if self.key != mixture_key([name.rpartition("-")[2] for name in names], self.mixture.schedule):
+            raise DataError(f"{address} mixes {', '.join(names)}, and its key is that of other sources", fix=fix)
+        return [f"{address.rpartition('/')[0]}/{name}" for name in names]
 
     @property
     def sample_keys(self) -> set[str]:
@@ -138,6 +147,11 @@ class DatasetManifest(Settings):
     @property
     def tokens(self) -> int:
         return self.train.tokens + self.validation.tokens
+
+
+def mixture_key(keys: Sequence[str], schedule: Sequence[tuple[float, tuple[int, ...]]]) -> str:
+    """Return the key of the datasets with these keys, mixed in these shares."""
+    return key_of(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +188,6 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     the corpus or the tokenizer is not there."""
     if data.mixture:
         parts = tuple(map(plan_dataset, data.parts))
-        schedule: list[JsonValue] = [[after, *shares] for after, shares in data.schedule]
         if len({part.key for part in parts}) < len(parts):
             raise UserError("data.mixture has two sources that are one dataset; add their weights up")
         return PlannedDataset(
@@ -182,7 +195,7 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
             sources=tuple(source for part in parts for source in part.sources),
             tokenizer=parts[0].tokenizer,
             name=data.label,
-            key=key_of(FORMAT, [part.key for part in parts], schedule),
+            key=mixture_key([part.key for part in parts], data.schedule),
             left_out=tuple(path for part in parts for path in part.left_out),
             parts=parts,
         )
@@ -329,6 +342,8 @@ class Content(NamedTuple):
     last: int
     head: bytes
     """The first of its bytes."""
+    used: tuple[int, ...]
+    """Of every four ids in a row, how many are not 0: the first ones, the second ones, and so on."""
 
 
 def verify_dataset(address: str) -> DatasetManifest:
@@ -364,7 +379,7 @@ def verify_dataset(address: str) -> DatasetManifest:
         if (ends := sum(content.ends for content in of_split)) != split.documents:
             closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
             problems.append(f"{closes}, its manifest says {split.documents}")
-        for record, largest, _, last, _ in of_split:
+        for record, largest, _, last, *_ in of_split:
             if largest >= manifest.vocab_size:
                 most = manifest.vocab_size - 1
                 problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
@@ -386,6 +401,7 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
     import numpy as np
 
     size, crc32c, hashed, largest, ends, last, head = 0, 0, sha256(), -1, 0, -1, b""
+    used = np.zeros(4, dtype=np.int64)
     with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
         if (path := storage.local_path(record.path)) is None:
             path = Path(folder, "file")
@@ -402,7 +418,8 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
+                    used += np.count_nonzero(ids[: len(ids) // 4 * 4].reshape(-1, 4), axis=0)
         digest = None if record.sha256 is None else hashed.hexdigest()
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
-        return Content(now, largest, ends, last, head)
+        return Content(now, largest, ends, last, head, tuple(used.tolist()))
     return None

@@ -35,7 +35,7 @@ from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.data import dataset, workers
 from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
 from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
-from litgpt_demo.data.reading import Source
+from litgpt_demo.data.reading import Source, not_ids, require_content
 from litgpt_demo.data.shards import Shard, plan_shards
 from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTokenizer, Survey, TokenPiece, Work
 from litgpt_demo.documents import FileRecord, write_manifest
@@ -234,6 +234,10 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     for source, one in zip(planned.data.mixture, made, strict=True):
         sizes = {"train": one.train.tokens, "validation": one.validation.tokens, "text_bytes": one.text_bytes}
         sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **sizes))
+    if (tokenizer := planned.tokenizer) is not None and tokenizer.prefix:
+        prefixed = tokenizer.with_prefix()
+        if {one.tokenizer_hash for one in made} == {prefixed.hash}:
+            planned = replace(planned, tokenizer=prefixed)
     return _manifest(
         planned,
         workers.settle_tokenizer(planned, work, lambda *_: None),
@@ -246,10 +250,6 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     )
 
 
-# First bytes of files of ids that have a header: litdata's predecessor in LitGPT, and llm.c and modded-nanogpt.
-_HEADERS = {b"LITPKDS": "LitGPT's packed dataset", (20240520).to_bytes(4, "little"): "llm.c"}
-
-
 def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
     out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
@@ -258,12 +258,15 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
     elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
-    tokenizer = workers.settle_tokenizer(planned, work, lambda *_: None)
-    manifest = _manifest(planned, tokenizer, corpus=listed, **elsewhere, **dtype)
+    known, tokenizer = {"corpus": listed, **elsewhere, **dtype}, planned.tokenizer
+    assert tokenizer is not None, "DataConfig requires one that exists"
+    step = partial(_count, work, _manifest(planned, (tokenizer, ()), **known), tokenizer.prefix)
     progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
-    for source, split in zip(planned.sources, each(partial(_count, work, manifest), planned.sources), strict=True):
-        splits[selects(source.name, corpus.validation)].append(split)
+    for source, (split, is_prefixed) in zip(planned.sources, each(step, planned.sources), strict=True):
+        splits[held := selects(source.name, corpus.validation)].append(split)
+        if is_prefixed and held and len(splits[True]) == 1:
+            tokenizer = tokenizer.with_prefix()
         progress = replace(
             progress, documents=progress.documents + split.documents, tokens=progress.tokens + split.tokens,
             text_bytes=progress.text_bytes + source.size,
@@ -272,7 +275,8 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     if not elsewhere:  # nothing is copied before all of it is known to be well
         list(each(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))
-    return manifest.model_copy(update={"train": train, "validation": validation})
+    stored = workers.settle_tokenizer(replace(planned, tokenizer=tokenizer), work, lambda *_: None)
+    return _manifest(planned, stored, train=train, validation=validation, **known)
 
 
 def _copy(work: Work, source: Source) -> None:
@@ -280,7 +284,8 @@ def _copy(work: Work, source: Source) -> None:
         work.storage.upload(path, source.name)
 
 
-def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
+def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source: Source) -> tuple[Split, bool]:
+    """Return what the file holds, and whether it begins as the tokenizer's texts do, with its prefix."""
     width, where = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
     if (home := manifest.home) is not None:
@@ -291,18 +296,22 @@ def _count(work: Work, manifest: DatasetManifest, source: Source) -> Split:
             found = dataset.content_of(manifest, open_storage(str(path.parent)), copy)
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
-    if (kind := next((kind for start, kind in _HEADERS.items() if found.head.startswith(start)), None)) is not None:
-        raise UserError(f"{where} is a file of {kind}, which has a header", fix="give flat ids, as nanoGPT's train.bin")
+    require_content(found.head, where)
+    if (kind := not_ids(found.head, record.size)) is not None:
+        raise UserError(f"{where} is {kind}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
         raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
-    first = np.frombuffer(found.head, dtype="<u2", count=min(256, record.size // 2))
-    if width == 2 and len(first) > 8 and first.any() and not first[1::2].any():
-        raise UserError(f"{where} looks like ids of 4 bytes: every other one of 2 is 0", fix="data.corpus.dtype=uint32")
+    halves = found.used[0] + found.used[2], found.used[1] + found.used[3]
+    if 2 * min(halves) < max(halves):  # anywhere in it, whatever it begins with
+        wide = width * (4 if 2 * sum(found.used) < 3 * max(found.used) else 2)
+        fix = "data.corpus.dtype=uint32" if wide == 4 else "write them as uint32: numpy's ids.astype('<u4').tofile(…)"
+        raise UserError(f"{where} looks like ids of {wide} bytes: most of every other one of {width} are 0", fix=fix)
     if found.largest >= manifest.vocab_size:
         what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
     record = found.record.model_copy(update={"path": source.name})
-    return Split(documents=found.ends, tokens=record.size // width, files=(record,))
+    is_prefixed = bool(prefix) and found.head.startswith(np.array(prefix, manifest.dtype).tobytes())
+    return Split(documents=found.ends, tokens=record.size // width, files=(record,)), is_prefixed
 
 
 def _survey_all(

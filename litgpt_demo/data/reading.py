@@ -16,7 +16,7 @@ import math
 import os
 import re
 import zlib
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -212,7 +212,9 @@ class Compression(NamedTuple):
 
 _COMPRESSIONS = (
     # + 16: with gzip's header and trailer
-    Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14),
+    Compression(
+        "gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14
+    ),
     Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
     # A block's first bytes, or the end's, too: `BZh` and a digit alone may be text.
     Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),
@@ -233,6 +235,26 @@ _FOREIGN = {
 }
 HEAD = 512
 """Bytes that `foreign` looks at."""
+
+# The same for files of ids, which have no header. llm.c and modded-nanogpt: dev/data/data_common.py of karpathy/llm.c.
+_WITH_HEADER = {
+    b"LITPKDS": "of LitGPT's packed dataset, which has a header",
+    (20240520).to_bytes(4, "little"): "of llm.c, which has a header",
+    (20240801).to_bytes(4, "little"): "of llm.c, which has a header",
+    b"\x93NUMPY": "of numpy.save, which has a header; write it by numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN)",
+    b"MMIDIDX\0\0": "of Megatron's index; the ids are in the .bin beside it",
+    b"ARROW1\0\0": "of Arrow",
+}
+
+MOST_POINTER = 1024
+"""More bytes than a pointer of Git LFS has: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
+
+
+def require_content(head: bytes, address: str) -> None:
+    """Refuse a pointer, which stands for a file in a clone without Git LFS: a UserError."""
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        what = f"{address} is a Git LFS pointer: the file itself was not downloaded"
+        raise UserError(what, fix="run `git lfs pull` where it was cloned")
 
 
 def ending_of(name: str) -> str:
@@ -257,6 +279,31 @@ def foreign(head: bytes) -> str | None:
     if len(head) >= 8 and any(all(one) and not any(other) for one, other in (halves, halves[::-1])):
         return _UTF16
     return next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
+
+
+def not_ids(head: bytes, size: int) -> str | None:
+    """Return what a file of `size` bytes with these first ones is instead of flat token ids."""
+    known = {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
+    known |= {magic: what for magic, what in _FOREIGN.items() if what != _UTF16}  # two bytes may be an id
+    if found := next((what for magic, what in known.items() if head.startswith(magic)), None):
+        return found
+    if found := next((one.name for one in _COMPRESSIONS if re.match(one.magic, head)), None):
+        return f"compressed by {found}; decompress it"
+    if len(head) < 16:
+        return None
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < size:
+        return "a file of safetensors"
+    # The number of samples, and where each begins and the last one ends: Streaming's encode_joint_shard, and litdata.
+    count, *offsets = [int.from_bytes(head[at : at + 4], "little") for at in range(0, len(head) - 3, 4)]
+    offsets = offsets[: count + 1]
+    ascend = count > 0 and 4 * (count + 2) <= offsets[0] <= size and sorted({*offsets}) == offsets
+    if ascend and (len(offsets) <= count or offsets[-1] == size):
+        return "a shard of Streaming (MDS) or litdata, which holds samples"
+    with suppress(UnicodeDecodeError):
+        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+        if re.search("[\0-\x08\x0e-\x1f]", text) is None:
+            return "an HTML page" if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE) else "text"
+    return None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.data.reading import require_content
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
@@ -26,8 +27,9 @@ END_OF_TEXT = "<|endoftext|>"
 IdType: TypeAlias = Literal["<u2", "<u4"]  # as numpy names it, little-endian
 
 # What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
-_COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
-TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
+_SPECIAL = "special_tokens_map.json"
+_COMPANIONS = ("tokenizer_config.json", _SPECIAL, "generation_config.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _SPECIAL))
 
 # Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
 # merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
@@ -48,6 +50,22 @@ class TokenizerFiles:
     """The id that closes every document."""
     vocab_size: int
     """One more than the largest id, added tokens included."""
+    prefix: tuple[int, ...] = ()
+    """The ids, such as a BOS, that the tokenizer as it was given puts before a text. These files put nothing there,
+    because a dataset that is made of text has nothing there: the model would begin with ids that it never saw."""
+
+    def with_prefix(self) -> TokenizerFiles:
+        """Return the tokenizer that puts the prefix before a text, for ids that somebody else made with it."""
+        from tokenizers import Tokenizer as HfTokenizer
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer = HfTokenizer.from_buffer(self.files["tokenizer.json"])
+        named = [(tokenizer.id_to_token(number), number) for number in self.prefix]
+        before = [name for name, _ in named]
+        tokenizer.post_processor = TemplateProcessing([*before, "$A"], [*before, "$A", "$B"], named)
+        definition = {"tokenizer.json": tokenizer.to_str(pretty=True).encode()}
+        config = json.loads(self.files["tokenizer_config.json"]) | {"bos_token": before[0], "add_bos_token": True}
+        return replace(self, files={**self.files, **definition, "tokenizer_config.json": _as_json(config)})
 
     @property
     def dtype(self) -> IdType:
@@ -99,9 +117,11 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     """Check a tokenizer's files and complete what LitGPT's loader needs."""
     from tokenizers import Tokenizer as HfTokenizer
 
+    for name, content in files.items():
+        require_content(content, f"data.tokenizer: {name} of {origin}")
     try:
         tokenizer = HfTokenizer.from_buffer(files["tokenizer.json"])
-        config = _CONFIG.validate_json(files.get("tokenizer_config.json", b"{}"))
+        special, config = (_CONFIG.validate_json(files.get(name, b"{}")) for name in (_SPECIAL, _COMPANIONS[0]))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
@@ -117,7 +137,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
                 f"data.tokenizer: {origin} has the added token {added.content!r} with single_word, whose ids would not "
                 "be Hugging Face's; take another tokenizer, or train one on the corpus"
             )
-    ids = tokenizer.get_vocab(with_added_tokens=True)
+    ids, config = tokenizer.get_vocab(with_added_tokens=True), special | config
     own = config.get("eos_token")
     own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
     token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
@@ -126,9 +146,23 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
             f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
             "to close documents with; set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
         )
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
-    complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
-    return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
+    # LitGPT puts a BOS before a text by these settings, and lm-evaluation-harness one by its name.
+    no_prefix = {"eos_token": token, "bos_token": token, "add_bos_token": False, "add_eos_token": False}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | no_prefix
+    complete = {name: content for name, content in files.items() if name in TOKENIZER_FILES}
+    complete["tokenizer_config.json"] = _as_json(config)
+    framed, text = (tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+    starts = (at for at in range(len(framed)) if framed[at : at + len(text)] == text)
+    prefix = framed[: next(starts, 0)]
+    if framed != text:
+        tokenizer.post_processor = None
+        complete["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
+    size = max(ids.values()) + 1
+    return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=size, prefix=tuple(prefix))
+
+
+def _as_json(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=1).encode()
 
 
 def train_tokenizer(

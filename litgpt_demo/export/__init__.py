@@ -79,6 +79,8 @@ class FinalManifest(Settings):
     """Shortcomings, each with what to do."""
     cost: Cost | None = None
     """None where the machines have no list price, as on this machine."""
+    prefix: tuple[str, ...] = ()
+    """Tokens that the model's tokenizers put before a text, as the dataset has them there."""
     prompt: str
     """Opening of a validation document."""
     sample: str

@@ -145,6 +145,7 @@ def _card(
             ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
             ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
             ("Vocabulary", f"{dataset.vocab_size:,} ids"),
+            ("Before a text", f"{' '.join(final.prefix) or 'no token'}, as in training: the tokenizer puts it there"),
             ("Dataset key", dataset.key),
         ),
         "## Training",

@@ -64,7 +64,7 @@ class Writer:
         A UserError where the text leaves no room.
         """
         model, tokenizer = self._model, self._tokenizer
-        ids = tokenizer.encode(text, bos=False).tolist() or [tokenizer.eos_id]
+        ids = tokenizer.encode(text).tolist() or [tokenizer.eos_id]
         if len(ids) >= (room := model.config.block_size):
             raise UserError(f"the text has {len(ids)} tokens, and the model sees {room}", fix="give it a shorter one")
         torch.seed() if seed is None else torch.manual_seed(seed)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt.utils import save_config
+from tokenizers import Tokenizer as HfTokenizer
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import open_samples
@@ -27,7 +28,7 @@ from litgpt_demo.documents import FileRecord, bring, differences, parse_json, wr
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
 from litgpt_demo.export.card import cost_of, write_card
-from litgpt_demo.export.proof import opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
+from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
@@ -168,15 +169,15 @@ def make(
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
     inputs = probe_of(windows, config.sliding_window_size)
     own = trainer_logits(config, shards, inputs)
-    final: FinalManifest = opened_by_litgpt(target, own, inputs, windows, spec, checkpoint)
+    texts = Texts(tokenizer / "tokenizer.json", inputs)
+    final: FinalManifest = opened_by_litgpt(target, own, texts, windows, spec, checkpoint)
     proof, shortcoming, target = None, "", scratch / HUGGINGFACE
     if model is None:
         parts = f"{config.name or 'this'} with {config.norm_class_name} and {config.mlp_class_name}"
         shortcoming = f"transformers has no architecture that computes what {parts} does; use {LITGPT}"
     else:
         try:
-            own_ids = tokenizer / "tokenizer.json"
-            proof = opened_by_transformers(target, own=own, inputs=inputs, tokenizer=own_ids)
+            proof = opened_by_transformers(target, own=own, texts=texts)
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
             shutil.rmtree(target)
@@ -208,7 +209,8 @@ def _write_huggingface(
 
     target.mkdir(parents=True)
     write_safetensors(weights, model.rename, target)
-    tokens = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    begin = HfTokenizer.from_file(str(tokenizer / "tokenizer.json")).encode("").ids or [end_of_text]
+    tokens = {"bos_token_id": begin[0], "eos_token_id": end_of_text}
     (dtype,) = {str(form.dtype).removeprefix("torch.") for form in weights.forms.values()}
     write("config.json", model.fields | tokens | {"torch_dtype": dtype})
     write("generation_config.json", tokens)
@@ -220,8 +222,6 @@ def _write_huggingface(
     fast = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.fields["max_position_embeddings"]}
     kept = {name: value for name, value in said.items() if name not in {"auto_map", "add_bos_token", "add_eos_token"}}
     write("tokenizer_config.json", kept | fast)
-    if (special := tokenizer / "special_tokens_map.json").is_file():
-        shutil.copy(special, target)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ import torch
 from lightning.fabric import Fabric
 from litgpt.config import Config
 from litgpt.utils import chunked_cross_entropy
+from tokenizers import Tokenizer as HfTokenizer
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
@@ -27,7 +29,7 @@ from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import LossGPT
 from litgpt_demo.models.sampling import sampled
-from litgpt_demo.runs import CONFIG, LITGPT
+from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT
 from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
 from litgpt_demo.training.reading import load_weights, refusing
 
@@ -97,9 +99,30 @@ def _give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class Texts:
+    """The texts of a batch, with the ids that a tokenizer has to give them: those that the dataset has."""
+
+    def __init__(self, tokenizer: Path, inputs: Tensor) -> None:
+        """Of the dataset's tokenizer.json. A DataError where it puts ids before a text that its dataset has not."""
+        self.tokenizer, self.inputs = HfTokenizer.from_file(str(tokenizer)), inputs
+        prefix = self.tokenizer.encode("").ids
+        if inputs[0, : len(prefix)].tolist() != prefix:
+            what = f"{tokenizer} puts the ids {prefix} before a text, and the dataset has none there"
+            raise DataError(what, fix="remove the dataset, and prepare it again")
+        self.prefix = tuple(self.tokenizer.id_to_token(number) for number in prefix)
+
+    def require_ids(self, encode: Callable[[str], Any], name: str) -> None:
+        """Compare the ids of `encode`, special ones included; a DataError where they differ."""
+        for row in self.inputs.tolist():
+            # LitGPT takes an end-of-text from the ends of a text, where somebody may have written about it.
+            text = f"a {self.tokenizer.decode(row)} a"
+            if list(encode(text)) != self.tokenizer.encode(text).ids:
+                raise DataError(f"the tokenizer of {name} gives other ids than the dataset's")
+
+
 @torch.no_grad()
 def opened_by_litgpt(
-    folder: Path, own: Tensor, inputs: Tensor, validation: Windows, spec: TrainingSpec, checkpoint: CheckpointManifest
+    folder: Path, own: Tensor, texts: Texts, validation: Windows, spec: TrainingSpec, checkpoint: CheckpointManifest
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
@@ -112,6 +135,8 @@ def opened_by_litgpt(
         torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+    inputs, encode = texts.inputs, llm.preprocessor.tokenizer.encode
+    texts.require_ids(lambda text: encode(text).tolist(), LITGPT)
     back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
     difference, allowed = largest_difference(own, last_logits(llm.model, llm.model.lm_head, inputs)), tolerance(own)
     if not difference <= allowed:
@@ -161,6 +186,7 @@ def opened_by_litgpt(
         logits_difference=difference,
         logits_tolerance=allowed,
         huggingface=None,
+        prefix=texts.prefix,
         prompt=prompt,
         sample=sample,
         files=(),
@@ -181,12 +207,12 @@ def opened(folder: Path, **settings: Any) -> Any:
 
 
 @torch.no_grad()
-def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokenizer: Path) -> HuggingFaceProof:
+def opened_by_transformers(folder: Path, *, own: Tensor, texts: Texts) -> HuggingFaceProof:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with the trainer's `own` logits and the
-    dataset's tokenizer.json, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
+    dataset's ids, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
     import transformers
-    from tokenizers import Tokenizer as HfTokenizer
 
+    inputs = texts.inputs
     library: Any = transformers
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
@@ -195,14 +221,9 @@ def opened_by_transformers(folder: Path, *, own: Tensor, inputs: Tensor, tokeniz
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    own_ids = HfTokenizer.from_file(str(tokenizer))
-    for row in inputs.tolist():
-        text = own_ids.decode(row, skip_special_tokens=True)
-        ids = own_ids.encode(text, add_special_tokens=False).ids
-        if reader(text, add_special_tokens=False).input_ids != ids:
-            raise DataError("its tokenizer gives other ids than the dataset's")
+    texts.require_ids(lambda text: reader(text).input_ids, HUGGINGFACE)
     opening = _opening(inputs)
-    prompt = own_ids.encode(own_ids.decode(opening), add_special_tokens=False).ids or opening[:1]
+    prompt = texts.tokenizer.encode(texts.tokenizer.decode(opening)).ids or opening[:1]
     room, sample = model.config.max_position_embeddings - len(prompt), ""
     if room > 0:
         new = min(_NEW_TOKENS, room)

@@ -29,7 +29,9 @@ from litgpt_demo.models.estimates import chunk_rows
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     """LitGPT's Config of this model for a tokenizer of `vocab_size` ids."""
-    if problem := catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size):
+    has_weights = model.origin is not None
+    problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
+    if problem is not None:
         raise UserError(problem[0], fix=problem[1])
     length = model.sequence_length
     return Config(**catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from litgpt_demo.config import Origin
 from litgpt_demo.data.corpus import asking_hub, hub_endpoint
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
+from litgpt_demo.data.reading import MOST_POINTER, require_content
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import read_spec
@@ -85,10 +86,14 @@ def _of_folder(place: Storage) -> Origin | None:
     if not place.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
         if place.exists(_INDEX):
-            index = parse_json(place.read(_INDEX), _Index, where=place.address(_INDEX), fix="copy the folder anew")
+            require_content(content := place.read(_INDEX), where := place.address(_INDEX))
+            index = parse_json(content, _Index, where=where, fix="copy the folder anew")
             names = sorted({*index["weight_map"].values()})
     try:
-        return _origin(kind, place, [place.stat(one) for one in (*names, CONFIGS[kind])])
+        files = [place.stat(one) for one in (*names, CONFIGS[kind])]
+        for file in (file for file in files if file.size < MOST_POINTER):
+            require_content(place.read(file.path), place.address(file.path))
+        return _origin(kind, place, files)
     except FileNotFoundError as error:
         if not place.exists(names[0]):
             return None

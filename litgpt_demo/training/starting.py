@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from litgpt_demo.catalogue import OF_WEIGHTS, fields_of
 from litgpt_demo.config import ModelConfig, Origin, Settings
 from litgpt_demo.documents import bring, read_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -36,6 +37,14 @@ from litgpt_demo.training.setup import Training
 # Names of a model and room for it, which change nothing in what it computes.
 _FREE = {"name", "hf_config", "block_size", "vocab_size", "padding_multiple"}
 _FREE_THERE = {"_attn_implementation", "architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache"}
+# What files on the Hub say of rotary embeddings: transformers 5 makes `rope_parameters` of it, and writes those alone.
+_FREE_THERE |= {"rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_emb_base", "rotary_pct"}
+_FREE_THERE |= {"partial_rotary_factor"}
+# Settings of transformers that are one of LitGPT's.
+_LITGPTS = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "head_dim": "head_size",
+    "num_key_value_heads": "n_query_groups", "num_kv_heads": "n_query_groups", "vocab_size": "padded_vocab_size",
+}  # fmt: skip
 _FIX = "make model.name and model.config those of the weights"
 _TOLD = 3  # tensors that do not fit; the others fit as little
 
@@ -77,6 +86,8 @@ def start_from(training: Training, origin: Origin) -> None:
                 if isinstance(into, DTensor):  # every rank has read the same, and takes its part without communication
                     value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
                 into.copy_(value)
+        if origin.kind == "litgpt" and ranks.number == 0 and (wrappers := _of_litgpt(origin, folder)[1]):
+            print(f"model.from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
 
     ranks.together(read, lambda _: None)
     if local is None and local_rank == 0:  # until all have read
@@ -105,9 +116,7 @@ def _parts(config: Config, origin: Origin, folder: Path, *, forms: bool = False)
     """Yield the weights of a folder by LitGPT's names, those of transformers a block at a time; of them only `forms`,
     where no content is needed."""
     if origin.kind == "litgpt":
-        with refusing(origin.name):
-            state = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
-        yield state.get("model", state)  # `litgpt pretrain` has more in it
+        yield _of_litgpt(origin, folder)[0]
         return
     tied, found = _theirs(folder).tie_word_embeddings, huggingface_model(config)
     with ExitStack() as stack:
@@ -132,11 +141,34 @@ def _parts(config: Config, origin: Origin, folder: Path, *, forms: bool = False)
             yield part
 
 
+# What torch.compile, DDP, Fabric, FSDP and activation checkpointing put into the names of the weights they wrap.
+_WRAPPER = re.compile(r"\b(_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def _of_litgpt(origin: Origin, folder: Path) -> tuple[Tensors, set[str]]:
+    """Return the weights of a lit_model.pth, and what was taken off their names."""
+    with refusing(origin.name):
+        state = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
+    if isinstance(state, dict):  # `litgpt pretrain` and Lightning have more in it
+        state = next((state[key] for key in ("model", "state_dict") if isinstance(state.get(key), dict)), state)
+    entries = state if isinstance(state, dict) else {"": state}
+    if foreign := [(name, type(one).__name__) for name, one in entries.items() if not (name and torch.is_tensor(one))]:
+        name, kind = foreign[0]
+        what = f"lit_model.pth of {origin.name} holds a {kind}{f' by the name {name!r}' if name else ''}"
+        raise DataError(f"{what}, and no weights", fix="save the dict of names and tensors alone by torch.save")
+    return {_WRAPPER.sub("", name): one for name, one in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
+
+
 def _theirs(folder: Path) -> Any:
     """The settings of a model of transformers, with its defaults for what is not written."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _config(model: ModelConfig, vocab_size: int) -> Config:
+    length = model.sequence_length
+    return Config(**fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
 
 
 class Question(Settings):
@@ -150,7 +182,8 @@ class Question(Settings):
         """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
         beside them, and in a local folder by the names and shapes of tensors."""
         origin, place = self.origin, open_storage(self.origin.address)
-        config = litgpt_config(self.model, vocab_size=self.vocab_size)
+        vocab_size = self.vocab_size
+        config = _config(self.model, vocab_size)
         ours: dict[str, Any] = {name: value for name, value in vars(config).items() if name not in _FREE}
         if origin.kind == "huggingface":
             from transformers import AutoConfig
@@ -162,22 +195,33 @@ class Question(Settings):
             if found is None or found.fields["model_type"] != there.model_type:
                 kind = found.fields["model_type"] if found else "something else"
                 return [(f"{origin.name} is a {there.model_type}, and the model is a {kind} to transformers", _FIX)]
-            names = {*found.fields, "rope_parameters"} - _FREE_THERE
+            # What transformers' class does not keep, no model reads.
+            names = {name for name in (*found.fields, "rope_parameters") if hasattr(there, name)} - _FREE_THERE
             names -= {"hidden_act"} if "hidden_activation" in names else set()  # which goes before it
             same: Any = AutoConfig.for_model(**found.fields)
-            ours = {name: getattr(same, name, None) for name in sorted(names)}
-            ours["padded_vocab_size"], there.padded_vocab_size = ours.pop("vocab_size"), there.vocab_size
-            theirs = {name: getattr(there, name, None) for name in ours}
+            ours, theirs = (
+                {_LITGPTS.get(name, name): getattr(document, name) for name in sorted(names)}
+                | {
+                    "head_size": getattr(document, "head_dim", None)
+                    or document.hidden_size // document.num_attention_heads
+                }
+                for document in (same, there)
+            )
         elif origin.kind == "litgpt":
             theirs = vars(Config(**yaml.safe_load(place.read(CONFIGS["litgpt"]))))
         else:
             manifest = read_manifest(place, CheckpointManifest)
             stored = manifest.config["model"] if manifest and manifest.config else self.model
-            theirs = vars(litgpt_config(ModelConfig.model_validate(stored), vocab_size=self.vocab_size))
+            theirs = vars(_config(ModelConfig.model_validate(stored), vocab_size))
+        if (rows := theirs["padded_vocab_size"]) < vocab_size:
+            return [
+                (f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings", OF_WEIGHTS)
+            ]
         wrong = {name: theirs.get(name) for name in ours if ours[name] != theirs.get(name)}
         what = "the model has {} {}, and the weights of {} have {}"
+        own = {name: f"set model.config.{name}={value}, or " for name, value in wrong.items() if name in vars(config)}
         problems = [
-            (what.format(name, ours[name], origin.name, value), f"set model.config.{name}={value}, or {_FIX}")
+            (what.format(name, ours[name], origin.name, value), own.get(name, "") + _FIX)
             for name, value in wrong.items()
         ]
         if not problems and (here := place.local_path()) is not None:

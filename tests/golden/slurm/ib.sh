@@ -29,7 +29,7 @@ export LITGPT_NETWORK='{"name":"ib","nccl_net":"IB","hca":"mlx5","infiniband":tr
 export PYTHONUNBUFFERED=1
 export NCCL_DEBUG=INFO
 export NCCL_DEBUG_SUBSYS=INIT,NET
-WANDB_API_KEY=$(cat "$HOME"/.wandb) || fail secret 'platform.secrets.WANDB_API_KEY=~/.wandb cannot be read'
+WANDB_API_KEY=$(cat "$HOME"/.wandb) || fail secret 'the file ~/.wandb of platform.secrets.WANDB_API_KEY cannot be read'
 export WANDB_API_KEY
 module load cuda/12.8 || fail module 'platform.modules: cuda/12.8 cannot be loaded'
 python -c 'import litgpt_demo' || fail venv 'platform.venv is not set, and PATH has no python with train-litgpt'

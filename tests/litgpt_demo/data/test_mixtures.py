@@ -1,5 +1,7 @@
 """Mixtures: exact shares, batches that depend on key, seed and step alone, and each source a dataset of its own."""
 
+import re
+import shutil
 import signal
 from fractions import Fraction
 from pathlib import Path
@@ -15,8 +17,17 @@ from training_runs import TrainElsewhere, alike, rows, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
 from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, permuted, validation_sources
-from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
+from litgpt_demo.data.dataset import (
+    PlannedDataset,
+    Windows,
+    finished_dataset,
+    open_dataset,
+    plan_dataset,
+    stage,
+    verify_dataset,
+)
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export.models import export
 from litgpt_demo.storage import open_storage
@@ -185,6 +196,24 @@ def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(ro
     twice = data.model_copy(update={"mixture": (data.mixture[0], data.mixture[0])})
     with pytest.raises(UserError, match="two sources that are one dataset"):
         plan_dataset(twice)
+
+
+@pytest.mark.parametrize("name", ["../../other/datasets/a-0123456789", "a/b-0123456789", "..", "", "ITSELF"])
+def test_manifest_that_mixes_other_datasets_is_refused(mixed: Path, tmp_path: Path, name: str) -> None:
+    """Itself, without end, and what lies outside its root."""
+    folder = Path(shutil.copytree(mixed, tmp_path / "datasets" / mixed.name))
+    storage, manifest = open_storage(str(folder)), open_dataset(str(mixed))
+    assert manifest.mixture is not None
+    first = manifest.mixture.sources[0].model_copy(update={"dataset": name.replace("ITSELF", folder.name)})
+    forged = manifest.mixture.model_copy(update={"sources": (first, *manifest.mixture.sources[1:])})
+    write_manifest(storage, manifest.model_copy(update={"mixture": forged}))
+    for read in (verify_dataset, lambda address: stage(address, tmp_path / "scratch")):
+        with pytest.raises(DataError, match=rf"{folder} mixes .*{re.escape(first.dataset)}.*prepare it again"):
+            read(str(folder))
+    label, _, key = folder.name.rpartition("-")
+    planned = PlannedDataset(data=DataConfig(), sources=(), tokenizer=None, name=label, key=key)
+    with pytest.raises(DataError, match=re.escape(first.dataset)):
+        finished_dataset(open_storage(str(tmp_path)), planned)
 
 
 SOURCE: dict[str, Any] = {"corpus": {"kind": "files", "paths": ["a"]}, "weight": 1}

@@ -1,11 +1,15 @@
 """Token ids that somebody else made: read where they lie, counted, checked, and refused where they do not fit."""
 
+import gzip
+import io
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from corpora import contents, large_vocabulary
+import safetensors.numpy
+from corpora import POINTER, TEXTS, contents, large_vocabulary
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import DataConfig
@@ -93,9 +97,49 @@ def test_a_run_trains_on_the_files_of_nanogpt_and_notices_when_they_change(tmp_p
         finished_dataset(open_storage(root), planned)
 
 
+def saved_by_numpy(ids: Any) -> bytes:
+    np.save(stream := io.BytesIO(), ids)
+    return stream.getvalue()
+
+
+SAMPLES = [IDS[100 * number : 100 * (number + 1)].astype("<u2").tobytes() for number in range(30)]
+
+
+def shard_of(samples: list[bytes], head: bytes) -> bytes:
+    """A shard of Streaming, with its settings as `head`, or of litdata without."""
+    begin = 4 * (len(samples) + 2) + len(head)
+    numbers = [len(samples), *accumulate(map(len, samples), initial=begin)]
+    return np.array(numbers, "<u4").tobytes() + head + b"".join(samples)
+
+
 @pytest.mark.parametrize(
     ("files", "dtype", "told"),
     [
+        *(
+            ({"train.bin": saved_by_numpy(IDS.astype(kind))}, "<u2", r"train\.bin is a file of numpy\.save.*tofile")
+            for kind in ("uint16", "int32", "int64")
+        ),
+        ({"train.bin": IDS.astype("<i8").tobytes()}, "<u2", "looks like ids of 8 bytes.*write them as uint32"),
+        ({"train.bin": b"another header\n" + bytes(range(255)) + IDS.astype("<i8").tobytes()}, "<u2", "ids of 8 bytes"),
+        ({"train.bin": bytes(range(1, 255)) + IDS.astype("<i4").tobytes()}, "<u2", r"ids of 4 bytes.*dtype=uint32"),
+        ({"train.bin": IDS.astype("<i8").tobytes()}, "<u4", "looks like ids of 8 bytes"),
+        ({"train.bin": shard_of(SAMPLES, b'{"column_names":["ids"]}')}, "<u2", r"is a shard of Streaming \(MDS\)"),
+        ({"train.bin": shard_of([b"1"] * 2000, b"")}, "<u2", "is a shard of Streaming .* or litdata"),
+        ({"train.bin": b"MMIDIDX\0\0" + bytes(99)}, "<u2", "of Megatron's index; the ids are in the .bin beside it"),
+        ({"train.bin": safetensors.numpy.save({"ids": IDS})}, "<u2", "is a file of safetensors"),
+        ({"train.bin": POINTER}, "<u2", r"train\.bin is a Git LFS pointer"),
+        (
+            {"train.bin": b"<!DOCTYPE html>\n<html><body>404 \xc3\xbc</body></html>"},
+            "<u2",
+            "is an HTML page; give flat",
+        ),
+        ({"train.bin": TEXTS[0].encode() * 99}, "<u2", "train.bin is text"),
+        ({"train.bin": gzip.compress(IDS.tobytes())}, "<u2", "is compressed by gzip; decompress it"),
+        (
+            {"train.bin": (20240801).to_bytes(4, "little") + bytes(1020)},
+            "<u4",
+            "is a file of llm.c, which has a header",
+        ),
         ({"train.bin": IDS + 10}, "<u2", r"train\.bin holds the id 308, and the last of the tokenizer is 299"),
         ({"train.bin": IDS}, "<u4", r"looks like ids of 4 bytes.*data\.corpus\.dtype=uint32"),
         ({"train.bin": b"abc"}, "<u2", r"has 3 bytes, which are no ids of 2; set data\.corpus\.dtype"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from corpora import write
+from corpora import POINTER, write
 from hub_server import Hub, Repository, running_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,6 +139,11 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
             ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
             (spoilt, r"no tokenizer.*expected u32 at"),
+            ({"tokenizer.json": POINTER}, "tokenizer.json of .* is a Git LFS pointer.*`git lfs pull`"),
+            (
+                {"tokenizer.json": whole, "tokenizer_config.json": POINTER},
+                "tokenizer_config.json of .* Git LFS pointer",
+            ),
         ]
     ):
         folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)

@@ -7,17 +7,21 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from bucket_faults import FaultyBucket
 from console_script import Cli
+from corpora import SEPARATOR, TEXTS, corpus_in, large_vocabulary, with_bos, write
 from hostile import flip_a_bit, pickled_by_torch, seal, spoil_index, spoil_tensors
 from states import training_of
+from tokenizers import Tokenizer as HfTokenizer
 from training_runs import NewRun, rows, train, write_run
 
 from litgpt_demo import documents
-from litgpt_demo.config import ModelConfig
-from litgpt_demo.data.dataset import DatasetManifest, verify_dataset
+from litgpt_demo.config import DataConfig, ModelConfig
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, verify_dataset
+from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, NodeError, UserError
 from litgpt_demo.export import FinalManifest, exported, finished
@@ -124,6 +128,45 @@ def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, t
     final = export(open_storage(str(finished_copy)))
     assert final.validation_windows == 7
     assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["texts", "ids", "mixture"])
+def test_exported_tokenizer_adds_what_the_dataset_has(kind: str, tmp_path: Path, new_run: NewRun, cli: Cli) -> None:
+    """Text gets no BOS, whatever its tokenizer adds elsewhere; ids that begin with one are continued with one."""
+    from litgpt import LLM
+    from transformers import AutoTokenizer
+
+    path = with_bos(large_vocabulary(tmp_path / "tokenizer"))
+    bos, ids = 300, np.random.default_rng(1).integers(0, 256, 3000)
+    ids[::100], ids[99::100] = bos, 298
+    halves = [(tmp_path / str(number), ids[500 * number :].astype("<u2").tobytes()) for number in range(2)]
+    own, other = (
+        {"kind": "tokens", "path": str(write(place, {"train.bin": half, "val.bin": half[:1800]}))}
+        for place, half in halves
+    )
+    texts = {"kind": "files", "paths": [str(corpus_in(tmp_path / "texts", TEXTS * 4))], "separator": SEPARATOR}
+    mixed = {"mixture": [{"corpus": own, "weight": 1}, {"corpus": other, "weight": 1}]}
+    data = {"texts": {"corpus": texts}, "ids": {"corpus": own}, "mixture": mixed}[kind]
+    planned = plan_dataset(DataConfig.model_validate({**data, "tokenizer": {"kind": "file", "path": str(path)}}))
+    prepare(planned, open_storage(str(tmp_path / "root")))
+    run = new_run("run", dataset=tmp_path / "root" / planned.path, max_steps=3, global_batch=2, evaluation_windows=1)
+    train(run)
+    prefix = [] if kind == "texts" else [bos]
+    text, expected = "Do this", [*prefix, *HfTokenizer.from_file(str(path)).encode("Do this").ids[1:]]
+    before = cli("generate", str(run), text, "--max-tokens", "5", "--seed", "1")
+    final = export(open_storage(str(run)))
+    folder = run / "final"
+    reader, llm = (
+        AutoTokenizer.from_pretrained(folder / "huggingface"),
+        LLM.load(str(folder / "litgpt"), distribute=None),
+    )
+    assert reader(text).input_ids == llm.preprocessor.tokenizer.encode(text).tolist() == expected
+    config = json.loads((folder / "huggingface/config.json").read_text())
+    assert config["bos_token_id"] == reader.bos_token_id == (prefix or [298])[0]
+    assert (final.findings, final.prefix) == ((), ("<s>",) * len(prefix))
+    said = "no token" if kind == "texts" else r"\<s\>"
+    assert f"| Before a text | {said}, as in training" in (folder / "MODEL_CARD.md").read_text()
+    assert before.out.endswith(cli("generate", str(run), text, "--max-tokens", "5", "--seed", "1").out)
 
 
 def test_a_model_with_capped_attention_opens_as_its_card_says(new_run: NewRun) -> None:

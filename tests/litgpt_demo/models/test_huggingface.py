@@ -1,5 +1,6 @@
 """Every kind of model in LitGPT's catalogue, made small, says in transformers what it says in LitGPT."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 from litgpt_demo import catalogue
+from litgpt_demo.config import ModelConfig
 from litgpt_demo.data.dataset import Windows
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
-from litgpt_demo.export.proof import last_logits, opened_by_transformers, probe_of
+from litgpt_demo.export.proof import Texts, last_logits, opened_by_transformers, probe_of
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
+from litgpt_demo.training.origins import find_origin
+from litgpt_demo.training.starting import Question
 
 SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
 
@@ -66,15 +70,17 @@ def exported(weights: Weights, found: HuggingFaceModel, folder: Path) -> Path:
     return folder
 
 
+EVERY = {name: huggingface_model(Config(**fields)) for name, fields in catalogue.models().items()}
+# One model for each architecture of transformers and set of fields that its config has there.
+KINDS = {(*model.fields["architectures"], *sorted(model.fields)): name for name, model in EVERY.items() if model}
+
+
 def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    every = {name: huggingface_model(Config(**fields)) for name, fields in catalogue.models().items()}
-    assert [name for name, model in every.items() if model is None] == []
-    # One model for each architecture of transformers and set of fields that its config has there.
-    made = {(*model.fields["architectures"], *sorted(model.fields)): name for name, model in every.items() if model}
-    assert len({architecture for architecture, *_ in made}) >= 16
-    for (architecture, *_), name in made.items():
+    assert [name for name, model in EVERY.items() if model is None] == []
+    assert len({architecture for architecture, *_ in KINDS}) >= 16
+    for (architecture, *_), name in KINDS.items():
         config = small(name)
         model, found = random_model(config), huggingface_model(config)
         folder = exported(saved(model, tmp_path / name / "shards"), found, tmp_path / name / "huggingface")
@@ -95,6 +101,54 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         assert all(torch.equal(back[one], tensor) for one, tensor in model.state_dict().items()), name
 
 
+def asked(name: str, config: Config, folder: Path) -> list[tuple[str, str]]:
+    """What is wrong with the weights of a folder for this model."""
+    full = Config(**catalogue.models()[name])
+    known = {field: value for field, value in vars(config).items() if field in Config.__dataclass_fields__}
+    changes = {field: value for field, value in known.items() if value != getattr(full, field)}
+    model = ModelConfig(name=name, config=changes, sequence_length=64)
+    origin = find_origin(str(folder), False, "nowhere")
+    assert origin is not None
+    return Question(model=model, vocab_size=300, origin=origin).answer()
+
+
+def saved_by_transformers(folder: Path, **changes: Any) -> None:
+    """Write config.json as transformers writes one of its own, with what is not as its class has it."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(folder)
+    known = {name: getattr(read, name) for name in inspect.signature(type(read)).parameters if hasattr(read, name)}
+    if read.model_type == "qwen3_moe":  # which its class has from the file alone
+        known["head_dim"] = read.head_dim
+    type(read)(**known | changes).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [name for _, name in sorted(KINDS.items())])
+def test_weights_are_taken_with_transformers_own_config(name: str, tmp_path: Path) -> None:
+    config = small(name)
+    found = huggingface_model(config)
+    folder = exported(saved(random_model(config), tmp_path / "shards"), found, tmp_path / "huggingface")
+    assert asked(name, config, folder) == []
+    saved_by_transformers(folder)
+    assert asked(name, config, folder) == []
+    document = json.loads((folder / "config.json").read_text())
+    ropes = document["rope_parameters"]
+    (ropes if "rope_theta" in ropes else ropes["full_attention"])["rope_theta"] = 77.0
+    (folder / "config.json").write_text(json.dumps(document))
+    ((what, fix),) = asked(name, config, folder)
+    assert "the model has rope_parameters {" in what
+    assert fix == "make model.name and model.config those of the weights"
+
+
+def test_weights_of_pythia_are_taken_as_the_hub_has_them(tmp_path: Path) -> None:
+    config = small("pythia-14m")
+    found = huggingface_model(config)
+    folder = exported(saved(random_model(config), tmp_path / "shards"), found, tmp_path / "huggingface")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: fields[name] for name in fields if name != "rope_theta"}))
+    assert asked("pythia-14m", config, folder) == []
+
+
 def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
     config = small("Mistral-7B-Instruct-v0.1")
     config.block_size, config.sliding_window_size = 700, 300
@@ -109,7 +163,7 @@ def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
     folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
     (folder / "config.json").write_text(json.dumps({**found.fields, "sliding_window": 301}))
     with pytest.raises(DataError, match="its logits differ by"):
-        opened_by_transformers(folder, own=own, inputs=inputs, tokenizer=tokenizer)
+        opened_by_transformers(folder, own=own, texts=Texts(tokenizer, inputs))
 
 
 def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> None:
@@ -120,7 +174,7 @@ def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> 
         model.lm_head.weight[7, 3] = torch.nan
     folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
     with pytest.raises(DataError, match="its logits differ by nan"):
-        opened_by_transformers(folder, own=own, inputs=ids, tokenizer=tmp_path / "tokenizer.json")
+        opened_by_transformers(folder, own=own, texts=Texts(large_vocabulary(tmp_path), ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import POINTER, write
 from hub_server import Repository, running_hub
 from litgpt.model import GPT
 from litgpt.utils import save_config
@@ -37,10 +38,10 @@ def found(name: Path | str, root: str = "nowhere", *, optimizer: bool = False) -
     return origin
 
 
-def asked(origin: Origin, model: ModelConfig = MODEL, **config: Any) -> list[tuple[str, str]]:
+def asked(origin: Origin, model: ModelConfig = MODEL, *, vocab_size: int = 300, **config: Any) -> list[tuple[str, str]]:
     """What is wrong with these weights for a model, with changes."""
     changed = model.model_copy(update={"config": {**model.config, **config}})
-    return Question(model=changed, vocab_size=300, origin=origin).answer()
+    return Question(model=changed, vocab_size=vocab_size, origin=origin).answer()
 
 
 def logits(run: Path, origin: Origin) -> torch.Tensor:
@@ -179,6 +180,72 @@ def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
             torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [300, 320, 384])
+def test_tokenizer_with_more_ids_than_the_weights_has_one_answer(
+    of_transformers: tuple[Path, ModelConfig, torch.Tensor], padded: int
+) -> None:
+    folder, model, _ = of_transformers
+    ((what, fix),) = asked(found(folder), model, vocab_size=330, padded_vocab_size=padded)
+    assert what == f"the tokenizer has 330 ids, and the weights of {folder} 300 embeddings"
+    assert fix.startswith("take the tokenizer of the weights")
+    changed = model.model_copy(update={"origin": str(folder), "config": {**model.config, "padded_vocab_size": 320}})
+    with pytest.raises(UserError, match=r"330 ids and model config has 320 embeddings.*take the tokenizer of the weig"):
+        litgpt_config(changed, vocab_size=330)
+
+
+@pytest.fixture
+def of_litgpt(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of LitGPT with weights at random, and those."""
+    save_config(config := litgpt_config(MODEL, vocab_size=300), tmp_path)
+    return tmp_path, GPT(config).state_dict()
+
+
+def test_prefixes_of_wrappers_are_taken_off_weights(
+    of_litgpt: tuple[Path, dict[str, torch.Tensor]], new_run: NewRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, weights = of_litgpt
+    wrapped = {f"module._orig_mod.{name.replace('h.1.', 'h.1._orig_mod.')}": one for name, one in weights.items()}
+    for state in (wrapped, {"state_dict": wrapped, "epoch": 3}, {"model": weights}):
+        torch.save(state, folder / "lit_model.pth")
+        assert asked(found(folder)) == []
+    torch.save({"state_dict": wrapped}, folder / "lit_model.pth")
+    training = training_of(new_run("run"))
+    start_from(training, found(folder))
+    training.feed.close()
+    assert torch.equal(training.model.module.lm_head.weight, weights["lm_head.weight"])
+    assert "model.from: _orig_mod, module was taken off the names of the weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"net": {"lm_head.weight": torch.ones(1)}}, "holds a dict by the name 'net', and no weights"),
+        (torch.ones(1), "holds a Tensor, and no weights"),
+        ([1], "holds a list, and no weights"),
+    ],
+)
+def test_file_without_named_weights_is_refused(
+    state: Any, words: str, of_litgpt: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    torch.save(state, of_litgpt[0] / "lit_model.pth")
+    with pytest.raises(DataError, match=rf"{words}.*torch\.save"):
+        asked(found(of_litgpt[0]))
+
+
+@pytest.mark.parametrize(
+    "name", ["lit_model.pth", "model_config.yaml", "model.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_git_lfs_pointer_among_weights_is_refused(name: str, tmp_path: Path) -> None:
+    kind = (
+        ("lit_model.pth", "model_config.yaml")
+        if "lit" in name or "yaml" in name
+        else ("model.safetensors", "config.json")
+    )
+    write(tmp_path, {**dict.fromkeys(kind, b"x" * 2000), name: POINTER})
+    with pytest.raises(UserError, match=f"{tmp_path}/{name} is a Git LFS pointer.*`git lfs pull`"):
+        found(tmp_path)
+
+
 def test_a_model_of_the_hub_is_pinned_to_its_commit(
     of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -205,7 +272,7 @@ def test_each_thing_that_does_not_fit_is_named_with_what_would_do(
     folder, model, _ = of_transformers
     wrong = asked(found(folder), model, rope_base=500, padded_vocab_size=320, n_query_groups=4)
     names = [what.split()[3] for what, _ in wrong]
-    assert sorted(names) == ["num_key_value_heads", "padded_vocab_size", "rope_parameters"]
+    assert sorted(names) == ["n_query_groups", "padded_vocab_size", "rope_parameters"]
     ((what, _),) = asked(found(folder), MODEL)
     assert "is a llama, and the model is a gpt_neox to transformers" in what
     tensors, spoilt = load_file(folder / "model.safetensors"), Path(shutil.copytree(folder, tmp_path / "spoilt"))

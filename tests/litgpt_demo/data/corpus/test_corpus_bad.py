@@ -14,15 +14,16 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
-from corpora import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, cut_into, files, of_each, read, write
+from corpora import COMPRESS, FORMATS, POINTER, SEPARATOR, as_jsonl, as_parquet, cut_into, files, of_each, read, write
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.config import DataConfig
+from litgpt_demo.config import Corpus, DataConfig, TokenizerFile, TokensCorpus
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.reading import BadDocument, opened, seekable
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.storage import Storage, open_storage
 
 
 def skipping(
@@ -165,6 +166,21 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
     [source] = sources(files(tmp_path))
     with little_memory(), opened(tmp_path / name, source) as stream:
         assert stream.read(10) == b"\0" * 10
+
+
+@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", "b.parquet", "b.txt.zst", "train.bin"])
+def test_git_lfs_pointer_in_a_corpus_is_refused(tmp_path: Path, bucket: Storage, name: str) -> None:
+    """At once on this machine, and in a bucket when it was fetched; never skipped like a bad document."""
+    for place in (open_storage(str(tmp_path / "clone")), bucket.within("clone")):
+        place.write(name, POINTER)
+        corpus: Corpus = files(f"{place.address()}/*")
+        if name == "train.bin":
+            place.write("val.bin", POINTER)
+            corpus = TokensCorpus(kind="tokens", path=place.address())
+        tokenizer = TokenizerFile(kind="file", path="nowhere")
+        data = DataConfig(corpus=corpus, on_bad_document="skip", tokenizer=tokenizer)
+        with pytest.raises(UserError, match=rf"{re.escape(place.address(name))} is a Git LFS pointer.*`git lfs pull`"):
+            list(documents(data, sources(corpus), tmp_path / "scratch"))
 
 
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
