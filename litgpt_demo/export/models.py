@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.parent import follow_parent
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
@@ -234,11 +234,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
 
-    def await_word() -> None:
-        if args.on_word and not sys.stdin.readline():
-            sys.exit(0)  # it was closed: nothing is published
+    words = follow_parent() if args.on_word else None
 
-    if args.on_word:  # what is imported only when the models are proved
+    def await_word() -> None:
+        if words is not None:
+            words.get()
+
+    if words is not None:  # what is imported only when the models are proved
         from matplotlib.backends import backend_agg  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
