@@ -24,7 +24,7 @@ from pydantic_core import to_jsonable_python
 from rich.markup import escape
 from rich.table import Table
 
-from cli.terminal import Screen, accept_any_text, show_line
+from cli.terminal import Screen, accept_any_text, show_text
 from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
@@ -331,7 +331,7 @@ def generate(
     first = next(pieces, "")  # what cannot be written after is refused before anything is shown
     _say(f"[dim]by the model of step {writer.step}[/]", stderr)
     for piece in (text, first, *pieces):
-        typer.echo(piece, nl=False)
+        show_text(piece, end="")
     typer.echo()
 
 
@@ -439,15 +439,15 @@ def render(
     shown = previews(read_config(config, overrides, profile))
     unknown = dict.fromkeys(what for submission in shown.values() for what in submission.unknown)
     if unknown and not explain:
-        show_line("# Not to be sent as it is: values that are not known from here have something else in their place.")
+        show_text("# Not to be sent as it is: values that are not known from here have something else in their place.")
     for what in unknown:
         if not explain:
-            show_line(f"# - {' '.join(what.split())}")
+            show_text(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
             _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
     for title, submission in shown.items():
         if title:
-            show_line(f"--- # {title}")
+            show_text(f"--- # {title}")
         if explain:
             _print_table([dict(row) for row in submission.environment])
         else:
@@ -635,19 +635,19 @@ def logs(
         platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
         prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
 
-        def show_lines(lines: Iterable[LogLine]) -> None:
+        def show_texts(lines: Iterable[LogLine]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
                     what = f"the logs of {platform.name} are files, whose lines have no time"
                     raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
                 wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
                 if wanted and (line.time or 0.0) >= (since or 0.0):
-                    show_line(f"{prefix}{line if raw else waiting.readable(line)}")
+                    show_text(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
-            await waiting.follow(platform, job_id, on_lines=show_lines, poll=1.0)
+            await waiting.follow(platform, job_id, on_lines=show_texts, poll=1.0)
         else:
-            await waiting.read_logs(platform, job_id, on_lines=show_lines)
+            await waiting.read_logs(platform, job_id, on_lines=show_texts)
 
     async def show_all() -> None:
         await asyncio.gather(*map(show, found.attempts))

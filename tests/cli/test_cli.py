@@ -18,9 +18,10 @@ from claims import claim_of
 from console_script import Cli, Said
 
 from cli import main as main_module
+from cli.api import Submitted
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
-from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
+from launcher.errors import ConfigProblem, JobFailed, PlatformUnreachable, UnknownRun
 from launcher.job import LogLine, LogPage
 from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
@@ -387,6 +388,27 @@ def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypat
     first, second, *_ = cli("logs", "training.yaml").out.splitlines()
     assert first == "[node 0] \\x1b]0;owned\\x07 \\x9b2J \\u202eexe \\x00"
     assert second == "[node 0] \ufffd \x1b[31mred\x1b[0m"  # a colour, which ends with its line
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_text_steers_no_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    pieces = ["\x1b]52;c;", "AAAA\x07", "\x1b", "[2J"]
+    writer = SimpleNamespace(step=8, write=lambda *_, **__: iter(pieces))
+    monkeypatch.setattr("litgpt_demo.export.generation.Writer", lambda _: writer)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    text = cli("generate", "./run", "text").out
+    assert text == ("text\\x1b]52;c;AAAA\\x07\\x1b[2J\n" if is_terminal else f"text{''.join(pieces)}\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"), [(53, Fault.CANCELLED), (55, Fault.REFUSED), (41, Fault.DATA), (-9, Fault.NODE)]
+)
+def test_a_submitted_run_ends_with_its_class(code: int, fault: Fault) -> None:
+    process: Any = SimpleNamespace(wait=lambda: code)
+    run: Any = SimpleNamespace(name="gpt")
+    with pytest.raises(JobFailed, match="gpt ended with exit code") as failed:
+        Submitted(run, process, io.StringIO("its words")).wait()
+    assert failed.value.fault is fault
 
 
 def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
