@@ -38,7 +38,7 @@ from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempts, cancel_each
-from launcher.runs.index import DamagedRecords, Index
+from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
@@ -628,11 +628,19 @@ def logs(
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
     found = target_of(target, overrides, profile, root)
 
-    async def show(attempts: Attempts) -> None:
-        there = [record for record in attempts.records() if attempt in (None, record.attempt)]
-        if not there:
-            raise ConfigProblem(f"{attempts.run} has no attempt {attempt}; `train-litgpt status` lists them")
-        platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
+    chosen, without = list[tuple[Attempts, AttemptRecord]](), list[str]()
+    for attempts in found.attempts:
+        if records := [record for record in attempts.records() if attempt in (None, record.attempt)]:
+            chosen.append((attempts, records[-1]))
+        else:
+            without.append(f"{attempts.run} has no attempt {attempt}")
+    if not chosen:
+        raise ConfigProblem(f"{found.name} has no attempt {attempt}; `train-litgpt status` lists them")
+    for what in without:
+        _say(f"[yellow]![/] {escape(what)}", stderr)
+
+    async def show(attempts: Attempts, record: AttemptRecord) -> None:
+        platform, job_id = attempts.platform_of(record), record.job_id
         prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
 
         def show_texts(lines: Iterable[LogLine]) -> None:
@@ -650,7 +658,7 @@ def logs(
             await waiting.read_logs(platform, job_id, on_lines=show_texts)
 
     async def show_all() -> None:
-        await asyncio.gather(*map(show, found.attempts))
+        await asyncio.gather(*(show(*pair) for pair in chosen))
 
     asyncio.run(show_all())
 

@@ -452,6 +452,16 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     assert "nothing was running" not in said.out
 
 
+def test_logs_of_an_attempt_that_one_trial_lacks_show_the_others(cli: Cli, here: Path) -> None:
+    claims = [claim_of(trial.config) for trial in trials(read_config(here / "sweep.yaml", []))]
+    for one in (*claims, claims[1]):
+        attempt_in(Path(one.take().job_id), "hello\n", state="failed", native="ended", exit_codes={})
+    said = cli("logs", "sweep.yaml", "--attempt", "2")
+    assert (said.code, said.out) == (0, f"{claims[1].attempts.run}  [node 0] hello\n")
+    assert f"{claims[0].attempts.run} has no attempt 2" in said.err
+    assert cli("logs", "sweep.yaml", "--attempt", "3").code == USER
+
+
 def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
