@@ -23,7 +23,7 @@ from litgpt_demo.documents import FileRecord, bring, parse_json, sealed, write_m
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, words_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.card import CARD
-from litgpt_demo.parent import follow_parent
+from litgpt_demo.parent import follow_parent, report_progress
 from litgpt_demo.runs import EVALUATIONS, FINAL, HUGGINGFACE
 from litgpt_demo.storage import Storage, open_storage, sha256_of
 
@@ -153,7 +153,9 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
     import torch
     from lm_eval import simple_evaluate
 
+    report_progress("loading the tasks and their data")
     manager, tasks = _loaded(asked)
+    report_progress("loading the model")
     with tempfile.TemporaryDirectory(prefix="evaluate-") as scratch:
         if isinstance(which, int):
             from litgpt_demo.export.models import huggingface_of

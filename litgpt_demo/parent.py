@@ -6,6 +6,14 @@ import os
 from queue import SimpleQueue
 from threading import Thread
 
+PROGRESS = "progress: "
+"""The mark of a line that says what a process does now."""
+
+
+def report_progress(what: str) -> None:
+    """Tell the parent what this process does from now on."""
+    print(f"{PROGRESS}{what}", flush=True)
+
 
 def follow_parent() -> SimpleQueue[str]:
     """Return the lines that the parent writes on standard input; end this process when the parent closes it or dies."""

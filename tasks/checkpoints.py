@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
-from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.job import Job
 from launcher.runs.attempts import claim_at
 from launcher.runs.index import Index
@@ -83,16 +83,20 @@ class Collector:
         process, self._process = self._start(begin=True), None
         process.write("finish")
         final, _ = await asyncio.gather(
-            process.end(partial(exported, self._run.storage)),
+            process.end(partial(exported, self._run.storage), on_progress=_show),
             asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
         )
         return final
 
 
+def _show(what: str, _: int | None) -> None:
+    emit(StepProgress(step=Step.CHECKPOINTS, what=what))
+
+
 @step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
-    emit(StepStarted(step=Step.CHECKPOINTS, what="making the models, and opening them in LitGPT and transformers"))
+    emit(StepStarted(step=Step.CHECKPOINTS, what="making and checking the models"))
     final = await asyncio.to_thread(exported, run.storage)
     reused = final is not None
     if not reused:

@@ -153,23 +153,23 @@ async def _evaluated(
         # The libraries would try for minutes; what they have in their cache needs no network.
         environ["HF_HUB_OFFLINE"] = "1"
         emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
-    log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ("", 0)
+    log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
 
     def keep(line: str) -> None:
         printed.append(redacted(line)[:_LONGEST])
 
-    def show(what: str, percent: int) -> None:
+    def show(what: str, percent: int | None) -> None:
         nonlocal shown
-        if step is None and what and (what, percent) != shown:
-            shown = what, percent
-            fraction = percent / 100 if what.startswith(_SCORING) else None
+        if step is None and what and f"{what} {percent}" != shown:
+            shown = f"{what} {percent}"
+            fraction = None if percent is None or not what.startswith(_SCORING) else percent / 100
             emit(StepProgress(step=Step.EVALUATION, what=what, fraction=fraction))
 
     child = Child(command, environ=environ)
     child.write(asked.model_dump_json())
     try:
         fix = f"all that it printed is in {run.address(log)}"
-        return await child.end(partial(read_evaluation, run, path), on_line=keep, on_bar=show, fix=fix)
+        return await child.end(partial(read_evaluation, run, path), on_line=keep, on_progress=show, fix=fix)
     finally:
         if printed:
             await asyncio.to_thread(run.write, log, "\n".join([*printed, ""]).encode())

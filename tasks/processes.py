@@ -13,11 +13,12 @@ from typing import IO, TypeAlias, TypeVar, cast
 
 from launcher.runs.diagnosis import ADVICE
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
+from litgpt_demo.parent import PROGRESS
 
 T = TypeVar("T")
 OnLine: TypeAlias = Callable[[str], None]
-OnBar: TypeAlias = Callable[[str, int], None]
-"""Gets a progress bar's description and its percents."""
+OnProgress: TypeAlias = Callable[[str, int | None], None]
+"""Gets what the process does now, and the percents of it that are done where it draws a bar."""
 
 _BAR = re.compile(r"(?:(?P<what>[^|]+?): +)? *(?P<percent>\d{1,3})%\|")  # as tqdm draws it
 
@@ -48,14 +49,19 @@ class Child:
         self._process.communicate()
 
     async def end(
-        self, result: Callable[[], T | None], *, on_line: OnLine = _ignore, on_bar: OnBar = _ignore, fix: str = ""
+        self,
+        result: Callable[[], T | None],
+        *,
+        on_line: OnLine = _ignore,
+        on_progress: OnProgress = _ignore,
+        fix: str = "",
     ) -> T:
         """Wait for its end and return its `result`. Where it has none, raise an error with the class of its exit code
         and the last line that it printed; the fix is that of the class unless it is given."""
         # A thread of its own: the event loop has few, and they are for what takes seconds.
         pool = ThreadPoolExecutor(1)
         try:
-            last = await asyncio.wrap_future(pool.submit(copy_context().run, self._read, on_line, on_bar))
+            last = await asyncio.wrap_future(pool.submit(copy_context().run, self._read, on_line, on_progress))
         except BaseException:
             self._process.kill()  # the thread that reads its output sees its end
             raise
@@ -67,12 +73,14 @@ class Child:
         fault = fault_of_exit_code(code or 1)
         raise TrainLitgptError(f"{fault}: {last}", fix=fix or ADVICE[fault], fault=fault)
 
-    def _read(self, on_line: OnLine, on_bar: OnBar) -> str:
+    def _read(self, on_line: OnLine, on_progress: OnProgress) -> str:
         last = "it printed nothing"
         with self._process as process:  # closes its pipes and waits for it
             for line in cast(IO[str], process.stdout):  # a progress bar ends its lines with a carriage return
                 if (bar := _BAR.match(line)) is not None:
-                    on_bar(bar["what"] or "", int(bar["percent"]))
+                    on_progress(bar["what"] or "", int(bar["percent"]))
+                elif line.startswith(PROGRESS):
+                    on_progress(line.removeprefix(PROGRESS).strip(), None)
                 elif line.strip():
                     last = line.strip()
                     on_line(line.rstrip())
