@@ -257,7 +257,8 @@ def main(argv: Sequence[str]) -> int:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
     run = open_storage(args.run)
-    final = export(run, step=args.step, newest=args.newest, await_end=await_word, report=report_progress)
+    report: Report = report_progress if words is not None else lambda what: None
+    final = export(run, step=args.step, newest=args.newest, await_end=await_word, report=report)
     for line in summary_lines(final):
         print(line)
     return 0
