@@ -8,7 +8,7 @@ SITE   ?= site
 # What make test leaves out, by topic: a folder each of tests/real.
 REAL   := $(notdir $(patsubst %/,%,$(wildcard tests/real/*/)))
 # Python compiles what is imported when it is; compiling all that is installed takes a minute.
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile --progress-bar on \
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile --quiet \
           --constraint constraints.txt
 # That bytecode is kept: each process of a run would compile it anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=

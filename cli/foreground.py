@@ -30,7 +30,8 @@ from rich.control import Control
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.segment import ControlType
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from cli import interrupts
 from cli.terminal import Screen
@@ -142,6 +143,18 @@ class Measured(ProgressColumn):
         return shown
 
 
+class What(TextColumn):
+    """Text that is cut where the line ends."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, table_column=Column())
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 @dataclass
 class _Shown:
     rows: list[Mapping[str, Any]] = field(default_factory=list)
@@ -162,7 +175,9 @@ class Watch:
         self._console, self._output = console, output
         self._steps: tuple[Step, ...] = TRAINING_STEPS
         self._every, self._told = defaultdict[str, _Shown](_Shown), set[str]()
-        columns = SpinnerColumn(), TextColumn("{task.description}"), Measured(), TextColumn("{task.fields[what]}")
+        whole = Column(no_wrap=True)  # where a line is too long, `what` alone is cut
+        words = TextColumn("{task.description}"), Measured(table_column=whole), What("{task.fields[what]}")
+        columns = SpinnerColumn(table_column=whole), *words
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
 

@@ -24,7 +24,7 @@ from pydantic_core import to_jsonable_python
 from rich.markup import escape
 from rich.table import Table
 
-from cli.terminal import Screen, accept_any_text, show_line
+from cli.terminal import Screen, accept_any_text, show_text
 from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
@@ -38,7 +38,7 @@ from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempts, cancel_each
-from launcher.runs.index import DamagedRecords, Index
+from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
 from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
@@ -331,7 +331,7 @@ def generate(
     first = next(pieces, "")  # what cannot be written after is refused before anything is shown
     _say(f"[dim]by the model of step {writer.step}[/]", stderr)
     for piece in (text, first, *pieces):
-        typer.echo(piece, nl=False)
+        show_text(piece, end="")
     typer.echo()
 
 
@@ -439,15 +439,15 @@ def render(
     shown = previews(read_config(config, overrides, profile))
     unknown = dict.fromkeys(what for submission in shown.values() for what in submission.unknown)
     if unknown and not explain:
-        show_line("# Not to be sent as it is: values that are not known from here have something else in their place.")
+        show_text("# Not to be sent as it is: values that are not known from here have something else in their place.")
     for what in unknown:
         if not explain:
-            show_line(f"# - {' '.join(what.split())}")
+            show_text(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
             _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
     for title, submission in shown.items():
         if title:
-            show_line(f"--- # {title}")
+            show_text(f"--- # {title}")
         if explain:
             _print_table([dict(row) for row in submission.environment])
         else:
@@ -628,29 +628,37 @@ def logs(
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
     found = target_of(target, overrides, profile, root)
 
-    async def show(attempts: Attempts) -> None:
-        there = [record for record in attempts.records() if attempt in (None, record.attempt)]
-        if not there:
-            raise ConfigProblem(f"{attempts.run} has no attempt {attempt}; `train-litgpt status` lists them")
-        platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
+    chosen, without = list[tuple[Attempts, AttemptRecord]](), list[str]()
+    for attempts in found.attempts:
+        if records := [record for record in attempts.records() if attempt in (None, record.attempt)]:
+            chosen.append((attempts, records[-1]))
+        else:
+            without.append(f"{attempts.run} has no attempt {attempt}")
+    if not chosen:
+        raise ConfigProblem(f"{found.name} has no attempt {attempt}; `train-litgpt status` lists them")
+    for what in without:
+        _say(f"[yellow]![/] {escape(what)}", stderr)
+
+    async def show(attempts: Attempts, record: AttemptRecord) -> None:
+        platform, job_id = attempts.platform_of(record), record.job_id
         prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
 
-        def show_lines(lines: Iterable[LogLine]) -> None:
+        def show_texts(lines: Iterable[LogLine]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
                     what = f"the logs of {platform.name} are files, whose lines have no time"
                     raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
                 wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
                 if wanted and (line.time or 0.0) >= (since or 0.0):
-                    show_line(f"{prefix}{line if raw else waiting.readable(line)}")
+                    show_text(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
-            await waiting.follow(platform, job_id, on_lines=show_lines, poll=platform.poll_seconds)
+            await waiting.follow(platform, job_id, on_lines=show_texts, poll=platform.poll_seconds)
         else:
-            await waiting.read_logs(platform, job_id, on_lines=show_lines)
+            await waiting.read_logs(platform, job_id, on_lines=show_texts)
 
     async def show_all() -> None:
-        await asyncio.gather(*map(show, found.attempts))
+        await asyncio.gather(*(show(*pair) for pair in chosen))
 
     asyncio.run(show_all())
 

@@ -51,6 +51,6 @@ class Screen(Console):
         self.quiet = True
 
 
-def show_line(line: str) -> None:
-    """Print a line that somebody else wrote."""
-    typer.echo(harmless(line) if sys.stdout.isatty() else line)
+def show_text(text: str, *, end: str = "\n") -> None:
+    """Print text that somebody else wrote, a node or a model; a terminal obeys none of it."""
+    typer.echo(f"{harmless(text) if sys.stdout.isatty() else text}{end}", nl=False)

@@ -7,10 +7,10 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args, get_origin
 
 import yaml
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
@@ -430,25 +430,45 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
     for name, changes in overrides.items():
         for part in reversed(name.split(".")):
             changes = {part: changes}
-        result = merged(result, changes)
+        result = merged(result, changes, name=name)
     return result
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge: what `changes` says wins, mapping by mapping; everything else is replaced.
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, name: str = "", above: str = "") -> dict[str, Any]:
+    """Deep merge: what `changes` says wins, section by section; everything else is replaced.
 
-    An empty mapping empties what was there, as `model.config={}` does for a model that is to be as its name says.
-    Another `kind` drops what belonged to the old branch of a union.
+    A mapping whose names are the user's own, as `sweep.grid`, is replaced unless the dotted `name` leads into it. An
+    empty mapping empties what was there. Another `kind` drops what belonged to the old branch of a union.
     """
     result = dict(base)
-    for name, new in changes.items():
-        old = result.get(name)
+    for part, new in changes.items():
+        here, old = f"{above}{part}", result.get(part)
         below = old if isinstance(old, Mapping) else {}
-        deeper = isinstance(new, Mapping) and bool(new)
+        is_whole = here in _mappings() and not name.startswith(f"{here}.")
+        deeper = isinstance(new, Mapping) and bool(new) and not is_whole
         if deeper and (kind := new.get("kind")) is not None:
             deeper = below.get("kind", kind) == kind
-        result[name] = merged(below, new) if deeper else new
+        result[part] = merged(below, new, name=name, above=f"{here}.") if deeper else new
     return result
+
+
+@cache
+def _mappings() -> frozenset[str]:
+    """Return the dotted names of the settings that are mappings with names of the user's own."""
+    found = set[str]()
+
+    def look(annotation: Any, name: str) -> None:
+        if get_origin(annotation) is dict:
+            found.add(name)
+        for branch in (annotation, *get_args(annotation)):
+            for below, field in _fields_of(branch).items():
+                look(field.annotation, f"{name}.{below}".lstrip("."))
+            if branch is not annotation and get_args(branch):
+                look(branch, name)
+
+    for kind in (RunConfig, ScriptConfig, SweepConfig):
+        look(kind, "")
+    return frozenset(found)
 
 
 def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str) -> AnyConfig:

@@ -10,21 +10,31 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import FiniteFloat
 
 from litgpt_demo.config import EvaluationConfig, Settings, key_of
 from litgpt_demo.documents import FileRecord, bring, parse_json, sealed, write_manifest
-from litgpt_demo.errors import TrainLitgptError, UserError
+from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, words_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.card import CARD
+from litgpt_demo.parent import follow_parent, report_progress
 from litgpt_demo.runs import EVALUATIONS, FINAL, HUGGINGFACE
 from litgpt_demo.storage import Storage, open_storage, sha256_of
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+_OFFLINE = (
+    "to score without a network, evaluate these tasks once where the Hub can be reached and copy its cache (HF_HOME) "
+    "here, or give tasks with their data in evaluation.task_folder"
+)
+_RESULT = re.compile(rf"{EVALUATIONS}/[^/]+\.json")
 _PART = re.compile(r"\n## Scores\n\n(\|.*\n)*\Z")
 
 
@@ -102,12 +112,16 @@ def found_scores(run: Storage, final: FinalManifest, asked: EvaluationConfig | N
 
 def evaluations(run: Storage, step: int | None = None) -> list[Evaluation]:
     """Return all scores of the model at this step, or at all, the oldest first."""
-    found = [one for path in run.list(EVALUATIONS) if (one := read_evaluation(run, path)) is not None]
+    paths = [path for path in run.list(EVALUATIONS) if _RESULT.fullmatch(path)]
+    found = [one for path in paths if (one := read_evaluation(run, path)) is not None]
     return sorted((one for one in found if step in (None, one.step)), key=lambda one: one.step)
 
 
 def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
-    """Put all scores of the model on its card; return its manifest, in which the card is another file by then."""
+    """Put all scores of the model on its card; return its manifest, in which the card is another file by then.
+
+    The caller holds the lease of the run's evaluations: two writers at once leave a card that the manifest denies.
+    """
     pairs = [pair for one in evaluations(run, final.step) for pair in one.pairs]
     rows = "\n".join(f"| {name} | {value} |" for name, value in pairs)
     place = run.within(FINAL)
@@ -138,12 +152,10 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
         return done
     import torch
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=asked.folder)
-    if missing := sorted({*asked.tasks} - {*manager.all_tasks}):
-        what = f"evaluation.tasks: the harness {version('lm_eval')} has no task {', '.join(missing)}"
-        raise UserError(what, fix="`lm-eval ls tasks` lists them; evaluation.task_folder adds your own")
+    report_progress("loading the tasks and their data")
+    manager, tasks = _loaded(asked)
+    report_progress("loading the model")
     with tempfile.TemporaryDirectory(prefix="evaluate-") as scratch:
         if isinstance(which, int):
             from litgpt_demo.export.models import huggingface_of
@@ -152,13 +164,16 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
         else:
             folder = bring(run.within(FINAL), _files(which), lambda: Path(scratch))
             model = folder / HUGGINGFACE.removeprefix(f"{FINAL}/")
-        if asked.folder is not None:
-            os.chdir(asked.folder)  # tasks name their files relative to it
-        result: Mapping[str, Any] = simple_evaluate(
-            model="hf", model_args={"pretrained": str(model), "dtype": "float32"}, tasks=list(asked.tasks),
-            num_fewshot=asked.few_shot, limit=asked.limit, task_manager=manager, batch_size=asked.batch_size,
-            log_samples=False, device="cuda" if torch.cuda.is_available() else "cpu",
-        )  # fmt: skip
+        try:
+            result: Mapping[str, Any] = simple_evaluate(
+                model="hf", model_args={"pretrained": str(model), "dtype": "float32"}, tasks=tasks,
+                num_fewshot=asked.few_shot, limit=asked.limit, task_manager=manager, batch_size=asked.batch_size,
+                log_samples=False, device="cuda" if torch.cuda.is_available() else "cpu",
+            )  # fmt: skip
+        except (AssertionError, IndexError) as failure:
+            if (problem := _empty_choice(manager.load(tasks)["tasks"])) is not None:
+                raise problem from failure
+            raise
     scores = list[Score]()
     for task, figures in result["results"].items():  # a group is among them, whose samples are its tasks'
         samples, shots = result["n-samples"].get(task, {}).get("effective", 0), result["n-shot"].get(task, 0)
@@ -182,14 +197,50 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
     return made
 
 
+def _loaded(asked: EvaluationConfig) -> tuple[TaskManager, list[Any]]:
+    """Load the tasks and groups of tasks with their data, one by one, so that an error names its task."""
+    from lm_eval.tasks import TaskManager
+
+    manager, loaded = TaskManager(include_path=asked.folder), list[Any]()
+    if missing := sorted({*asked.tasks} - {*manager.all_tasks}):
+        what = f"evaluation.tasks: the harness {version('lm_eval')} has no task {', '.join(missing)}"
+        raise UserError(what, fix="`lm-eval ls tasks` lists them; evaluation.task_folder adds your own")
+    if asked.folder is not None:
+        os.chdir(asked.folder)  # tasks name their files relative to it
+    for name in asked.tasks:
+        try:
+            found = manager.load([name])
+        except Exception as error:
+            what = f"evaluation.tasks: {name} cannot be loaded: {type(error).__name__}: {words_of(error)}"
+            if isinstance(error, OSError) and os.environ.get("HF_HUB_OFFLINE"):
+                raise Unreachable(what, fix=_OFFLINE) from error
+            raise TrainLitgptError(what, fault=fault_of_exception(error)) from error
+        loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+    return manager, loaded
+
+
+def _empty_choice(tasks: Mapping[str, Any]) -> UserError | None:
+    """Find a choice without text: it has no likelihood, and the harness 0.4 ends in an error that names no task."""
+    for name, task in tasks.items():
+        for request in task.instances:
+            if request.request_type == "loglikelihood" and not request.args[1]:
+                what = f"evaluation.tasks: choice {request.idx + 1} of sample {request.doc_id + 1} of {name} is empty"
+                return UserError(what, fix="give it text in the task's data or in its doc_to_choice")
+    return None
+
+
 def main(argv: Sequence[str]) -> int:
     """`python -m launcher.evaluation ADDRESS [STEP]`: what to ask of that run, or its checkpoint, comes on stdin, as a
-    config's `evaluation`."""
+    config's `evaluation` in one line. The last line that is printed says why it failed."""
+    words = follow_parent()
     try:
-        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(sys.stdin.read()), *map(int, argv[1:]))
-    except TrainLitgptError as error:
-        print(error)
-        return error.fault.exit_code
+        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(words.get()), *map(int, argv[1:]))
+    except Exception as error:
+        known = isinstance(error, TrainLitgptError)
+        if not known or error.__cause__:
+            traceback.print_exc()
+        print(words_of(error) if known else f"{type(error).__name__}: {words_of(error)}", flush=True)
+        return fault_of_exception(error).exit_code
     return 0
 
 

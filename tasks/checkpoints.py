@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import subprocess
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from typing import IO, cast
 
-from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.job import Job
 from launcher.runs.attempts import claim_at
-from launcher.runs.diagnosis import ADVICE
 from launcher.runs.index import Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import DataError, TrainLitgptError, fault_of_exit_code
+from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.private import environment_of_readers
+from tasks.processes import Child
 from tasks.report import show_state
 from tasks.steps import emit, step_task
 from tasks.training import run_job
@@ -49,7 +47,7 @@ class Collector:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._steps, self._begun = math.inf, False
 
     def close(self) -> None:
@@ -57,7 +55,6 @@ class Collector:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.communicate()
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
@@ -70,43 +67,36 @@ class Collector:
             case {"kind": "end", "step": self._steps}:  # its last checkpoint is committed
                 self._start(begin=True)
 
-    def _start(self, *, begin: bool = False) -> subprocess.Popen[bytes]:
+    def _start(self, *, begin: bool = False) -> Child:
         """Start the process, unless it is there: it imports what it needs, and waits until it shall `begin`."""
         if self._process is None:
-            address, pipe = self._run.storage.address(), subprocess.PIPE
-            command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
-            environ = environment_of_readers(os.environ)
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environ)
+            command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", self._run.storage.address(), "--on-word"]
+            self._process = Child(command, environ=environment_of_readers(os.environ))
             self._begun = False
         if begin and not self._begun:
-            self._begun, words = True, cast(IO[bytes], self._process.stdin)
-            with suppress(BrokenPipeError):  # it has ended; `collect` tells why
-                words.write(b"begin\n")
-                words.flush()
+            self._begun = True
+            self._process.write("begin")
         return self._process
 
     async def collect(self) -> FinalManifest:
         """Let it collect; the job has ended."""
         process, self._process = self._start(begin=True), None
-        try:
-            (output, _), _ = await asyncio.gather(
-                asyncio.to_thread(process.communicate, b"finish\n"),
-                asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
-            )
-        except BaseException:
-            process.kill()  # the thread that reads its output sees its end
-            raise
-        if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
-            return final
-        last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-        fault = fault_of_exit_code(process.returncode or 1)
-        raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
+        process.write("finish")
+        final, _ = await asyncio.gather(
+            process.end(partial(exported, self._run.storage), on_progress=_show),
+            asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
+        )
+        return final
+
+
+def _show(what: str, _: int | None) -> None:
+    emit(StepProgress(step=Step.CHECKPOINTS, what=what))
 
 
 @step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected."""
-    emit(StepStarted(step=Step.CHECKPOINTS, what="making the models, and opening them in LitGPT and transformers"))
+    emit(StepStarted(step=Step.CHECKPOINTS, what="making and checking the models"))
     final = await asyncio.to_thread(exported, run.storage)
     reused = final is not None
     if not reused:

@@ -4,48 +4,80 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Self, cast
 
 from prefect.artifacts import acreate_table_artifact
 
+from launcher.checks.arithmetic import gpu_names, host_memory
 from launcher.checks.preflight import check_evaluation
 from launcher.errors import require
 from launcher.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
-from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.runs.diagnosis import ADVICE
+from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
+from launcher.formatting import bytes_text
+from launcher.runs.lease import LOOK, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
 from litgpt_demo.config import EvaluationConfig
-from litgpt_demo.errors import TrainLitgptError, UserError, fault_of_exit_code, words_of
+from litgpt_demo.data.corpus import can_reach_hub
+from litgpt_demo.errors import UserError, words_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
+from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
+from tasks.processes import Child
 from tasks.report import could_show
 from tasks.steps import as_it_is, emit, reach, step_task
 
+_MOST_LINES = 2_000  # the newest lines of an evaluation's output that are kept
+_LONGEST = 2_000  # characters of each
+_SCORING = "Running "  # begins the name of what takes long, as lm-evaluation-harness shows it
 
-@step_task(Step.EVALUATION.task)
+
+@step_task(Step.EVALUATION.task, again=False)
 async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
     """Score the collected model of the run at an address, or find it scored, and show the scores on its card and in
     Prefect; returns the manifest of the model."""
     emit(StepStarted(step=Step.EVALUATION, what=", ".join(asked.tasks)))
     require(check_evaluation(asked))
     storage = open_storage(run)
-    final = await asyncio.to_thread(exported, storage)
-    if final is None or final.huggingface is None:
-        what = f"{storage.address(HUGGINGFACE)} is not there, and it is what is scored"
-        raise UserError(what, fix="run the training to its end, or `train-litgpt collect`")
-    path = await asyncio.to_thread(place_of, final, asked)
-    found = await asyncio.to_thread(read_evaluation, storage, path)
-    made = found or await _evaluated(storage, asked, path)
-    final = await asyncio.to_thread(write_on_card, storage, final)
+    async with _alone(storage):
+        final = await asyncio.to_thread(_model_of, storage)
+        path = await asyncio.to_thread(place_of, final, asked)
+        found = await asyncio.to_thread(read_evaluation, storage, path)
+        made = found or await _evaluated(storage, asked, path, parameters=final.parameters)
+        # The manifest again: scoring may have taken hours.
+        final = await asyncio.to_thread(lambda: write_on_card(storage, _model_of(storage)))
     await acreate_table_artifact(made.table, key=f"scores-{final.run}", description="Scores of the collected model")
     what = f"{'; '.join(f'{name} {value}' for name, value in made.pairs)} in {storage.address(EVALUATIONS)}"
     emit(StepDone(step=Step.EVALUATION, what=what, reused=found is not None))
     return final
+
+
+def _model_of(run: Storage) -> FinalManifest:
+    final = exported(run)
+    if final is None or final.huggingface is None:
+        what = f"{run.address(HUGGINGFACE)} is not there, and it is what is scored"
+        raise UserError(what, fix="run the training to its end, or `train-litgpt collect`")
+    return final
+
+
+@asynccontextmanager
+async def _alone(run: Storage) -> AsyncIterator[None]:
+    """Hold the lease of the run's evaluations: of several processes one scores, and the others find its scores."""
+    with FolderLease(run.within(f"{EVALUATIONS}/lease")) as lease:
+        is_said = False
+        while not await asyncio.to_thread(lease.take):
+            if not is_said and lease.holder is not None:
+                emit(Note(what=f"{lease.holder} is evaluating {run.address()}; waiting for its scores"))
+                is_said = True
+            await asyncio.sleep(LOOK)
+        yield
 
 
 class CheckpointScores:
@@ -94,7 +126,10 @@ async def evaluate_checkpoint(run: Run, step: int) -> None:
     if await asyncio.to_thread(read_evaluation, run.storage, path) is not None:
         return
     beside = run.config.platform.on_this_machine  # the training needs the memory of its GPUs
-    made = await _evaluated(run.storage, asked, path, step=step, gpu=not beside)
+    async with _alone(run.storage):
+        made = await asyncio.to_thread(read_evaluation, run.storage, path) or await _evaluated(
+            run.storage, asked, path, parameters=run.parameters, step=step, gpu=not beside
+        )
     rows = [{"step": one.step, **row} for one in await asyncio.to_thread(evaluations, run.storage) for row in one.table]
     shown = acreate_table_artifact(rows, key=f"scores-{run.name}", description="Scores so far")
     await could_show(shown, otherwise=f"the scores of step {step} could not be shown; they are in {path}")
@@ -104,20 +139,37 @@ async def evaluate_checkpoint(run: Run, step: int) -> None:
 
 
 async def _evaluated(
-    run: Storage, asked: EvaluationConfig, path: str, *, step: int | None = None, gpu: bool = True
+    run: Storage, asked: EvaluationConfig, path: str, *, parameters: int, step: int | None = None, gpu: bool = True
 ) -> Evaluation:
-    """Score it in a process of its own: torch stays out of this one, and task files may run Python."""
+    """Score it in a process of its own; all that the process prints is left beside the scores."""
+    if (needed := 4 * parameters) > (room := host_memory()) and not (gpu and gpu_names()):
+        what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, and this machine has "
+        fix = f"evaluate it where there is more memory, or a GPU: train-litgpt evaluate {run.address()}"
+        raise UserError(f"{what}{bytes_text(room)} of memory", fix=fix)
     words = [*PYTHON, "-m", "launcher.evaluation", run.address()]
     command = words if step is None else ["nice", "-n", "19", *words, str(step)]  # a training may need the cores
-    pipe, environ = subprocess.PIPE, environment_of_readers(os.environ) | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environ)
+    environ = environment_of_readers(os.environ) | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    if not await asyncio.to_thread(can_reach_hub):
+        # The libraries would try for minutes; what they have in their cache needs no network.
+        environ["HF_HUB_OFFLINE"] = "1"
+        emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
+    log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
+
+    def keep(line: str) -> None:
+        printed.append(redacted(line)[:_LONGEST])
+
+    def show(what: str, percent: int | None) -> None:
+        nonlocal shown
+        if step is None and what and f"{what} {percent}" != shown:
+            shown = f"{what} {percent}"
+            fraction = None if percent is None or not what.startswith(_SCORING) else percent / 100
+            emit(StepProgress(step=Step.EVALUATION, what=what, fraction=fraction))
+
+    child = Child(command, environ=environ)
+    child.write(asked.model_dump_json())
     try:
-        output, _ = await asyncio.to_thread(process.communicate, asked.model_dump_json().encode())
-    except BaseException:
-        process.kill()  # the thread that reads its output sees its end
-        raise
-    if (code := process.returncode) == 0 and (made := await asyncio.to_thread(read_evaluation, run, path)) is not None:
-        return made
-    last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-    fault = fault_of_exit_code(code or 1)
-    raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
+        fix = f"all that it printed is in {run.address(log)}"
+        return await child.end(partial(read_evaluation, run, path), on_line=keep, on_progress=show, fix=fix)
+    finally:
+        if printed:
+            await asyncio.to_thread(run.write, log, "\n".join([*printed, ""]).encode())

@@ -5,11 +5,13 @@ What this machine cannot ask is named, and shown as unknown.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
+from itertools import accumulate
 from typing import TypeAlias
 
 from launcher.benchmark import BenchmarkConfig
@@ -27,7 +29,14 @@ from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo.config import RestartSettings, TrainedTokenizer, key_of
-from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset, preview_dataset, warnings_of
+from litgpt_demo.data.dataset import (
+    DatasetManifest,
+    PlannedDataset,
+    finished_dataset,
+    plan_dataset,
+    preview_dataset,
+    warnings_of,
+)
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import finished
 from litgpt_demo.metrics import damaged_lines
@@ -233,8 +242,7 @@ class Sight:
             by = f"the Dask workers of {workers.scheduler}"
         else:
             by = f"{workers.count} {workers.kind}" if workers.count else f"as many {workers.kind} as cores"
-        size = bytes_text(sum(source.size for source in planned.sources))
-        what = planned.name if planned.unknown else f"{len(planned.sources):,} files, {size},"
+        what = planned.name if planned.unknown else _read_of(planned)
         unsure = "unknown: nothing if it is done, else " if planned.unknown or self.blind else ""
         scratch = preflight.scratch_for(planned, root=self.run.config.root, workers=workers)
         return f"{unsure}prepare {what} by {by}{scratch and f', with {scratch}'}"
@@ -395,6 +403,21 @@ def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding
         shared = 1 + len(others) == len(found) or not whose
         told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
     return told
+
+
+def _read_of(planned: PlannedDataset) -> str:
+    """Say how much is read; with `max_bytes`, the files that hold so much, if each of their bytes is one of text."""
+    read = files = size = 0
+    for part in planned.parts or (planned,):
+        ends = [*accumulate((source.size for source in part.sources), initial=0)]
+        most = ends[-1] if part.data.corpus is None else part.data.corpus.max_bytes or ends[-1]
+        read += min(bisect_left(ends, most), len(ends) - 1)
+        files, size = files + len(ends) - 1, size + min(most, ends[-1])
+    return (
+        f"{files:,} files, {bytes_text(size)},"
+        if read == files
+        else (f"about {read:,} of {files:,} files, {bytes_text(size)} of text,")
+    )
 
 
 def lost_steps(storage: Storage) -> str:

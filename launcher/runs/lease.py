@@ -29,6 +29,7 @@ from launcher.runs.index import INDEX, Index, whoami
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError
+from litgpt_demo.storage import Storage
 
 BEAT = 2.0
 """Seconds between two beats: a bucket takes one write of an object a second."""
@@ -58,15 +59,15 @@ class Holder(Settings):
         return f"{self.user} on {self.host}"
 
 
-class Lease:
-    """One orchestrator's side of the lease of a run. While it is entered, what it took is kept alive by a thread."""
+class FolderLease:
+    """One process's side of the lease in a folder. While it is entered, what it took is kept alive by a thread."""
 
     def __init__(
-        self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
+        self, folder: Storage, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         # A beat that a loss of power undoes was its holder's last anyway.
-        self._folder = replace(index.root.within(f"{INDEX}/{run}/lease"), durable=False)
-        self._close = partial(index.close, run)
+        self._folder = replace(folder, durable=False)
+        self._close: Callable[[], None] = lambda: None
         user, host = whoami()
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock
@@ -183,3 +184,13 @@ class Lease:
         if self._beating is not None:
             self._beating.join(timeout=BEAT)
             self._beating = None
+
+
+class Lease(FolderLease):
+    """One orchestrator's side of the lease of a run."""
+
+    def __init__(
+        self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(index.root.within(f"{INDEX}/{run}/lease"), flow_run=flow_run, clock=clock)
+        self._close = partial(index.close, run)

@@ -33,6 +33,7 @@ class Search:
         self.changes: dict[int, Mapping[str, JsonValue]] = {}
         """Dotted setting to value, of each draw that is a trial."""
         self._next = 0
+        self._evaluated = set[tuple[int, int]]()
         combinations = itertools.product(*sweep.grid.values()) if sweep.sampler == "grid" else ()
         self._grid: list[dict[str, JsonValue]] = [dict(zip(sweep.grid, values, strict=True)) for values in combinations]
         self._numbers = {json.dumps(changes, sort_keys=True): number for number, changes in enumerate(self._grid)}
@@ -126,7 +127,9 @@ class Search:
         """Take up the validation loss of a trial at its evaluation of that number; return whether it is to be ended."""
         if self._sweep.prune is None:
             return False
-        self._trials[number].report(loss, evaluation)
+        if (number, evaluation) not in self._evaluated:  # a live trial's are read again: Optuna ignores and warns
+            self._evaluated.add((number, evaluation))
+            self._trials[number].report(loss, evaluation)
         return self._trials[number].should_prune()
 
     def tell(self, number: int, values: Sequence[float] | None, *, pruned: bool = False) -> None:

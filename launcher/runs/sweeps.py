@@ -80,8 +80,10 @@ def trials(sweep: SweepConfig) -> list[Trial]:
     # What decides the trained model: two trials that agree in it would share one run's folder.
     if len({key_of(one.config.data, one.config.model, one.config.train.outcome()) for one in made}) < len(made):
         raise ConfigProblem(
-            "sweep: two of its trials are the same training; is a value listed twice, or a setting varied that "
-            "does not change the model (name, root, image, platform, checkpoint_every, …)?"
+            "sweep: two of its trials are the same training, which a root keeps once: a value is listed twice, or a "
+            "setting is varied that does not change the model (micro_batch, strategy, compile, platform, name, …)",
+            fix="to compare speeds or costs, run the config once for each value with a name of its own: "
+            "train-litgpt run CONFIG name=gpt-8 train.micro_batch=8",
         )
     return made
 

@@ -281,6 +281,20 @@ def hub_endpoint() -> str:
     return endpoint
 
 
+def can_reach_hub(*, patience: float = 5.0) -> bool:
+    """Return whether the Hub answers at all; False too where the environment forbids to ask it."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(hub_endpoint(), timeout=patience)
+    except httpx.TransportError:
+        return False
+    return True
+
+
 @translating
 def asking_hub(repository: str, revision: str) -> Iterator[None]:
     """Say what a person can do where the Hub refuses (UserError), is busy (NetworkError) or not there (Unreachable).

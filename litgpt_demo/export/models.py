@@ -10,12 +10,11 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from litgpt.utils import save_config
 from tokenizers import Tokenizer as HfTokenizer
@@ -33,6 +32,7 @@ from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.parent import follow_parent, report_progress
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
@@ -40,10 +40,14 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reading import files_of_weights
 
+Report: TypeAlias = Callable[[str], None]
+"""Gets what is done from now on."""
+
 
 def export(
-    run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
-) -> FinalManifest:
+    run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None,
+    report: Report = lambda what: None,
+) -> FinalManifest:  # fmt: skip
     """Turn a checkpoint of the run into `final`, or find it done: the one at the run's end, of `step`, or the `newest`
     that verifies. `await_end` is called when the models are proved, and returns when the job has ended, so that the
     card tells all of it. A UserError where there is no such checkpoint; a DataError where it does not verify, or the
@@ -53,11 +57,15 @@ def export(
         done = whole_final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _unspoilt(run, done)
+        report("reading every byte of the checkpoint")
         chosen, shards = verified_checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
             return _unspoilt(run, done)
-        made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
+        address = run.address(checkpoints.folder_of(chosen.step))
+        made = make(spec, chosen, shards, scratch, address=address, report=report)
+        report("waiting for the end of the job")
         await_end()
+        report("writing final/")
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
         if (done := whole_final(run)) is not None and done.step == chosen.step:
             return _unspoilt(run, done)
@@ -142,8 +150,9 @@ def _workplace(run: Storage) -> Iterator[Path]:
 
 
 def make(
-    spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str
-) -> FinalManifest:
+    spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str,
+    report: Report = lambda what: None,
+) -> FinalManifest:  # fmt: skip
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
     Errors call `shards`, which may be a copy, by the checkpoint's `address`.
@@ -159,6 +168,7 @@ def make(
     config = litgpt_config(spec.model, vocab_size=dataset.vocab_size)
     target = scratch / LITGPT
     target.mkdir(parents=True)
+    report("writing the models for LitGPT and transformers")
     write_litgpt(weights, target / "lit_model.pth")
     save_config(config, target)
     # No other file that lies there: LitGPT executes a lit_model.pth, and imports what a prompt_style.yaml names.
@@ -167,6 +177,7 @@ def make(
             shutil.copy(path, target)
     if (model := huggingface_model(config)) is not None:
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
+    report("comparing it in LitGPT with the checkpoint")
     inputs = probe_of(windows, config.sliding_window_size)
     own = trainer_logits(config, shards, inputs)
     texts = Texts(tokenizer / "tokenizer.json", inputs)
@@ -177,6 +188,7 @@ def make(
         shortcoming = f"transformers has no architecture that computes what {parts} does; use {LITGPT}"
     else:
         try:
+            report("comparing it in transformers with the checkpoint")
             proof = opened_by_transformers(target, own=own, texts=texts)
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
@@ -234,14 +246,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
 
-    def await_word() -> None:
-        if args.on_word and not sys.stdin.readline():
-            sys.exit(0)  # it was closed: nothing is published
+    words = follow_parent() if args.on_word else None
 
-    if args.on_word:  # what is imported only when the models are proved
+    def await_word() -> None:
+        if words is not None:
+            words.get()
+
+    if words is not None:  # what is imported only when the models are proved
         from matplotlib.backends import backend_agg  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
-    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
+    run = open_storage(args.run)
+    report: Report = report_progress if words is not None else lambda what: None
+    final = export(run, step=args.step, newest=args.newest, await_end=await_word, report=report)
+    for line in summary_lines(final):
         print(line)
     return 0

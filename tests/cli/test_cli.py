@@ -18,9 +18,10 @@ from claims import claim_of
 from console_script import Cli, Said
 
 from cli import main as main_module
+from cli.api import Submitted
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
-from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
+from launcher.errors import ConfigProblem, JobFailed, PlatformUnreachable, UnknownRun
 from launcher.job import LogLine, LogPage
 from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
@@ -405,6 +406,27 @@ def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypat
     assert second == "[node 0] \ufffd \x1b[31mred\x1b[0m"  # a colour, which ends with its line
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_text_steers_no_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    pieces = ["\x1b]52;c;", "AAAA\x07", "\x1b", "[2J"]
+    writer = SimpleNamespace(step=8, write=lambda *_, **__: iter(pieces))
+    monkeypatch.setattr("litgpt_demo.export.generation.Writer", lambda _: writer)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    text = cli("generate", "./run", "text").out
+    assert text == ("text\\x1b]52;c;AAAA\\x07\\x1b[2J\n" if is_terminal else f"text{''.join(pieces)}\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"), [(53, Fault.CANCELLED), (55, Fault.REFUSED), (41, Fault.DATA), (-9, Fault.NODE)]
+)
+def test_a_submitted_run_ends_with_its_class(code: int, fault: Fault) -> None:
+    process: Any = SimpleNamespace(wait=lambda: code)
+    run: Any = SimpleNamespace(name="gpt")
+    with pytest.raises(JobFailed, match="gpt ended with exit code") as failed:
+        Submitted(run, process, io.StringIO("its words")).wait()
+    assert failed.value.fault is fault
+
+
 def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = running.parents[1].name
     monkeypatch.setattr("launcher.platforms.local.platform.LocalPlatform.cancel", lambda *_: None)
@@ -444,6 +466,16 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     assert (said.code, f"index/{first}/1.json" in said.err) == (DATA, True)
     assert len(Index.of("out").cancellations(second)) > asked
     assert "nothing was running" not in said.out
+
+
+def test_logs_of_an_attempt_that_one_trial_lacks_show_the_others(cli: Cli, here: Path) -> None:
+    claims = [claim_of(trial.config) for trial in trials(read_config(here / "sweep.yaml", []))]
+    for one in (*claims, claims[1]):
+        attempt_in(Path(one.take().job_id), "hello\n", state="failed", native="ended", exit_codes={})
+    said = cli("logs", "sweep.yaml", "--attempt", "2")
+    assert (said.code, said.out) == (0, f"{claims[1].attempts.run}  [node 0] hello\n")
+    assert f"{claims[0].attempts.run} has no attempt 2" in said.err
+    assert cli("logs", "sweep.yaml", "--attempt", "3").code == USER
 
 
 def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:

@@ -56,6 +56,21 @@ def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repe
     assert lines[-1].startswith("  step 60/60  loss 2.5000  1,000 tok/s")
 
 
+def test_a_narrow_terminal_shows_spinner_and_time_of_a_step() -> None:
+    """What it does is cut instead."""
+    file, long = io.StringIO(), "comparing it in transformers with the checkpoint, a sample at a time"
+    with Watch(Screen(file=file, width=80, force_terminal=True, highlight=False)) as watch:
+        report(StepStarted(step=Step.CHECKPOINTS))
+        report(StepProgress(step=Step.CHECKPOINTS, what=long))
+        for task in watch._progress.tasks:
+            task.start_time = -1000.0
+        watch._progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    *_, line = filter(None, map(str.rstrip, re.split(r"[\r\n]", text)))
+    assert re.fullmatch(r"[\u2800-\u28ff] 5/5 checkpoints \(.+\) comparing it in transformers.*…", line)
+    assert len(line) <= 80
+
+
 def test_a_script_has_three_steps_of_its_own() -> None:
     done = [StepDone(step=step, what="done", reused=True) for step in SCRIPT_STEPS]
     lines = shown(FlowRunStarted(id="0", steps=SCRIPT_STEPS), *done)

@@ -15,7 +15,7 @@ from golden_files import IMAGE
 from pipelines import Done
 from waiting import until
 
-from launcher.events import Event, Listener, StepStarted
+from launcher.events import Event, Listener, Step, StepProgress, StepStarted
 from launcher.job import Submission
 from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
@@ -62,6 +62,15 @@ def test_a_collection_says_what_it_does_while_it_lasts(run: Any, monkeypatch: py
     with Listener(told.append), closing(Collector(run)) as collector:
         asyncio.run(collect_checkpoints.fn(run, collector, image=None))
     assert [one.what for one in told if isinstance(one, StepStarted)] != [""]
+
+
+def test_a_collection_shows_what_its_process_does(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\necho a warning\necho progress: comparing it in LitGPT\n")
+    monkeypatch.setattr("tasks.checkpoints.exported", lambda _: SimpleNamespace())
+    events = list[Event]()
+    with Listener(events.append), closing(Collector(run)) as collector:
+        asyncio.run(collector.collect())
+    assert events == [StepProgress(step=Step.CHECKPOINTS, what="comparing it in LitGPT")]
 
 
 def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_would_block_it(run: Any) -> None:

@@ -54,6 +54,15 @@ def commit_checkpoint(config: RunConfig, step: int) -> None:
     write_manifest(run.storage.within(folder_of(step)), manifest)
 
 
+def test_a_plan_says_how_much_of_a_corpus_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text\n\n" * 1000)
+    files = {"kind": "files", "paths": [str(tmp_path / "*.txt")], "separator": "\n\n"}
+    for most, read in ((None, "3 files, 24.0 kB,"), (10_000, "about 2 of 3 files, 10.0 kB of text,")):
+        planned = would(tiny({"data.corpus": {**files, "max_bytes": most}}))["dataset"]
+        assert planned.startswith(f"prepare {read} by ")
+
+
 def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, tmp_path: Path) -> None:
     planned = plan_of(tiny())
     run = plan_run(tiny())

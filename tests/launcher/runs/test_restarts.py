@@ -102,6 +102,12 @@ def test_the_wait_doubles_up_to_its_cap_and_ends_with_the_first_progress() -> No
     assert after(*endings, (Fault.PREEMPTED, True), max_restarts=99) == 5
 
 
+def test_progress_begins_the_doubling_of_the_wait_again() -> None:
+    idle, busy = (Fault.PREEMPTED, False), (Fault.PREEMPTED, True)
+    assert after(*[idle] * 6, busy, idle, max_restarts=99) == pytest.approx(5, rel=0.25)
+    assert after(*[idle] * 6, (Fault.HANG, True), max_restarts=99) == 0, "a hang that got on is repeated at once"
+
+
 @given(st.integers(min_value=1, max_value=300), st.text())
 def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(idle: int, run: str) -> None:
     wait, again, other = (

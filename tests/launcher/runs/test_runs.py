@@ -136,6 +136,7 @@ def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
         ({"train.lr": [1e-3]}, "train.lr: there is no such setting"),
         ({"train.learning_rate": [1e-3, "1e-3"]}, "two of its trials are the same training"),
         ({"train.checkpoint_every": [10, 20]}, "two of its trials are the same training"),
+        ({"train.micro_batch": [2, 4]}, "run the config once for each value with a name of its own"),
     ],
 )
 def test_a_grid_with_a_trial_that_cannot_be_or_is_another_is_refused(grid: dict[str, list[Any]], said: str) -> None:

@@ -104,6 +104,15 @@ def test_a_trial_that_falls_behind_is_hopeless_and_the_best_one_never_is(prune: 
     assert 8 in pruned
 
 
+def test_an_evaluation_that_is_read_again_warns_nobody(recwarn: pytest.WarningsRecorder) -> None:
+    search = Search(SweepSettings.model_validate({"grid": {"train.seed": [1]}, "prune": "asha"}))
+    number = search.ask()
+    assert number is not None
+    for _ in range(2):
+        search.is_hopeless(number, 1, 2.0)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() -> None:
     given = {
         "grid": {"train.seed": [1, 2, 3]},

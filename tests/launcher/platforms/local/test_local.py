@@ -63,6 +63,18 @@ def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
             pass  # the programs that are told of them can listen there
 
 
+def test_an_emptied_bucket_gets_a_new_job_and_no_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's folder is on this machine, so it outlives the root; the attempt made anew is number 1 too."""
+    monkeypatch.setenv("TRAIN_LITGPT_HOME", str(tmp_path))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local"))
+    asked = job(tmp_path, directory="gs://bucket/runs/demo/attempts/1", nonce="aaaaaa")
+    old = platform.submit(replace(plain(platform, tmp_path, "print('old')"), job_id=platform.render(asked).job_id))
+    assert end_of(platform, old).state is JobState.SUCCEEDED
+    new = platform.render(replace(asked, nonce="bbbbbb")).job_id
+    assert (platform.status(new).state, said(platform, old)) == (JobState.ABSENT, ["old"])
+    assert not platform.gave(old, attempt_name=Path(new).name, directory=asked.directory)
+
+
 def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_and_one_master(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,30 @@
+"""The process that started this one and waits for it: its words on standard input, and its end."""
+
+from __future__ import annotations
+
+import os
+from queue import SimpleQueue
+from threading import Thread
+
+PROGRESS = "progress: "
+"""The mark of a line that says what a process does now."""
+
+
+def report_progress(what: str) -> None:
+    """Tell the parent what this process does from now on."""
+    print(f"{PROGRESS}{what}", flush=True)
+
+
+def follow_parent() -> SimpleQueue[str]:
+    """Return the lines that the parent writes on standard input; end this process when the parent closes it or dies."""
+    lines = SimpleQueue[str]()
+
+    def read() -> None:
+        # Unbuffered: a thread that waits in sys.stdin holds a lock that Python needs to end.
+        with open(0, "rb", buffering=0, closefd=False) as words:
+            for line in words:
+                lines.put(line.decode())
+        os._exit(1)
+
+    Thread(target=read, name="parent", daemon=True).start()
+    return lines

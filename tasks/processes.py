@@ -1,0 +1,87 @@
+"""A process that computes for the orchestrator: torch, and files that run Python, stay out of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from typing import IO, TypeAlias, TypeVar, cast
+
+from launcher.runs.diagnosis import ADVICE
+from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
+from litgpt_demo.parent import PROGRESS
+
+T = TypeVar("T")
+OnLine: TypeAlias = Callable[[str], None]
+OnProgress: TypeAlias = Callable[[str, int | None], None]
+"""Gets what the process does now, and the percents of it that are done where it draws a bar."""
+
+_BAR = re.compile(r"(?:(?P<what>[^|]+?): +)? *(?P<percent>\d{1,3})%\|")  # as tqdm draws it
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+class Child:
+    """It follows its parent (litgpt_demo.parent), and so ends with this process, however this one ends."""
+
+    def __init__(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environ, encoding="utf-8", errors="replace"
+        )
+
+    def write(self, line: str) -> None:
+        """Write it a line."""
+        words = cast(IO[str], self._process.stdin)
+        with suppress(BrokenPipeError):  # it has ended; `end` raises why
+            words.write(f"{line}\n")
+            words.flush()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.communicate()
+
+    async def end(
+        self,
+        result: Callable[[], T | None],
+        *,
+        on_line: OnLine = _ignore,
+        on_progress: OnProgress = _ignore,
+        fix: str = "",
+    ) -> T:
+        """Wait for its end and return its `result`. Where it has none, raise an error with the class of its exit code
+        and the last line that it printed; the fix is that of the class unless it is given."""
+        # A thread of its own: the event loop has few, and they are for what takes seconds.
+        pool = ThreadPoolExecutor(1)
+        try:
+            last = await asyncio.wrap_future(pool.submit(copy_context().run, self._read, on_line, on_progress))
+        except BaseException:
+            self._process.kill()  # the thread that reads its output sees its end
+            raise
+        finally:
+            pool.shutdown(wait=False)
+        code = self._process.returncode
+        if code == 0 and (found := await asyncio.to_thread(result)) is not None:
+            return found
+        fault = fault_of_exit_code(code or 1)
+        raise TrainLitgptError(f"{fault}: {last}", fix=fix or ADVICE[fault], fault=fault)
+
+    def _read(self, on_line: OnLine, on_progress: OnProgress) -> str:
+        last = "it printed nothing"
+        with self._process as process:  # closes its pipes and waits for it
+            for line in cast(IO[str], process.stdout):  # a progress bar ends its lines with a carriage return
+                if (bar := _BAR.match(line)) is not None:
+                    on_progress(bar["what"] or "", int(bar["percent"]))
+                elif line.startswith(PROGRESS):
+                    on_progress(line.removeprefix(PROGRESS).strip(), None)
+                elif line.strip():
+                    last = line.strip()
+                    on_line(line.rstrip())
+        return last
