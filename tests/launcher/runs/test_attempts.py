@@ -174,6 +174,24 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
             watch.check()
 
 
+def test_a_replaced_job_ends_every_orchestrator_but_its_own(claim: Claim, platform: StrictPlatform) -> None:
+    begin(claim)
+    attempts = claim.attempts
+    attempts.index.request_cancel(RUN)  # of an earlier command
+    own, follower = CancelWatch(attempts.index, [RUN]), CancelWatch(attempts.index, [RUN])
+    own.replace_live(attempts)
+    assert platform.live() == []
+    own.check()
+    with pytest.raises(JobCancelled):
+        follower.check()
+
+
+def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) -> None:
+    """The index may be deleted, and two roots may have attempts of one run."""
+    names = {claim_on(platform, tmp_path / folder, RUN).take().job_name for folder in ("first", "second")}
+    assert len(names) == 2
+
+
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another key of the same name."""
     start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from bucket_faults import FaultyBucket
 from hostile import flip_a_bit
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from states import training_of
 from training_runs import NewRun, TrainElsewhere, alike, ends, rows, train, write_run
@@ -73,6 +73,7 @@ PART = st.integers(0, 400) | st.floats(0.0, 0.5)
 @given(
     st.sampled_from(SCHEDULES), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5)
 )  # fmt: skip
+@example("linear", 10, 0, 1, 0.0)
 def test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says(
     schedule: str, steps: int, warmup: float, decay: float, low: float | None
 ) -> None:
