@@ -318,7 +318,7 @@ def test_what_trials_that_still_run_have_spent_counts_too(swept: Swept, monkeypa
     async def train(**groups: Any) -> Any:
         begun.append(seed := RunConfig(**groups).train.seed)
         if seed == 1:
-            await asyncio.to_thread(until, lambda: asked)
+            await asyncio.to_thread(until, lambda: asked or 3 in begun)
         ended.append(seed)
         return SimpleNamespace(validation_loss=float(seed))
 
