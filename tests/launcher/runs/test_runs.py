@@ -148,6 +148,8 @@ def test_a_grid_with_a_trial_that_cannot_be_or_is_another_is_refused(grid: dict[
 
 @given(st.lists(st.none() | st.floats(), max_size=8))
 @example([None, math.inf])
+@example([math.nan])
+@example([math.nan, 2.0, 1.0])
 def test_the_ranking_is_by_loss_and_best_yaml_is_its_first(losses: list[float | None]) -> None:
     outcomes = [outcome(f"t{number}", loss) for number, loss in enumerate(losses)]
     rows = table(outcomes)
