@@ -1,5 +1,6 @@
 """Attempts of a run by the index: no live job is doubled, called dead or taken for another root's; all end."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -187,9 +188,12 @@ def test_a_replaced_job_ends_every_orchestrator_but_its_own(claim: Claim, platfo
 
 
 def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) -> None:
-    """The index may be deleted, and two roots may have attempts of one run."""
-    names = {claim_on(platform, tmp_path / folder, RUN).take().job_name for folder in ("first", "second")}
-    assert len(names) == 2
+    """Two roots have live jobs of one run, and one of the roots is deleted."""
+    jobs = [begin(claim_on(platform, tmp_path / folder, RUN)) for folder in ("first", "second")]
+    assert sorted(platform.live()) == sorted({*jobs})
+    platform.end(jobs[0], JobState.FAILED)
+    shutil.rmtree(tmp_path / "first")
+    assert begin(claim_on(platform, tmp_path / "first", RUN)) not in jobs
 
 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
