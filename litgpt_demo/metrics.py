@@ -64,17 +64,19 @@ class _Columns(BaseModel):
 
 
 _KNOWN: tuple[tuple[Any, str], ...] = (
-    (_Count, "steps tokens tokens_per_step parameters world_size memory bytes ranks nodes"),
+    (_Count, "steps tokens tokens_per_step parameters world_size memory memory_estimate bytes ranks nodes"),
     (Annotated[int, Field(ge=0, lt=10**9)], "attempt"),
     (_Seconds, "elapsed node_started gate_seconds stage_seconds first_step_seconds taken"),
     # Whatever is not finite comes as text, because JSON has no NaN, and is a float again here.
-    (float, "loss validation_loss perplexity learning_rate grad_norm tokens_per_second"),
-    (float | None, "mfu"),
-    (float, "seconds save_seconds step_seconds data_seconds busbw floor"),
+    (float, "loss validation_loss perplexity learning_rate grad_norm tokens_per_second flops_per_token"),
+    (float | None, "mfu peak_flops"),
+    (float, "seconds save_seconds step_seconds data_seconds algbw busbw floor"),
     (_Text, "device device_name precision path why"),
 )
-_FIELDS: dict[str, Any] = {name: (kind, None) for kind, names in _KNOWN for name in names.split()}
-_Row = create_model("_Row", __base__=_Columns, **_FIELDS)
+COLUMNS: dict[str, Any] = {name: (kind, None) for kind, names in _KNOWN for name in names.split()}
+"""All columns of our own rows but lists and those of a source; a row that has another type in one is no row."""
+NUMBERS = frozenset(name for name, (kind, _) in COLUMNS.items() if kind is not _Text)
+_Row = create_model("_Row", __base__=_Columns, **COLUMNS)
 
 
 def marked(row: Row) -> str:

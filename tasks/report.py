@@ -34,7 +34,7 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.metrics import damaged_lines
+from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
 from tasks.steps import report_unreadable, step_task
@@ -46,11 +46,8 @@ LINE = 60.0
 _ANSWER = 10.0  # seconds that Prefect's server has: who waits for it may hold machines that are paid for
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 _RESTART = re.compile(r"restart-[0-9]{1,9}/")
-# What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
-_COLUMNS = frozenset({
-    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "tokens", "tokens_per_second",
-    "mfu", "memory", "step_seconds", "seconds",
-})  # fmt: skip
+# What is kept of a row while a job runs: it may hold other columns, texts and lists of any length.
+_SHOWN = {"kind", "step", *NUMBERS}
 
 
 async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
@@ -136,7 +133,7 @@ class LiveArtifacts(Live):
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
-        self._rows.append({name: value for name, value in row.items() if name in _COLUMNS})
+        self._rows.append({name: value for name, value in row.items() if name in _SHOWN})
         if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
             thinner = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
             older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]

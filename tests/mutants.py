@@ -21,16 +21,16 @@ _SLURM = "launcher/platforms/slurm/test_slurm_jobs.py"
 # What it is called, the file, a piece of a line that the file has once, and what takes its place; then the tests below
 # tests/, one of which notices it: files, or single tests of slow files.
 MUTANTS: tuple[tuple[str, ...], ...] = (
-    ("two-roots-are-one-job", "launcher/job.py", "sha256(root.encode())", "sha256(b'')",
+    ("two-roots-are-one-job", "launcher/job.py", "sha256(self.root.encode())", "sha256(b'')",
      "launcher/runs/test_attempts.py"),
-    ("folder-marker-is-a-file", "litgpt_demo/storage/bucket.py", "return bool(name) and clean_path(name) == name",
-     "return clean_path(name) == name", "litgpt_demo/storage/test_folder_markers.py"),
+    ("folder-marker-is-a-file", "litgpt_demo/storage/bucket.py", "return bool(name) and base.clean_path(name) == name",
+     "return base.clean_path(name) == name", "litgpt_demo/storage/test_folder_markers.py"),
     ("files-removed-while-read", "litgpt_demo/training/saving.py", "ranks.first(lambda: None)", "None",
      "litgpt_demo/training/test_saving.py::test_no_rank_removes_what_another_still_reads"),
     ("any-stack-for-any-network", "launcher/checks/fitness.py", "in {NcclFit.QUALIFIED, NcclFit.UNSTATED}",
      "is not NcclFit.FAILS", "launcher/checks/test_fitness.py"),
-    ("forged-job-is-believed", "launcher/runs/attempts.py", "if not any(platform.gave(record.job_id,",
-     "if False and any(platform.gave(record.job_id,", "launcher/runs/test_attempts.py"),
+    ("forged-job-is-believed", "launcher/runs/attempts.py", "if not platform.gave(record.job_id,",
+     "if False and not platform.gave(record.job_id,", "launcher/runs/test_attempts.py"),
     ("mounted-code-is-believed", "litgpt_demo/node/code.py", "!= named[1]:", '== "":',
      "litgpt_demo/node/test_node_code.py"),
     ("ignore-file-brings-secrets-back", "launcher/images/context.py", "PatternMatcher([*lines, *after, file.name])",
@@ -90,7 +90,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("cancelled-end-not-written", "launcher/runs/attempts.py", "self.index.end(attempt.record, cancelled)", "pass",
      "launcher/runs/test_attempts.py"),
     ("claimed-over-what-was-written", "launcher/runs/attempts.py",
-     "is JobState.ABSENT and not open_storage(there.directory).list()", "is JobState.ABSENT",
+     "is not JobState.ABSENT or has_begun(record.directory):", "is not JobState.ABSENT:",
      "launcher/runs/test_attempts.py"),
     ("nobody-avoided", "launcher/runs/restarts.py", "if one.machine and counts[one.machine] == times:",
      "if counts[one.machine] == times:", "launcher/runs/test_restarts.py"),
@@ -126,13 +126,13 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/training/test_saving.py::test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next"),
     ("ranks-shares-overlap", "litgpt_demo/data/batches.py", "return numbers[rank * each : (rank + 1) * each]",
      "return numbers[rank : rank + each]", "litgpt_demo/data/test_batches.py"),
-    ("token-of-the-file-before", "litgpt_demo/data/batches.py", 'np.searchsorted(ends, at, side="right")',
+    ("token-of-the-file-before", "litgpt_demo/data/dataset.py", 'np.searchsorted(ends, at, side="right")',
      'np.searchsorted(ends, at, side="left")', "litgpt_demo/data/test_batches.py"),
     ("update-without-a-gradient", "litgpt_demo/training/step.py", "found_inf = (~whole.isfinite()).float()",
      "found_inf = (whole > 1e30).float()", "litgpt_demo/training/test_not_finite.py"),
     ("update-of-an-infinite-loss", "litgpt_demo/training/step.py",
      "torch.where(loss.detach().isfinite(), 1.0, math.nan)", "1.0", "litgpt_demo/training/test_not_finite.py"),
-    ("gradients-summed", "litgpt_demo/training/step.py", "share = loss if len(batches) == 1 else loss / len(batches)",
+    ("gradients-summed", "litgpt_demo/training/step.py", "share = loss if last == 1 else loss / last",
      "share = loss", "litgpt_demo/training/test_train.py::test_what_changes_only_rounding_may_be_changed_on_the_way"),
     ("fault-taken-for-a-preemption", "litgpt_demo/node/agent.py",
      "if ending.asked is not None and (cause is None or cause.time >= int(ending.asked)):",
@@ -157,7 +157,146 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/storage/test_storage.py::test_a_late_request_does_not_touch_a_newer_object"),
     ("nan-logits-pass", "litgpt_demo/export/proof.py", "if not difference <= tolerance(own):",
      "if difference > tolerance(own):",
-     "litgpt_demo/export/test_huggingface.py::test_a_logit_that_is_no_number_is_not_taken_for_rounding"),
+     "litgpt_demo/models/test_huggingface.py::test_a_logit_that_is_no_number_is_not_taken_for_rounding"),
+    ("passed-draws-made-again", "launcher/runs/search.py", 'if self._sweep.sampler == "tpe":',
+     'if self._sweep.sampler == "random":',
+     "launcher/runs/test_search.py::test_a_random_search_makes_a_draw_again_that_left_no_trial"),
+    ("grid-trials-by-old-numbers", "launcher/runs/search.py",
+     "self._numbers.get(json.dumps(draw.changes, sort_keys=True), draw.number)", "draw.number",
+     "launcher/runs/test_search.py::test_a_grid_is_taken_whole_whatever_of_it_is_there"),
+    ("failed-trial-counts-as-pruned", "launcher/runs/search.py", "state.PRUNED if pruned else state.FAIL",
+     "state.PRUNED", "launcher/runs/test_search.py::test_a_search_killed_after_any_trial_draws_as_undisturbed"),
+    ("front-by-optunas-numbers", "launcher/runs/search.py", "if trial.number in best}", "if number in best}",
+     "launcher/runs/test_search.py::test_of_several_objectives_the_trials_that_no_other_beats_are_the_front"),
+    ("finished-trial-pruned", "flows/sweep_litgpt.py", " and step != last", "",
+     "flows/test_sweep_litgpt.py::test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where"),
+    ("running-trials-cost-nothing", "flows/sweep_litgpt.py", "if settings.max_gpu_hours or settings.max_usd:",
+     "if settings.max_gpu_hours and settings.max_usd:",
+     "flows/test_sweep_litgpt.py::test_what_trials_that_still_run_have_spent_counts_too"),
+    ("unscored-trial-counts-as-done", "flows/sweep_litgpt.py",
+     "if unscored or (final is None and mark not in pruned):", "if final is None and mark not in pruned:",
+     "flows/test_sweep_litgpt.py::test_a_trial_collected_on_the_way_is_trained_to_its_end"),
+    ("resumed-losses-at-other-evaluations", "flows/sweep_litgpt.py",
+     "self.search.is_hopeless(number, step // trial.config.train.evaluate_every, seen)",
+     "self.search.is_hopeless(number, step, seen)",
+     "flows/test_sweep_litgpt.py::test_a_trial_collected_on_the_way_is_trained_to_its_end"),
+    ("nan-trial-is-best", "launcher/reports/sweeps.py", "if loss is None or math.isnan(loss):", "if loss is None:",
+     "launcher/runs/test_runs.py::test_the_ranking_is_by_loss_and_best_yaml_is_its_first"),
+    ("gpu-hours-of-one-gpu", "launcher/reports/sweeps.py", "hours=book.process_seconds / 3600",
+     "hours=book.wall / 3600",
+     "launcher/reports/test_sweep_page.py::test_a_trial_that_was_never_admitted_has_used_no_gpu_hours"),
+    ("wsd-decays-a-step-late", "litgpt_demo/config.py", "start = steps - 1 - decay if decay else warmup",
+     "start = steps - decay if decay else warmup",
+     "litgpt_demo/training/test_train.py::test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says"),
+    ("minimum-rate-of-zero-is-a-tenth", "litgpt_demo/config.py",
+     "low = high / 10 if self.min_learning_rate is None else", "low = high / 10 if not self.min_learning_rate else",
+     "litgpt_demo/training/test_train.py::test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says"),
+    ("norms-decay", "litgpt_demo/models/model.py", '{"params": vectors, "weight_decay": 0.0}',
+     '{"params": vectors, "weight_decay": weight_decay}',
+     "litgpt_demo/models/test_model.py::test_matrices_decay_and_vectors_do_not"),
+    ("betas-ignored", "litgpt_demo/training/setup.py", "betas=train.betas, fused=fused", "fused=fused",
+     "litgpt_demo/training/test_train.py::test_thirty_steps_are_litgpts_own"),
+    ("source-losses-since-the-beginning", "litgpt_demo/training/reporting.py", "self._losses = []", "pass",
+     "litgpt_demo/data/test_mixtures.py::test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tells_of_each_source"),
+    ("second-stage-repeats-the-first", "litgpt_demo/data/batches.py",
+     "before[here] = self.seen(start)[which] + periods", "before[here] = periods",
+     "litgpt_demo/data/test_mixtures.py::test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_source_is_left_out_or_seen_twice"),
+    ("every-epoch-in-one-order", "litgpt_demo/data/batches.py", 'f"{windows.key}/{seed}/{epoch}"',
+     'f"{windows.key}/{seed}"', "litgpt_demo/data/test_batches.py"),
+    ("validation-takes-the-first-samples", "litgpt_demo/data/batches.py",
+     'return permuted(np.arange(min(most, size), dtype=np.uint64), size, "validation")',
+     "return np.arange(min(most, size), dtype=np.uint64)",
+     "litgpt_demo/data/test_mixtures.py::test_an_evaluation_draws_equally_many_samples_of_each_source"),
+    ("mixture-weights-not-in-the-key", "litgpt_demo/data/dataset.py",
+     "key=key_of(FORMAT, [part.key for part in parts], schedule)", "key=key_of(FORMAT, [part.key for part in parts])",
+     "litgpt_demo/data/test_mixtures.py::test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture"),
+    ("last-validation-samples-left-out", "litgpt_demo/training/step.py",
+     "math.ceil(len(source.numbers) / fabric.world_size)", "len(source.numbers) // fabric.world_size",
+     "litgpt_demo/training/test_train.py::test_two_processes_see_what_one_sees"),
+    ("proof-weighs-sources-alike", "litgpt_demo/export/proof.py", "loss + source.share * fmean(losses)",
+     "loss + fmean(losses) / len(sources)",
+     "litgpt_demo/data/test_mixtures.py::test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tells_of_each_source"),
+    ("proof-by-the-present-setting", "litgpt_demo/export/proof.py",
+     "checkpoint.evaluation_windows or spec.train.evaluation_windows",
+     "spec.train.evaluation_windows or checkpoint.evaluation_windows",
+     "litgpt_demo/export/test_export.py::test_the_trainers_loss_is_compared_on_its_own_samples"),
+    ("losses-of-different-samples-ranked", "litgpt_demo/training/checkpoints.py",
+     "scored.setdefault(found.evaluation_windows, [])", "scored.setdefault(None, [])",
+     "litgpt_demo/training/test_checkpoints.py::test_the_newest_best_and_eternal_are_kept_alone"),
+    ("committed-before-its-rows", "litgpt_demo/training/saving.py", "self._before_commit()", "pass",
+     "litgpt_demo/training/test_loggers.py::test_a_committed_step_has_its_rows_wherever_a_kill_comes"),
+    ("earlier-samples-forgotten", "litgpt_demo/training/saving.py", "tuple(sorted({*own, *earlier}))",
+     "tuple(sorted(own))", "litgpt_demo/training/test_starting.py::test_a_start_on_samples_seen_before_is_refused"),
+    ("training-time-begins-anew", "litgpt_demo/training/saving.py", "done, before = manifest.step, manifest.seconds",
+     "done, before = manifest.step, 0.0",
+     "litgpt_demo/training/test_train.py::test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more"),
+    ("saved-before-its-loss-is-known", "litgpt_demo/training/loop.py", "keep=0 if evaluates or saves or why else 1",
+     "keep=0 if evaluates or why else 1",
+     "litgpt_demo/training/test_not_finite.py::test_a_step_is_saved_after_its_loss_is_known"),
+    ("preempted-rank-evaluates", "litgpt_demo/training/loop.py", 'self.why_left, evaluates = why, why == "max_time"',
+     "self.why_left = why",
+     "litgpt_demo/training/test_train.py::test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left"),
+    ("budget-anew-after-a-platform-restart", "litgpt_demo/training/loop.py", "min(lives, default=times.started)",
+     "times.started",
+     "litgpt_demo/training/test_train.py::test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_had_not"),
+    ("no-time-left-to-save", "tasks/training.py", "(most - spent) / hour * 3600 - platform.grace",
+     "(most - spent) / hour * 3600", "tasks/test_training.py::test_the_budget_counts_an_attempt_at_its_own_price"),
+    ("budget-not-handed-to-the-nodes", "tasks/training.py",
+     "claim.platform.render(replace(job, program=(*job.program, *limit)))", "claim.platform.render(job)",
+     "tasks/test_training.py::test_nodes_get_the_seconds_that_the_budget_pays"),
+    ("loss-of-a-later-step-announced", "tasks/training.py",
+     'for step in [step for step in self._losses if step <= row["step"]]:', "for step in [*self._losses]:",
+     "tasks/test_training.py::test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss"),
+    ("followers-announce-too", "tasks/training.py", "if self._leads():", "if True:",
+     "tasks/test_training.py::test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss"),
+    ("stopped-run-taken-by-a-follower", "launcher/runs/lease.py",
+     "return not (unless_stopped_after and stopped == unless_stopped_after)", "return True",
+     "launcher/runs/test_lease.py"),
+    ("lost-lease-still-held", "launcher/runs/lease.py", "if self._term and newest == self._term:", "if self._term:",
+     "launcher/runs/test_lease.py"),
+    ("job-of-another-root-adopted", "launcher/runs/attempts.py",
+     "return is_same_platform and record.root == self.attempts.index.root.address()", "return is_same_platform",
+     "launcher/runs/test_attempts.py::test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs"),
+    ("earlier-requests-cancel-again", "launcher/runs/attempts.py",
+     "self._before.get(attempts.run, frozenset()) | {request}", "frozenset({request})",
+     "launcher/runs/test_attempts.py::test_a_replaced_job_ends_every_orchestrator_but_its_own"),
+    ("other-runs-not-settled", "launcher/runs/attempts.py", "(sweep is not None and record.sweep == sweep)",
+     "record.sweep == sweep",
+     "launcher/runs/test_attempts.py::test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so"),
+    ("nonce-not-random", "launcher/job.py", "return secrets.token_hex(len(PREVIEW) // 2)", "return PREVIEW",
+     "launcher/runs/test_attempts.py::test_a_jobs_name_never_comes_back"),
+    ("unscheduled-machines-cost", "launcher/reports/goodput.py", "book.nodes = nodes if scheduled is not None else 0",
+     "book.nodes = nodes",
+     "launcher/reports/test_sweep_page.py::test_a_trial_that_was_never_admitted_has_used_no_gpu_hours"),
+    ("evaluations-of-lost-work-count", "launcher/reports/goodput.py",
+     'if row["kind"] == "evaluation" and row["elapsed"] <= kept:', 'if row["kind"] == "evaluation":',
+     "launcher/reports/test_goodput.py"),
+    ("logged-steps-alone-count", "launcher/runs/run.py", "(step - before) * per_step[step]", "per_step[step]",
+     "launcher/runs/test_runs.py::test_steps_that_were_repeated_after_a_restart_count_once_and_pauses_too"),
+    ("fsdp-over-a-slow-network", "launcher/checks/arithmetic.py", "if seconds <= products:",
+     "if seconds >= products:",
+     "launcher/checks/test_arithmetic.py::test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_fast_enough_or_no_node_can"),
+    ("accumulated-passes-send-nothing", "litgpt_demo/models/estimates.py", "return passes * (gathered + 4)",
+     "return (gathered + 4)", "litgpt_demo/models/test_estimates.py::test_fsdp_alone_sends_for_each_accumulated_pass"),
+    ("hybrid-over-the-nodes", "litgpt_demo/config.py", '"hybrid": processes}', '"hybrid": nodes}',
+     "launcher/checks/test_arithmetic.py"),
+    ("gradients-summed-in-bfloat16", "litgpt_demo/training/setup.py", "reduce_dtype=torch.float32",
+     "reduce_dtype=gathered", "litgpt_demo/training/test_train.py::test_sharded_gradients_are_summed_in_float32"),
+    ("copies-of-a-hybrid-drift-apart", "litgpt_demo/training/step.py",
+     "module.set_requires_all_reduce(index == last)", "module.set_requires_all_reduce(index < last)",
+     "litgpt_demo/training/test_train.py::test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits"),
+    ("starts-from-the-oldest-checkpoint", "litgpt_demo/training/origins.py", "checkpoints.folder_of(there[0].step))",
+     "checkpoints.folder_of(there[-1].step))",
+     "litgpt_demo/training/test_starting.py::test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_asked"),
+    ("samples-of-the-weights-forgotten", "litgpt_demo/training/origins.py",
+     '.model_copy(update={"trained_on": manifest.trained_on})', "",
+     "litgpt_demo/training/test_starting.py::test_a_start_on_samples_seen_before_is_refused"),
+    ("folder-before-a-runs-name", "litgpt_demo/training/origins.py", "for one in (*own, place))",
+     "for one in (place, *own))",
+     "litgpt_demo/training/test_starting.py::test_a_runs_name_goes_before_a_folder_of_that_name"),
+    ("optimizer-not-in-the-runs-key", "litgpt_demo/config.py",
+     "for name, file in self.files.items()}, self.optimizer)", "for name, file in self.files.items()})",
+     "litgpt_demo/training/test_starting.py::test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_asked"),
     ("a-live-orchestrator-overruled", "flows/reconciling.py",
      'return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)', 'return "CANCELLED" in known',
      "flows/test_reconciling.py::test_only_what_all_have_left_and_somebody_cancelled_is_abandoned"),
@@ -177,8 +316,9 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("any-suspect-blamed", "launcher/runs/diagnosis.py",
      "cause.part <= Part.BLAMED and not rivals and not cause.terminated", "True",
      "launcher/runs/test_diagnosis.py::test_neither_a_victim_nor_one_of_several_that_may_have_been_it_is_blamed"),
-    ("blamed-machine-taken-again", "tasks/training.py", "partial(claim.take, ended=ended, exclude=exclude)",
-     "partial(claim.take, ended=ended)",
+    ("blamed-machine-taken-again", "tasks/training.py",
+     "partial(claim.take, ended=self.ended, exclude=exclude, leads=lease.take)",
+     "partial(claim.take, ended=self.ended, leads=lease.take)",
      "tasks/test_training.py::test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewhere"),
     ("restarts-forgotten", "tasks/training.py", "attempts.index.verdicts, attempts.run, claim.orchestrator",
      "attempts.index.verdicts, attempts.run, None",
@@ -235,16 +375,23 @@ _TIMEOUT = 240
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "output", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 
 
+def outdated() -> Iterator[str]:
+    """Yield a sentence for each mutant whose file no longer has its piece once, or that names a test that is gone."""
+    for name, path, old, _, *tests in MUTANTS:
+        file = CHECKOUT / path
+        if (count := file.read_text(encoding="utf-8").count(old) if file.exists() else 0) != 1:
+            yield f"{name}: {path} has {old!r} {count} times, not once; write the mutant anew"
+        for test in tests:
+            place, _, function = test.partition("::")
+            file = CHECKOUT / "tests" / place
+            if not file.exists() or f"def {function}" not in file.read_text(encoding="utf-8"):
+                yield f"{name}: there is no tests/{test}; name the test that notices it"
+
+
 @contextmanager
 def mistake(file: Path, old: str, new: str) -> Iterator[None]:
-    """Have it in the file.
-
-    Raises:
-        ValueError: the file does not have the piece, or has it several times.
-    """
+    """Have it in the file."""
     source = file.read_text(encoding="utf-8")
-    if (count := source.count(old)) != 1:
-        raise ValueError(f"{file} has {old!r} {count} times, not once; write the mutant anew")
     _write(file, source.replace(old, new))
     try:
         yield
@@ -278,6 +425,9 @@ def main(names: Sequence[str]) -> int:
     """Make the mistakes of these names, or all of them, one after the other; returns the exit code."""
     if unknown := set(names) - {name for name, *_ in MUTANTS}:
         print(f"there is no mutant {', '.join(sorted(unknown))}; {Path(__file__).name} has their names")
+        return 2
+    if problems := [*outdated()]:
+        print("\n".join(problems))
         return 2
     killers: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from mutants import outdated
+
 TESTS = Path(__file__).parent
 # They wait and measure for the others, or are programs that tests start.
 OWN = {"waiting.py", "leaks.py", "land.py", "flaky.py", "mutants.py", "conftest.py"}
@@ -48,3 +50,7 @@ def test_no_test_depends_on_how_busy_the_machine_is() -> None:
         for line, rule in broken_rules(ast.parse(path.read_text()))
     ]
     assert not found, "\n".join(found)
+
+
+def test_each_mutant_has_its_line_and_its_test() -> None:
+    assert [*outdated()] == []

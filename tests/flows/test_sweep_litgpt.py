@@ -27,9 +27,11 @@ from launcher.evaluation import Evaluation, Score, place_of
 from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
+from launcher.runs.search import Search
 from litgpt_demo.documents import sealed, write_manifest
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.runs import FINAL
+from litgpt_demo.metrics import METRICS_MARK, marked
+from litgpt_demo.runs import FINAL, METRICS
 
 pytestmark = pytest.mark.prefect
 
@@ -113,13 +115,18 @@ def test_an_error_that_is_ours_ends_its_trial_and_not_the_sweep(swept: Swept) ->
     ]  # fmt: skip
 
 
-def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_which_there_are(
-    swept: Swept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each trial's accuracy is its learning rate, which is its validation loss too."""
-    for name in ("lm_eval", "accelerate"):  # which are only looked for
+@pytest.fixture
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of the extra `evaluate`, which are only looked for."""
+    for name in ("lm_eval", "accelerate"):
         (tmp_path / f"{name}.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_which_there_are(
+    swept: Swept, tmp_path: Path, harness: None
+) -> None:
+    """Each trial's accuracy is its learning rate, which is its validation loss too."""
 
     async def train(**groups: Any) -> Any:
         config = RunConfig(**groups)
@@ -144,20 +151,24 @@ def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_w
 
 
 def test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where(swept: Swept, tmp_path: Path) -> None:
-    """Each trial tells its seed as the validation loss, and ends when its run is asked to."""
+    """Each trial tells its seed as the validation loss, and ends when its run is asked to. One tells it at its end."""
 
     async def train(**groups: Any) -> Any:
         config = RunConfig(**groups)
         run = plan_run(config).name
-        module.ON_ROW.get()({"kind": "evaluation", "step": 4, "validation_loss": float(config.train.seed)})
-        if config.train.seed > 1:
+        loss = float(config.train.seed)
+        step = 4 if loss != 5 else config.train.max_steps
+        module.ON_ROW.get()({"kind": "evaluation", "step": step, "validation_loss": loss})
+        if loss in {2, 9}:
             await asyncio.to_thread(until, lambda: Index.of(str(tmp_path)).cancellations(run))
             raise JobCancelled(f"{run} was cancelled")
-        return SimpleNamespace(validation_loss=1.0)
+        await asyncio.to_thread(lambda: None)
+        return SimpleNamespace(validation_loss=loss)
 
-    table = swept({"train.seed": [1, 2, 9]}, train, prune="asha", max_parallel=1)
-    assert [(row["train.seed"], row["validation loss"]) for row in table] == [("1", "1.0000"), ("2", ""), ("9", "")]
-    assert [row["ended"] for row in table[1:]] == [
+    table = swept({"train.seed": [1, 2, 9, 5]}, train, prune="asha", max_parallel=1)
+    losses = [(row["train.seed"], row["validation loss"]) for row in table]
+    assert losses == [("1", "1.0000"), ("5", "5.0000"), ("2", ""), ("9", "")]
+    assert [row["ended"] for row in table[2:]] == [
         f"pruned at step 4, with validation loss {seed:.4f}" for seed in (2, 9)
     ]
     assert len([*tmp_path.glob("sweeps/*/pruned/*")]) == 2
@@ -201,20 +212,27 @@ def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
     assert [row["ended"] for row in table] == ["", "pruned at step 4"]
 
 
-def test_a_trial_collected_on_the_way_is_trained_to_its_end(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_collected_on_the_way_is_trained_to_its_end(
+    swept: Swept, monkeypatch: pytest.MonkeyPatch, harness: None
+) -> None:
+    """One that has ended is judged by its evaluations as it was then, and is scored where scores are asked for."""
     monkeypatch.setattr(module, "attempt_times", lambda *_: [])
-    trained = list[int]()
+    trained, searches = list[int](), list[Search]()
+    monkeypatch.setattr(module, "Search", lambda sweep: searches.append(Search(sweep)) or searches[-1])
 
     async def train(**groups: Any) -> Any:
         trained.append(seed := RunConfig(**groups).train.seed)
         await asyncio.to_thread(take, run := PLANNED.get())
+        rows = [marked({"kind": "evaluation", "step": step, "validation_loss": 1.0}) for step in (4, 8)]
+        run.storage.write(METRICS, "\n".join(row.removeprefix(METRICS_MARK) for row in rows).encode())
         final = collected_model(complete=seed == 1)
         await asyncio.to_thread(write_manifest, run.storage.within(FINAL), final)
         return final
 
-    swept({"train.seed": [1, 2]}, train)
-    swept({"train.seed": [1, 2]}, train)
-    assert sorted(trained) == [1, 2, 2]
+    for evaluation in (None, None, {"tasks": ["words"]}):
+        swept({"train.seed": [1, 2]}, train, evaluation=evaluation, prune="median")
+        assert sorted(trained) == ([1, 2], [1, 2, 2], [1, 1, 2, 2, 2])[len(searches) - 1]
+    assert searches[1].study.trials[0].intermediate_values == {1: 1.0, 2: 1.0}
 
 
 def collected_model(*, complete: bool) -> FinalManifest:
@@ -300,7 +318,7 @@ def test_what_trials_that_still_run_have_spent_counts_too(swept: Swept, monkeypa
     async def train(**groups: Any) -> Any:
         begun.append(seed := RunConfig(**groups).train.seed)
         if seed == 1:
-            await asyncio.to_thread(until, lambda: asked)
+            await asyncio.to_thread(until, lambda: asked or 3 in begun)
         ended.append(seed)
         return SimpleNamespace(validation_loss=float(seed))
 

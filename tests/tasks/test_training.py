@@ -22,7 +22,7 @@ from waiting import until
 from launcher.config import RunConfig, StartSettings
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
-from launcher.job import JobId, JobState, JobStatus, Submission
+from launcher.job import JobId, JobState, JobStatus, LogLine, Submission
 from launcher.platforms.slurm.platform import SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from launcher.reports.goodput import AttemptTimes, Part, ledger
@@ -40,6 +40,7 @@ from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import LocalStorage
 from litgpt_demo.training import checkpoints
 from tasks import training
+from tasks.report import LiveArtifacts
 from tasks.training import run_job
 
 PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
@@ -215,6 +216,34 @@ def test_an_attempt_that_was_refused_says_why_and_the_time_until_the_next_comman
     later = one.record.model_copy(update={"attempt": 2, "flow_run": "another", "created": one.record.created + 100})
     times = [AttemptTimes(record=one.record, end=attempts.index.ends("demo")[1]), AttemptTimes(record=later, end=None)]
     assert ledger(times, []).seconds[Part.STOPPED] > 90
+
+
+def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
+    programs, rest = list[list[str]](), iter((3600.0, 1800.4))
+
+    class Noting(Fated):
+        def submit(self, submission: Submission) -> JobId:
+            programs.append(submission.body["program"])
+            return super().submit(submission)
+
+    claim = replace(claim_on(Noting([BROKEN, 0]), tmp_path, "demo"), seconds=lambda: next(rest))
+    asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE))
+    assert programs == [["a.py", "--seconds", seconds] for seconds in ("3600", "1800")]
+
+
+def test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row comes when it is written, and the training has done another step meanwhile."""
+    announced: list[dict[str, Any]] = []
+    monkeypatch.setattr(training, "reach", lambda *_, **facts: announced.append(facts))
+    record = claim_on(StrictPlatform(), tmp_path, "demo").take()
+    rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 9.0 - step} for step in (3, 4, 5)]
+    rows.append({"kind": "checkpoint", "step": 4})
+    for leads in (True, False):
+        lines = training.Lines(record, "", LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads)
+        lines(LogLine(0, marked(row)) for row in rows)
+    assert announced == [{"step": 4, "loss": 5.0}]
 
 
 @pytest.mark.parametrize(("before", "now", "seconds"), [(10.0, 1.0, 3600), (1.0, 100.0, 360)])

@@ -103,7 +103,8 @@ def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_res
     """The first attempt saved step 5, fell in step 9, and the second one went on from 5."""
     fallen = attempt(1, 0, found=60, pulled=90, node=(100, 171), ended=172, fell=168)
     again = attempt(2, 180, found=182, pulled=185, node=(190, 298), ended=300)
-    made = ledger([fallen, again], [*ROWS[:7], *steps(2, 190, 6, 10), row("end", 10, 60.0)])
+    lost = [row("step", 6, 62.5, step_seconds=2.0), row("evaluation", 6, 64.5, seconds=2.0)]
+    made = ledger([fallen, again], [*ROWS[:7], *lost, *steps(2, 190, 6, 10), row("end", 10, 60.0)])
     assert seconds(made) == {
         "queue": 62.0, "image pull": 33.0, "gate": 10.0, "stage-in": 30.0, "first step": 20.0, "training": 20.0,
         "checkpoint stall": 0.5,

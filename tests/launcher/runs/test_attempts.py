@@ -1,5 +1,6 @@
 """Attempts of a run by the index: no live job is doubled, called dead or taken for another root's; all end."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -172,6 +173,27 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
         index.request_cancel(name)
         with pytest.raises(JobCancelled, match=f"{name} was cancelled"):
             watch.check()
+
+
+def test_a_replaced_job_ends_every_orchestrator_but_its_own(claim: Claim, platform: StrictPlatform) -> None:
+    begin(claim)
+    attempts = claim.attempts
+    attempts.index.request_cancel(RUN)  # of an earlier command
+    own, follower = CancelWatch(attempts.index, [RUN]), CancelWatch(attempts.index, [RUN])
+    own.replace_live(attempts)
+    assert platform.live() == []
+    own.check()
+    with pytest.raises(JobCancelled):
+        follower.check()
+
+
+def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) -> None:
+    """Two roots have live jobs of one run, and one of the roots is deleted."""
+    jobs = [begin(claim_on(platform, tmp_path / folder, RUN)) for folder in ("first", "second")]
+    assert sorted(platform.live()) == sorted({*jobs})
+    platform.end(jobs[0], JobState.FAILED)
+    shutil.rmtree(tmp_path / "first")
+    assert begin(claim_on(platform, tmp_path / "first", RUN)) not in jobs
 
 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:

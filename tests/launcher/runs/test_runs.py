@@ -105,6 +105,8 @@ def test_steps_that_were_repeated_after_a_restart_count_once_and_pauses_too(seco
     rows = [{"kind": "step", "step": number, "step_seconds": took} for number, took in enumerate(seconds, start=1)]
     pauses = [{"kind": "evaluation", "step": 1, "seconds": 5.0}, {"kind": "checkpoint", "step": 1, "seconds": 1.0}]
     assert module.trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
+    sparse = [{"kind": "step", "step": 10 * row["step"], "step_seconds": row["step_seconds"]} for row in rows]
+    assert module.trained_seconds(sparse) == pytest.approx(10 * sum(seconds)), "a row tells of the steps before it too"
 
 
 BASE = {"train": {"global_batch": 16, "micro_batch": 4, "max_steps": 200}}
@@ -147,6 +149,8 @@ def test_a_grid_with_a_trial_that_cannot_be_or_is_another_is_refused(grid: dict[
 
 @given(st.lists(st.none() | st.floats(), max_size=8))
 @example([None, math.inf])
+@example([math.nan])
+@example([math.nan, 2.0, 1.0])
 def test_the_ranking_is_by_loss_and_best_yaml_is_its_first(losses: list[float | None]) -> None:
     outcomes = [outcome(f"t{number}", loss) for number, loss in enumerate(losses)]
     rows = table(outcomes)

@@ -122,3 +122,12 @@ def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> No
     kept = [memory(1, activation_checkpointing=choice).activations for choice in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] < kept[0] / 8
+
+
+@pytest.mark.parametrize(("strategy", "times"), [("fsdp", 2), ("hybrid", 1), ("ddp", 1)])
+def test_fsdp_alone_sends_for_each_accumulated_pass(strategy: str, times: int) -> None:
+    def sent(micro_batch: int) -> float:
+        train = TrainConfig.model_validate({"strategy": strategy, "global_batch": 64, "micro_batch": micro_batch})
+        return estimates.sent(completed("pythia-14m"), train, world_size=16, nodes=2)
+
+    assert sent(2) == times * sent(4)

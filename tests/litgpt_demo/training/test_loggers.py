@@ -12,6 +12,7 @@ from bucket_faults import Fault, FaultyBucket
 from states import training_of
 from training_runs import NewRun, rows, train
 
+from litgpt_demo import metrics
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve, rows_of
@@ -36,6 +37,20 @@ def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
     losses = [(int(line["step"]), float(line["loss"])) for line in lines if line["kind"] == "step"]
     assert losses == [(step, loss) for step, loss in curve(rows(run), "step", "loss").items()]
     assert [step for step, _ in losses] == list(range(1, 10))
+
+
+def test_each_list_of_columns_has_what_is_written(finished: Path) -> None:
+    written = {name for row in rows(finished) for name in row} - {"kind", "step"}
+    plotted = {name for kind in ("step", "evaluation", "checkpoint") for row in rows(finished, kind) for name in row}
+    docstring = Path(metrics.__file__).read_text().partition("Row: TypeAlias")[2].split('"""')[1]
+    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    lacks = {
+        "litgpt_demo.metrics.COLUMNS": written - metrics.COLUMNS.keys(),
+        "the docstring of litgpt_demo.metrics.Row": {*metrics.COLUMNS, *written} - {*re.findall(r"\w+", docstring)},
+        "litgpt_demo.training.reporting.COLUMNS": plotted - {*COLUMNS, "path", "first_step_seconds"},
+        "docs/training.md": {*COLUMNS} - {*re.findall(r"`(\w+)`", page)},
+    }
+    assert {name: columns for name, columns in lacks.items() if columns} == {}
 
 
 def test_metrics_are_carried_to_a_bucket_as_table_and_tensorboard(

@@ -72,6 +72,14 @@ def test_it_stops_with_the_windows_and_how_to_see_them(
     assert capsys.readouterr().out == expected
 
 
+def test_a_step_is_saved_after_its_loss_is_known(new_run: NewRun) -> None:
+    training = training_of(new_run("run", evaluate_every=12))
+    poison(training, [numbers(training, 8)[3]], by=math.nan)
+    with pytest.raises(UserError, match="the loss of step 8 is nan"):
+        fit(training)
+    assert [found.step for found in committed(training.run)] == [4]
+
+
 @pytest.mark.parametrize(("bad", "loss"), [(2, {"by": math.nan}), (12, {"by": 1.0, "to": math.inf})])
 def test_its_update_is_left_out_and_training_goes_on(new_run: NewRun, bad: int, loss: dict[str, float]) -> None:
     run = new_run("run", on_not_finite="skip")

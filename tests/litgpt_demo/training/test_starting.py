@@ -75,6 +75,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     origin = found(finished)
     assert asked(origin) == []
     assert found(finished / folder_of(12)) == origin
+    assert found(finished, optimizer=True).key != origin.key, "they are two trainings"
     continued = training_of(new_run("same"))
     start_from(continued, origin)
     continued.feed.close()
@@ -130,6 +131,17 @@ def test_the_optimizers_settings_are_the_configs_after_any_load(
         for end in ends(run):
             groups = [(group["weight_decay"], group["betas"]) for group in end["optimizer"]]
             assert groups == [(weight_decay, [0.8, 0.99]), (0.0, [0.8, 0.99])]
+
+
+def test_a_runs_name_goes_before_a_folder_of_that_name(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    for place in (tmp_path / "gpt-0123456789", root / "runs/gpt-0123456789"):
+        shutil.copytree(finished, place)
+    monkeypatch.chdir(tmp_path)
+    assert found("gpt-0123456789", str(root)).address == str(root / "runs/gpt-0123456789" / folder_of(12))
+    assert found("./gpt-0123456789", str(root)).address == str(tmp_path / "gpt-0123456789" / folder_of(12))
 
 
 def test_a_start_on_samples_seen_before_is_refused(finished: Path, new_run: NewRun, tiny_dataset: Path) -> None:

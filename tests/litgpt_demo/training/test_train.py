@@ -18,8 +18,10 @@ import pytest
 import torch
 from bucket_faults import FaultyBucket
 from hostile import flip_a_bit
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from litgpt.config import Config
+from litgpt.model import GPT
 from states import training_of
 from training_runs import NewRun, TrainElsewhere, alike, ends, rows, train, write_run
 
@@ -32,6 +34,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimes
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training import setup
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
@@ -73,6 +76,7 @@ PART = st.integers(0, 400) | st.floats(0.0, 0.5)
 @given(
     st.sampled_from(SCHEDULES), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5)
 )  # fmt: skip
+@example("linear", 10, 0, 1, 0.0)
 def test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says(
     schedule: str, steps: int, warmup: float, decay: float, low: float | None
 ) -> None:
@@ -132,7 +136,7 @@ def elsewhere(
     """Runs of other processes: one was killed in its second save, one has two ranks, of one they share the weights."""
     folder = tmp_path_factory.mktemp("elsewhere")
     settings: dict[str, dict[str, Any]] = {
-        "killed": {}, "two": {"world_size": 2}, "sharded": {"world_size": 2, "strategy": "fsdp"},
+        "killed": {}, "two": {"world_size": 2, "micro_batch": 1}, "sharded": {"world_size": 2, "strategy": "fsdp"},
     }  # fmt: skip
     runs = {name: write_run(folder / name, tiny_dataset, **changes) for name, changes in settings.items()}
     codes = train_elsewhere((runs["killed"], 1, 8), (runs["two"], 2, 0), (runs["sharded"], 2, 0))
@@ -179,6 +183,17 @@ def test_mixed_precision_trains_sharded_on_cpus(new_run: NewRun, train_elsewhere
     run = new_run("run", world_size=2, strategy="fsdp", **settings)
     assert train_elsewhere((run, 2, 0)) == [[0, 0]]
     assert [row["step"] for row in rows(run, "step")] == [1, 2]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_sharded_gradients_are_summed_in_float32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: Any = SimpleNamespace(size=lambda _: 2)
+    policies = []
+    monkeypatch.setattr(setup, "fully_shard", lambda _, **options: policies.append(options["mp_policy"]))
+    with torch.device("meta"):
+        model = GPT(Config(n_layer=1, n_embd=32, n_head=2, padded_vocab_size=64))
+    setup._sharded(model, copies, train=TrainConfig.model_validate({"precision": precision}))
+    assert [policy.reduce_dtype for policy in policies] == [torch.float32] * 2
 
 
 def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
@@ -306,10 +321,11 @@ def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_r
     assert newest(run).step == saved
     assert [(row["step"], row["why"]) for row in rows(run, "leave")] == [(saved, "preempted")]
     assert rows(run, "end") == []
+    assert [row["step"] for row in rows(run, "evaluation")] == [4], "a machine that is taken away has no time for it"
     train(run)
     assert [row["step"] for row in rows(run, "start")] == [0, saved]
     assert shards(run) == shards(finished)
-    # There was no time to evaluate the step; the next attempt does before its first one.
+    # The next attempt evaluates the step before its first one.
     assert told(run) == told(finished)
     assert losses_kept(run) == losses_kept(finished)
 
