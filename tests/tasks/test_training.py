@@ -240,8 +240,10 @@ def test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss(
     record = claim_on(StrictPlatform(), tmp_path, "demo").take()
     rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 9.0 - step} for step in (3, 4, 5)]
     rows.append({"kind": "checkpoint", "step": 4})
+    open_storage(str(tmp_path)).within(f"runs/{record.run}/{checkpoints.folder_of(4)}").write(MANIFEST, b"{}")
     for leads in (True, False):
-        lines = training.Lines(record, "", LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads)
+        root = str(tmp_path)
+        lines = training.Lines(record, root, LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads)
         lines(LogLine(0, marked(row)) for row in rows)
     assert announced == [{"step": 4, "loss": 5.0}]
 

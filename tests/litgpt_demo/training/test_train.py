@@ -187,7 +187,7 @@ def test_mixed_precision_trains_sharded_on_cpus(new_run: NewRun, train_elsewhere
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_sharded_gradients_are_summed_in_float32(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: Any = SimpleNamespace(size=lambda _: 2)
+    copies: Any = SimpleNamespace(size=lambda _: 2, device_type="cuda")
     policies = []
     monkeypatch.setattr(setup, "fully_shard", lambda _, **options: policies.append(options["mp_policy"]))
     with torch.device("meta"):
