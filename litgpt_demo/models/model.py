@@ -157,6 +157,9 @@ def projected_cross_entropy(
     return loss
 
 
+_LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504
+
+
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,6 +187,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
         apart = gradients and dtype != precise and hidden.device.type != "cuda"  # see _multiply
         product = made("product", *weight.shape, dtype=dtype) if apart else None
+        # The trainer scales the loss, but that reaches the gradient after its cast: float16 has nothing below 6e-8.
+        lift = _LIFT if dtype == torch.float16 else 1.0
+        alpha = 1 / (count * lift)
         for first in range(0, count, rows):
             part = slice(first, min(first + rows, count))
             scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
@@ -209,9 +215,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 continue
             if slope is not None:
                 scores *= slope
-            slopes.copy_(scores)
-            _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
-            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
+            torch.mul(scores, lift, out=slopes)
+            _multiply(slopes, matrix, out=by_hidden[part], alpha=alpha)
+            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=alpha, add=first > 0)
             if by_bias is not None:
                 by_bias.add_(scores.sum(0), alpha=1 / count)
         made_of = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
@@ -243,4 +249,4 @@ def _multiply(
     if add:
         out.add_(product, alpha=alpha)
     else:
-        torch.mul(product, alpha, out=out)
+        torch.mul(product, out.new_tensor([alpha]), out=out)  # by a number it would be rounded to the product's type
