@@ -54,8 +54,8 @@ def initialise(model: GPT, *, seed: int) -> None:
     with torch.no_grad(), ThreadPoolExecutor(torch.get_num_threads(), initializer=begin) as pool:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | GroupedTopkRouter):
-                std, own = residual if name.endswith(".proj") else usual, name.replace(_WRAPPER, "")
-                deque(pool.map(partial(_draw, module.weight, std, seed, own), _pieces(module.weight)), maxlen=0)
+                std, unwrapped = residual if name.endswith(".proj") else usual, name.replace(_WRAPPER, "")
+                deque(pool.map(partial(_draw, module.weight, std, seed, unwrapped), _pieces(module.weight)), maxlen=0)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
             if isinstance(module, GroupedTopkRouter):
