@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception
+from litgpt_demo.errors import Fault, TrainLitgptError, UserError, fault_of_exception
 from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
@@ -33,8 +33,13 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         print(f"usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)
         return 2
-    command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
     try:
+        if argv[0] in {"train", "collect"}:
+            from litgpt_demo.node.checks import check_packages
+
+            for finding in check_packages(os.environ):
+                raise UserError(finding.what, fix=finding.fix)
+        command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
         settle_proxies(os.environ)
         return command(argv[1:])
     except (TrainLitgptError, OSError) as error:

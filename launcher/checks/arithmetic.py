@@ -205,6 +205,10 @@ def figures(
     how += "" if place is None else f"; {place.name} has {bytes_text(place.memory)}"
     how += "; a report's peak memory counts Python and torch too, 0.5 GB" if place and place.kind == "cpu" else ""
     rows.append(("memory per process", bytes_text(needed.likely), how))
+    if place is None or place.kind == "cuda":  # a CPU's copy is in its memory above
+        nodes, state = needed.nodes, memory.saved * needed.train.ways(needed.nodes, needed.world_size // needed.nodes)
+        how = f"weights and AdamW {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
+        rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 

@@ -11,7 +11,11 @@ softcapping of some models.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -19,7 +23,8 @@ from litgpt.config import Config
 from litgpt.model import GPT, GroupedTopkRouter, do_softcapping
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
@@ -43,23 +48,53 @@ def initialise(model: GPT, *, seed: int) -> None:
     GPT-NeoX's scheme (https://arxiv.org/abs/2204.06745, section 2.1), which `litgpt pretrain` uses too: a standard
     deviation of sqrt(2 / 5d), and 1 / (layers * sqrt(d)) for the projections.
     """
-    generator = torch.Generator().manual_seed(seed)
-    config = model.config
+    config, device = model.config, model.lm_head.weight.device
     usual = math.sqrt(2 / (5 * config.n_embd))
     residual = 1 / (math.sqrt(config.n_embd) * config.n_layer)
-    with torch.no_grad():
+    # A thread begins on the first GPU, whatever its process uses.
+    begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    with torch.no_grad(), ThreadPoolExecutor(torch.get_num_threads(), initializer=begin) as pool:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding | GroupedTopkRouter):
-                std = residual if name.endswith(".proj") else usual
-                weight, values = module.weight, torch.empty(module.weight.shape, dtype=torch.float32)
-                values.normal_(0.0, std, generator=generator)
-                if isinstance(weight, DTensor):  # every rank draws the same, and takes its part without communication
-                    values = distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None)
-                weight.copy_(values)
+                std, unwrapped = residual if name.endswith(".proj") else usual, name.replace(_WRAPPER, "")
+                deque(pool.map(partial(_draw, module.weight, std, seed, unwrapped), _pieces(module.weight)), maxlen=0)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
             if isinstance(module, GroupedTopkRouter):
                 module.e_score_correction_bias.zero_()
+
+
+_WRAPPER = "_checkpoint_wrapped_module."  # of torch's activation checkpointing, within a name
+_DRAWN_AT_ONCE = 1 << 22  # numbers that one generator draws: whole rows, by any thread of any rank
+
+
+def _pieces(weight: Tensor) -> range:
+    """Return the numbers of the pieces of a weight that this rank holds a row of."""
+    (held, _), (first, _) = _held(weight)
+    rows = max(1, _DRAWN_AT_ONCE // weight.shape[1])
+    return range(first // rows, -(-(first + held) // rows)) if held else range(0)
+
+
+def _held(weight: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shape of what this rank holds of a weight, and where in it that begins."""
+    if not isinstance(weight, DTensor):
+        return weight.shape, (0, 0)
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+
+
+@torch.no_grad()
+def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
+    """Draw one piece of a weight, by seed and name alone, and keep the rows of it that this rank holds."""
+    (held, _), (first, _) = _held(weight)
+    rows, columns = max(1, _DRAWN_AT_ONCE // weight.shape[1]), weight.shape[1]
+    start = piece * rows
+    stop = min(start + rows, len(weight))
+    drawn = blake2b(f"{seed}/{name}/{piece}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
+    values = torch.empty(stop - start, columns, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    start_here, stop_here = max(start, first), min(stop, first + held)
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local[start_here - first : stop_here - first].copy_(values[start_here - start : stop_here - start])
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -159,6 +194,9 @@ def projected_cross_entropy(
     return loss
 
 
+_LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504
+
+
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -186,6 +224,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
         apart = gradients and dtype != precise and hidden.device.type != "cuda"  # see _multiply
         product = made("product", *weight.shape, dtype=dtype) if apart else None
+        # The trainer scales the loss, but that reaches the gradient after its cast: float16 has nothing below 6e-8.
+        lift = _LIFT if dtype == torch.float16 else 1.0
+        alpha = 1 / (count * lift)
         for first in range(0, count, rows):
             part = slice(first, min(first + rows, count))
             scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
@@ -211,9 +252,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 continue
             if slope is not None:
                 scores *= slope
-            slopes.copy_(scores)
-            _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
-            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
+            torch.mul(scores, lift, out=slopes)
+            _multiply(slopes, matrix, out=by_hidden[part], alpha=alpha)
+            _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=alpha, add=first > 0)
             if by_bias is not None:
                 by_bias.add_(scores.sum(0), alpha=1 / count)
         made_of = ((by_hidden, hidden), (by_weight, weight), (by_bias, bias))
@@ -245,4 +286,4 @@ def _multiply(
     if add:
         out.add_(product, alpha=alpha)
     else:
-        torch.mul(product, alpha, out=out)
+        torch.mul(product, out.new_tensor([alpha]), out=out)  # by a number it would be rounded to the product's type

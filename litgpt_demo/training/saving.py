@@ -10,20 +10,22 @@ the whole state on every rank; here a rank copies what it writes, into memory th
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +48,8 @@ from litgpt_demo.training.setup import Training
 
 T = TypeVar("T")
 Written: TypeAlias = list[WriteResult]
+
+_ALIGNED = 64  # bytes to which torch's own allocator aligns tensors
 
 # Bytes: each tensor is a zip archive of its own within the file (seen with torch 2.13: 1.4 to 1.6 KiB).
 _AROUND_A_TENSOR = 2048
@@ -220,6 +224,7 @@ class Saver:
         finally:
             self._hook.remove()
             self._thread.shutdown()
+            self._shards.close()
 
 
 class Shards:
@@ -229,6 +234,7 @@ class Shards:
         self._ranks = ranks
         self._agreed, self._plan, self._metadata = False, SavePlan([]), Metadata({})
         self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
+        self._pinned: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def agree(self, state: State) -> None:
@@ -257,16 +263,47 @@ class Shards:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_event(moment)
-            for item in self._plan.items:
-                source, copy = planner.resolve_data(item), self._copies.get(item.index)
-                if isinstance(source, Tensor):
-                    if not isinstance(copy, Tensor):
-                        pinned, like = source.is_cuda, torch.contiguous_format
-                        copy = torch.empty_like(source, device="cpu", pin_memory=pinned, memory_format=like)
-                    source = copy.copy_(source.detach(), non_blocking=True)
-                self._copies[item.index] = source
+            taken = {item.index: planner.resolve_data(item) for item in self._plan.items}
+            if not self._copies:
+                tensors = {index: source for index, source in taken.items() if isinstance(source, Tensor)}
+                self._copies |= self._room_for(tensors)
+            for index, source in taken.items():
+                if isinstance(source, Tensor):  # which has room: the plan is the same for all saves
+                    cast(Tensor, self._copies[index]).copy_(source.detach(), non_blocking=True)
+                else:
+                    self._copies[index] = source
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _room_for(self, sources: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+        """Return host memory for a copy of each tensor: one block of their bytes, which the device writes directly.
+
+        torch's own pinned memory is a block for each tensor, of the next power of two, which is never given back.
+        """
+        sizes = [-(-source.nbytes // _ALIGNED) * _ALIGNED for source in sources.values()]
+        block = mmap.mmap(-1, max(1, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self._stream is not None:
+            self._pinned = torch.frombuffer(block, dtype=torch.uint8)
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0))
+        copies = dict[MetadataIndex, Tensor]()
+        for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):
+            count, dtype = source.numel(), source.dtype
+            flat = (
+                torch.frombuffer(block, dtype=dtype, count=count, offset=start)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
+            copies[index] = flat.view(source.shape)
+        return copies
+
+    def close(self) -> None:
+        """Give the host memory back."""
+        self._copies.clear()
+        if self._pinned is not None:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(cudart.cudaHostUnregister(self._pinned.data_ptr()))
+            self._pinned = None
 
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""

@@ -2,10 +2,13 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from litgpt_demo.__main__ import main
 from litgpt_demo.errors import JOB_FAULTS, Fault, RankFailure, decisive, fault_of_exception, fault_of_exit_code
 
 
@@ -107,6 +110,17 @@ def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> 
     assert replace(failure(1, chain[-1]), traceback=chain).fault is Fault.DISK_FULL
     assert replace(failure(1, chain[-1]), traceback=chain[2:]).fault is Fault.UNKNOWN
     assert replace(failure(1, "KeyError: 'x'"), traceback=chain).fault is Fault.USER
+
+
+@pytest.mark.parametrize("command", ["train", "collect"])
+def test_commands_refuse_packages_from_another_place(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before they import them."""
+    (tmp_path / "litgpt.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main([command, "--run", str(tmp_path)]) == 40
+    assert f"Python would load litgpt from {tmp_path}/litgpt.py, but litgpt 0.5" in capsys.readouterr().err
 
 
 def test_a_command_that_has_returned_is_gone_before_python_is_taken_down() -> None:

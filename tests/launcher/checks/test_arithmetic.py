@@ -36,7 +36,7 @@ def found(asked: RunConfig) -> list[Finding]:
 def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_about() -> None:
     for name in catalogue.models():
         figures = said(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
-        assert {"parameters", "FLOPs per token", "memory per process"} == set(figures), name
+        assert {"parameters", "FLOPs per token", "memory per process", "host memory of a save"} == set(figures), name
     own = config({"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
     assert (said(own), found(own)) == ({}, []), "its vocabulary is not known yet"
     gpt3 = config({"name": "transformer-175b", "sequence_length": 2048}, platform={"kind": "local"})
@@ -46,6 +46,18 @@ def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_
     assert figures["FLOPs per token"] == told
     assert figures["FLOPs in all"][0] == "3.23e+23"
     assert figures["memory per process"][1].startswith("weights 701 GB + AdamW 1.40 TB + gradients 701 GB + at the ")
+    assert figures["host memory of a save"] == ("2.10 TB", "weights and AdamW 2.10 TB, copied on each node")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid", "fsdp"])
+def test_plan_shows_the_host_memory_of_a_save_on_gpus(strategy: str) -> None:
+    """Each node copies its share of one state, whatever the strategy."""
+    platform = {"kind": "slurm", "nodes": 2, "processes": 8}
+    asked = config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy})
+    assert said(asked)["host memory of a save"] == (
+        "6.07 GB",
+        "weights and AdamW 12.1 GB / 2 nodes, copied on each node",
+    )
 
 
 LONG = 131_072  # tokens, of which not even one sample fits without recomputation

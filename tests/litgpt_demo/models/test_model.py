@@ -7,9 +7,13 @@ import pytest
 import torch
 from litgpt.config import Config
 from litgpt.model import GPT
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
+from litgpt_demo.models import model as module
 from litgpt_demo.models.devices import device_named
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.models.sampling import sampled
@@ -43,6 +47,26 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     same = [torch.equal(one, two) for one, two in zip(first.parameters(), other.parameters(), strict=True)]
     matrices = [weight.dim() == 2 for weight in first.parameters()]
     assert [not alike for alike in same] == matrices
+
+
+def test_a_rank_draws_only_pieces_of_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the same numbers as in the whole model, on any number of ranks."""
+    monkeypatch.setattr(module, "_DRAWN_AT_ONCE", 64)
+    whole, drawn, draw = gpt(seed=7), list[str](), module._draw
+    monkeypatch.setattr(module, "_draw", lambda *given: drawn.append(given[3]) or draw(*given))
+    gpt(seed=7)
+    pieces_of_all, sharded = len(drawn), GPT(whole.config)
+    torch.distributed.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (4,)))
+        drawn.clear()
+        initialise(sharded, seed=7)
+        assert len(drawn) == pieces_of_all / 4
+        for (name, held), all_rows in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            if held.dim() == 2:
+                assert torch.equal(held.to_local(), all_rows.chunk(4)[2]), name  # type: ignore[attr-defined]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_initial_weights_have_gpt_neoxs_spread_and_projections_a_smaller_one() -> None:

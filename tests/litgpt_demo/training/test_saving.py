@@ -3,7 +3,7 @@
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Event, current_thread
@@ -25,7 +25,7 @@ from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.training import saving
 from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import load_shards
+from litgpt_demo.training.reading import load_shards, training_state
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Feed, Training
 from litgpt_demo.training.step import train_step
@@ -64,12 +64,37 @@ def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
 
 
+def test_saves_pin_one_block_of_the_states_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pinned memory would take the next power of two for each tensor."""
+    seen, stream = list[tuple[int, ...]](), SimpleNamespace(wait_event=bool, synchronize=lambda: None)
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *given: seen.append(given) or 0,
+        cudaHostUnregister=lambda *given: seen.append(given) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", bool)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    shards, trained = saving.Shards(Ranks(number=0, world=1), torch.device("cuda", 0)), pair(1)
+    state = training_state(*trained, {})
+    shards.agree(state)
+    for _ in range(2):
+        shards.copy(state, None)
+    copies = [copy for copy in shards._copies.values() if isinstance(copy, torch.Tensor)]
+    size = sum(copy.nbytes for copy in copies)
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "written without another copy"
+    (start, registered, _), *more = seen
+    assert (size <= registered < size + 64 * len(copies), more) == (True, [])
+    shards.close()
+    assert seen[1:] == [(start,)]
+
+
 def test_threads_of_a_rank_work_on_its_device(new_training: NewTraining, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread begins on GPU 0, whatever its process uses: each rank of a node would make a context there."""
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((current_thread().name, device)))
     training, device = new_training(), torch.device("cuda", 3)
-    monkeypatch.setattr(saving, "Shards", lambda *_: None)
+    monkeypatch.setattr(saving, "Shards", lambda *_: SimpleNamespace(close=bool))
     fabric = SimpleNamespace(device=device, world_size=1, global_rank=0)
     feed = Feed(training.spec, training.data.train, device, rank=0)
     with Saver(replace(training, fabric=cast(Fabric, fabric)), tell=silent) as saver, closing(feed):

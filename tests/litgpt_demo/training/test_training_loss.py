@@ -62,6 +62,19 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
         torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
 
 
+def test_float16_gradients_keep_small_probabilities() -> None:
+    """Of all but the target 4e-8 each, which float16 has no number for."""
+    hidden, weight = torch.ones(4, 8), torch.zeros(64, 8)
+    weight[0], targets = 17 / 8, torch.zeros(4, dtype=torch.int64)
+    exact = gradients(
+        projected_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), targets), hidden, weight
+    )
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = projected_cross_entropy(hidden, weight, targets)
+    for half, full in zip(gradients(loss, hidden, weight), exact, strict=True):
+        torch.testing.assert_close(half, full, rtol=0.02, atol=1e-9)
+
+
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
 FAMILIES: dict[str, dict[str, Any]] = {
     "pythia-14m": {},
