@@ -456,7 +456,7 @@ BANNER = "Welcome to the cluster\n2026\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         (0, f"{BANNER}77\n"),
         (0, f"{BANNER}77;cluster\n"),
@@ -466,10 +466,10 @@ BANNER = "Welcome to the cluster\n2026\n"
     ids=["number", "cluster", "no number", "refusal"],
 )
 def test_submitted_job_is_found_whatever_sbatch_prints(
-    said: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = cluster._sbatch
-    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and said)
+    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and output)
     platform, job_id = submitted(tmp_path)
     assert platform.status(job_id).native == "RUNNING (job 77)"
     assert json.loads((tmp_path / "attempts/1" / SUBMITTED).read_text())["number"] == 77
