@@ -192,6 +192,13 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
         ("", {"modules": ["no/1"]}, {"module": "exit 1"}, "[slurm.module] platform.modules: no/1 cannot be loaded"),
         ("", {"secrets": {"TOKEN": "~/none"}}, {}, "[slurm.secret] platform.secrets.TOKEN=~/none cannot be read"),
         ("gs://bucket", {"venv": "/nosuch"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch has no python"),
+        ("", {"container": "pyxis"}, {"srun": "exit 0"}, "[slurm.container] platform.container=pyxis, but this node"),
+        (
+            "",
+            {"container": "apptainer", "container_image": "/no.sif"},
+            {},
+            "[slurm.container] platform.container_image=/no.sif cannot be read",
+        ),
         ("unseen", {}, {}, "/unseen/attempts/1 is not there on this node, or cannot be written"),
     ],
 )
