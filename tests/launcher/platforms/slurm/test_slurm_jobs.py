@@ -120,7 +120,7 @@ def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[
         ({"options": ["licenses"]}, "--name=value"),
         ({"options": ["-Jother"]}, "--name=value"),
         *(
-            ({"options": [option]}, "but the launcher needs sbatch's --")
+            ({"options": [option]}, "would undo what the launcher sets or finds")
             for option in (
                 "--array=1-3",
                 "--job-name=other",
