@@ -461,12 +461,12 @@ class Lines:
         if status.refused is not None:
             what, fix = status.refused.what, status.refused.fix
             raise JobRefused(f"{self._record.job_name} is not let in, and was taken back: {what} -> {fix}")
-        if known is None:
-            return
-        if status.restarts > known.restarts:
+        if known is not None and status.restarts > known.restarts:
             what = f"{self._record.job_name} was restarted by its platform, {status.native}"
             emit(Note(what=what, severity="warning"))
-        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
+        begins = known is None or known.state is JobState.PENDING
+        # At a first look the platform's words are news where they say more than that, as Slurm's number does.
+        if begins and status.state is JobState.RUNNING and status.native.lower() != status.state:
             emit(Note(what=f"{self._record.job_name} runs: {status.native}"))
 
     def know(self, rows: Sequence[Row]) -> None:

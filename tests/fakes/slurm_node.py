@@ -8,8 +8,14 @@ _PROGRAMS = {
     "scontrol": 'case "$1 $2" in "show hostnames") echo n0;; update*) printf "%s\\n" "$@" > "$NODE/updated";; esac',
     "scancel": "",
     "python": "exit 0",
+    "apptainer": "",
     # What it starts is a shell's line of the script too. It sees the environment of the nodes.
-    "srun": 'env > "$NODE/environment"; while [ "$1" != bash ]; do shift; done; exec "$@"',
+    "srun": """
+if [ "$1" = --help ]; then echo "  --container-image=image"; exit; fi
+env > "$NODE/environment"
+while [ "$1" != bash ]; do shift; done
+exec "$@"
+""",
 }
 
 

@@ -662,3 +662,15 @@ def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path, monkeyp
     with slurm_commands() as cluster, pytest.raises(JobRefused, match=words):
         run_on_slurm(cluster, tmp_path, monkeypatch, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]
+
+
+def test_run_on_slurm_prints_the_number_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its user looks it up with Slurm's own commands, also where it ran at the first look."""
+    monkeypatch.setattr(SlurmPlatform, "poll_seconds", 0.0)
+    monkeypatch.setattr("launcher.platforms.slurm.platform._FRESH", 0.0)
+    cancelled, events = {"state": "CANCELLED"}, list[Event]()
+    with slurm_commands() as cluster, Listener(events.append):
+        monkeypatch.setattr(training.Lines, "__call__", lambda *_: vars(cluster.jobs[77]).update(cancelled))
+        with pytest.raises(JobCancelled):
+            run_on_slurm(cluster, tmp_path, monkeypatch)
+    assert notes(events, "runs: RUNNING (job 77)")

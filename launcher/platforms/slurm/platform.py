@@ -206,7 +206,7 @@ class SlurmPlatform:
             self._require_sight(job, record)
         if row is None:
             self._refuse_rivals(script)
-            if not is_remote(job.directory):  # Slurm does not make the folder of its output
+            if not is_remote(job.directory):  # one that a node made would be on its own disk
                 make_private(Path(job.directory))
             user, cluster = self._whoami()
             _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster))

@@ -67,6 +67,13 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
             f"platform.venv={settings.venv} has no" if settings.venv else "platform.venv is not set, and PATH has no"
         )
         software += [f"python -c 'import litgpt_demo' || {_fail('venv', f'{where} python with train-litgpt')}"]
+    else:
+        has = {"pyxis": "srun --help | grep -e --container-image", "apptainer": "command -v apptainer"}
+        fail = _fail("container", f"platform.container={settings.container}, but this node does not have it")
+        software += [f"{has[settings.container]} > /dev/null || {fail}"]
+    if settings.container_image:
+        fail = _fail("container", f"platform.container_image={settings.container_image} cannot be read")
+        software += [f"[ -r {shlex.quote(settings.container_image)} ] || {fail}"]
     mounts = [*([] if remote else [str(PurePosixPath(job.root or job.directory))]), *settings.mounts]
     container, python = list[str](), ["python"]
     if settings.container == "pyxis":  # by options of srun (https://github.com/NVIDIA/pyxis#usage)

@@ -154,7 +154,8 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
                 raise ValueError(f"platform.options has {option!r}; write each as sbatch takes it: --name=value")
             # getopt takes the beginning of an option's name for the option.
             if taken := next((name for name in _TAKEN if name.startswith(found[1])), None):
-                what = f"platform.options has {option!r}, but the launcher needs sbatch's --{taken} for itself"
+                why = f"sbatch's --{taken} would undo what the launcher sets or finds its job by"
+                what = f"platform.options has {option!r}, but {why}"
                 raise ValueError(f"{what}; {_TAKEN[taken]}")
         for name, path in self.secrets.items():
             if not re.fullmatch(r"(/|~/)[^\x00-\x1f]+", path):

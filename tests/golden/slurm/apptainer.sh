@@ -19,6 +19,8 @@ fail() {
 exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
 export LITGPT_NETWORK='{"name":"plain","shm_bytes":1073741824,"gpus":1,"gate_seconds":0}'
 export PYTHONUNBUFFERED=1
+command -v apptainer > /dev/null || fail container 'platform.container=apptainer, but this node does not have it'
+[ -r /shared/a.sif ] || fail container 'platform.container_image=/shared/a.sif cannot be read'
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"

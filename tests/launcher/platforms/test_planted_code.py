@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,13 @@ def test_shell_code_in_a_setting_is_never_run(kind: type[PlatformSettings], tmp_
     for code in (text.format(marker) for text in CODE):
         plain, *changed = taken(kind, code)
         job, *others = jobs(code, tmp_path)
-        for settings, one in [*((settings, job) for settings in changed), *((plain, other) for other in others)]:
-            if "://" not in one.directory:
-                Path(one.directory).mkdir(parents=True, exist_ok=True)
+        for settings, changed_job in [*product(changed, [job]), *product([plain], others)]:
+            if "://" not in changed_job.directory:
+                Path(changed_job.directory).mkdir(parents=True, exist_ok=True)
             with suppress(LauncherError):
-                submissions.append(settings.open().render(one))
+                submissions.append(settings.open().render(changed_job))
     assert len(submissions) > len(CODE), "some texts are taken"
-    for script in {script for one in submissions for script in scripts(one.body) if str(marker) in script}:
+    for script in {text for sent in submissions for text in scripts(sent.body) if str(marker) in text}:
         assert kind.__module__.split(".")[2] in {"slurm", "runai"}, script
         node.run(script)
         assert not marker.exists(), script

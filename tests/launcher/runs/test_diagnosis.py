@@ -138,6 +138,8 @@ def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_cou
     assert (found.fault, found.node, found.action) == (Fault.NODE, None, Action.RESTART)
     last = [f"[node 0] line {number}" for number in range(25, 40)]
     assert found.evidence.splitlines() == ["supervisor lost; last lines:", *last]
+    words = "its nodes left neither a report of a failure nor a line of log"
+    assert diagnose(status, [report(0, None)], (), logs="/1").evidence == f"supervisor lost; {words}"
     for code, fault in ((EXIT_CODES[Fault.DATA], Fault.DATA), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)):
         assert culprit(status=failed(node4=code)) == (fault, 4, None)
     assert verdict(status=replace(status, native="[Errno 28] No space left on device")).fault is Fault.DISK_FULL

@@ -123,6 +123,24 @@ def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path
     assert ended(platform, job_id).state is JobState.CANCELLED
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"venv": "/nosuch"}, "[slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n"),
+        ({"modules": ["nosuch/1"]}, "[slurm.module] platform.modules: nosuch/1 cannot be loaded (on n"),
+        ({"secrets": {"TOKEN": "/nosuch"}}, "[slurm.secret] platform.secrets.TOKEN=/nosuch cannot be read (on n"),
+    ],
+)
+def test_job_that_cannot_start_its_nodes_says_why(
+    changes: dict[str, Any], words: str, slurm: Cluster, tmp_path: Path
+) -> None:
+    platform, job_id = submitted_job(tmp_path, "broken", "", **changes)
+    seen = ended(platform, job_id)
+    assert (seen.state, seen.exit_codes) == (JobState.FAILED, {0: 40})
+    assert words in seen.evictions[0]
+    assert any(words.partition(" (on")[0] in line.text for line in platform.logs(job_id).lines)
+
+
 def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "requeued", WAITS)
     until((tmp_path / "requeued.begun").exists)

@@ -125,7 +125,7 @@ def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[
         ({"options": ["licenses"]}, "--name=value"),
         ({"options": ["-Jother"]}, "--name=value"),
         *(
-            ({"options": [option]}, "but the launcher needs sbatch's --")
+            ({"options": [option]}, "would undo what the launcher sets or finds")
             for option in (
                 "--array=1-3",
                 "--job-name=other",
@@ -202,6 +202,13 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
             "[slurm.secret] the file ~/none of platform.secrets.TOKEN cannot be read",
         ),
         ("gs://bucket", {"venv": "/nosuch"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch has no python"),
+        ("", {"container": "pyxis"}, {"srun": "exit 0"}, "[slurm.container] platform.container=pyxis, but this node"),
+        (
+            "",
+            {"container": "apptainer", "container_image": "/no.sif"},
+            {},
+            "[slurm.container] platform.container_image=/no.sif cannot be read",
+        ),
         ("unseen", {}, {}, "/unseen/attempts/1 is not there on this node, or cannot be written"),
     ],
 )
@@ -466,7 +473,7 @@ BANNER = "Welcome to the cluster\n2026\n"
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         (0, f"{BANNER}77\n"),
         (0, f"{BANNER}77;cluster\n"),
@@ -476,10 +483,10 @@ BANNER = "Welcome to the cluster\n2026\n"
     ids=["number", "cluster", "no number", "refusal"],
 )
 def test_submitted_job_is_found_whatever_sbatch_prints(
-    said: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = cluster._sbatch
-    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and said)
+    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and output)
     platform, job_id = submitted(tmp_path)
     assert platform.status(job_id).native == "RUNNING (job 77)"
     assert json.loads((tmp_path / "attempts/1" / SUBMITTED).read_text())["number"] == 77
