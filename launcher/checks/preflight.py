@@ -34,7 +34,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, Origin, TokensCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
@@ -111,16 +111,21 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
         what = f"model.from: {origin.address} is on this machine, where no node finds it"
         yield Finding("error", "model.from.place", what, "copy that run's folder into a bucket, and name it there")
     if vocab_size is not None:
-        model = run.config.model.model_dump(mode="json")
-        question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}
-        command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
-        done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
-        if done.returncode:
-            said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-            fix = "look at that folder: are its files whole?"
-            yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
-        else:
-            yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
+        yield from origin_problems(run, origin, vocab_size=vocab_size)
+
+
+def origin_problems(run: Run, origin: Origin, *, vocab_size: int) -> Iterator[Finding]:
+    """Compare weights with a run's model: their settings, and in a local folder the names and shapes of tensors."""
+    model = run.config.model.model_dump(mode="json")
+    question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}
+    command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        fix = "look at that folder: are its files whole?"
+        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
+    else:
+        yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
 
 
 def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
