@@ -18,6 +18,7 @@ import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +39,7 @@ from litgpt_demo.config import EvaluationConfig, OpenWebTextCorpus, Origin, Toke
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
+from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
 from litgpt_demo.training.origins import tokenizer_problem
 
@@ -140,7 +142,8 @@ def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
-    found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
+    found = [*check_root(config.root), *_check_region(config.root, config.platform.region)]
+    image, machine = config.image, config.platform.machine_type
     images = config.platform.in_containers
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
@@ -154,6 +157,24 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         fix = f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation"
         found.append(Finding("error", "image.architecture", what, fix))
     return [*found, *(check_fitness(config) if images else ()), *platform.check(platform.render(job))]
+
+
+# https://docs.cloud.google.com/storage/docs/locations: names of larger areas begin so.
+_AREAS = {"us": "us-", "nam": "us-", "eu": "europe-", "asia": "asia-"}
+
+
+def _check_region(root: str, region: str | None) -> Iterator[Finding]:
+    """Warn of a bucket elsewhere than the machines: all data and each checkpoint cross between them."""
+    storage = open_storage(root)
+    if region is None or not isinstance(storage, BucketStorage):
+        return
+    with suppress(TrainLitgptError):  # whoever may not ask, or cannot, is told so by the credentials step
+        place = storage.location()
+        area = next((begin for name, begin in _AREAS.items() if place.startswith(name)), "")
+        if place and not region.startswith(area if "-" not in place else place):
+            what = f"the bucket of root={root} is in {place}, and the machines are in {region}"
+            fix = f"take a bucket in {region}; traffic between regions is slow and costs by the gigabyte"
+            yield Finding("warning", "root.region", what, fix)
 
 
 def check_root(root: str) -> Iterator[Finding]:
