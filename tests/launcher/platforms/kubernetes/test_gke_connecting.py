@@ -23,6 +23,7 @@ from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.runs.attempts import recorded_platform
 
 
 @pytest.fixture
@@ -82,6 +83,19 @@ def test_cluster_with_another_certificate_is_sent_no_token(
     with pytest.raises(PlatformUnreachable, match="certificate verify failed"):
         connect(settings()).within(0.1).version()
     assert cluster.traffic.calls.total() == before
+
+
+def test_cluster_of_a_record_is_believed_if_the_user_names_its_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write to the root can have a record name a cluster of theirs, which then gets Google's token."""
+    section = settings().model_dump(mode="json") | {"project": "evil"}
+    for known in ("", PROJECT):
+        monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", known)
+        for given in (None, settings()):
+            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the verb the config"):
+                recorded_platform(section, given)
+    assert recorded_platform(section, settings().model_copy(update={"project": "evil"})).name == "gke"
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "evil")
+    assert recorded_platform(section).name == "gke"
 
 
 def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
