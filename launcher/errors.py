@@ -84,6 +84,13 @@ class PlatformRefused(LauncherError):
     fault = Fault.REFUSED
 
 
+def rival(job: str, run: str, *, end: str) -> PlatformRefused:
+    """Return the refusal to submit beside a job of the same run and root: the run index was deleted while it ran."""
+    what = f"{job} trains {run} under the same root, and the run index has no record of it"
+    fix = f"wait for its end, or end it: {end}"
+    return PlatformRefused(f"{what}: two jobs would overwrite each other's files", fix=fix)
+
+
 class JobRefused(PlatformRefused):
     """The platform took the job, and refuses for too long to run it: waiting will not change that."""
 

@@ -732,7 +732,9 @@ class Origin(Settings):
     address: str
     """The folder where they are read."""
     files: dict[str, tuple[int, str]]
-    """Name of each file to its bytes and their crc32c."""
+    """Name of each file to its bytes and their crc32c; of the Hub's that are not fetched yet, to what the Hub lists."""
+    listed_as: str | None = Field(None, exclude_if=lambda key: key is None)
+    """The key by what the Hub lists, of weights that were fetched from there."""
     optimizer: bool = False
     """The optimizer's state is taken over too."""
     trained_on: Orders = ()
@@ -740,8 +742,10 @@ class Origin(Settings):
 
     @property
     def key(self) -> str:
-        """Their part in a run's key: wherever they lie, the same weights are the same."""
-        return key_of(self.kind, {name: list(file) for name, file in self.files.items()}, self.optimizer)
+        """Their part in a run's key. The same weights are the same in every bucket and folder, and on the Hub."""
+        return self.listed_as or key_of(
+            self.kind, {name: list(file) for name, file in self.files.items()}, self.optimizer
+        )
 
 
 class TrainingSpec(Settings):

@@ -17,6 +17,7 @@ from prefect import get_run_logger
 from prefect.runtime import flow_run
 
 from launcher.checks import arithmetic
+from launcher.checks.preflight import origin_problems
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
@@ -29,10 +30,10 @@ from launcher.runs.lease import BEAT, LOOK, Lease
 from launcher.runs.restarts import Budget, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
-from litgpt_demo.config import RestartSettings
+from litgpt_demo.config import Origin, RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, TrainLitgptError, words_of
+from litgpt_demo.errors import Fault, TrainLitgptError, UserError, words_of
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.secrets import Cleaner
@@ -71,7 +72,8 @@ async def train(
         if needed := arithmetic.needs(run.config, vocab_size=dataset.vocab_size, metrics=metrics):
             spec = spec.model_copy(update={"train": needed.train})  # of the strategy that `auto` comes to
         if run.origin is not None:
-            found = await asyncio.to_thread(bring_origin, run.origin, run.root)
+            check = partial(_require_fit, run, dataset.vocab_size)
+            found = await asyncio.to_thread(bring_origin, run.origin, run.root, check)
             spec = spec.model_copy(update={"origin": found})
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
@@ -85,6 +87,11 @@ async def train(
             claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step, watch=watch
         )
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
+
+
+def _require_fit(run: Run, vocab_size: int, origin: Origin) -> None:
+    for finding in origin_problems(run, origin, vocab_size=vocab_size):
+        raise UserError(finding.what, fix=finding.fix)
 
 
 def _affordable(run: Run) -> float | None:

@@ -18,6 +18,7 @@ import tempfile
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -34,11 +35,12 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import EvaluationConfig, ModelConfig, OpenWebTextCorpus, TokensCorpus, TrainConfig
+from litgpt_demo.config import EvaluationConfig, ModelConfig, OpenWebTextCorpus, Origin, TokensCorpus, TrainConfig
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
+from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
 from litgpt_demo.training.origins import tokenizer_problem
 
@@ -136,16 +138,21 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
         what = f"model.from: {origin.address} is on this machine, where no node finds it"
         yield Finding("error", "model.from.place", what, "copy that run's folder into a bucket, and name it there")
     if vocab_size is not None:
-        model = run.config.model.model_dump(mode="json")
-        question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}
-        command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
-        done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
-        if done.returncode:
-            said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-            fix = "look at that folder: are its files whole?"
-            yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
-        else:
-            yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
+        yield from origin_problems(run, origin, vocab_size=vocab_size)
+
+
+def origin_problems(run: Run, origin: Origin, *, vocab_size: int) -> Iterator[Finding]:
+    """Compare weights with a run's model: their settings, and in a local folder the names and shapes of tensors."""
+    model = run.config.model.model_dump(mode="json")
+    question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}
+    command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        fix = "look at that folder: are its files whole?"
+        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
+    else:
+        yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
 
 
 def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
@@ -160,7 +167,8 @@ def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what is wrong with root, image and platform; trials of a sweep share these."""
-    found, image, machine = list(check_root(config.root)), config.image, config.platform.machine_type
+    found = [*check_root(config.root), *_check_region(config.root, config.platform.region)]
+    image, machine = config.image, config.platform.machine_type
     images = config.platform.in_containers
     if images and isinstance(image, NoImage):
         what = f"platform {platform.name} runs container images, and image.kind=none"
@@ -174,6 +182,24 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         fix = f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation"
         found.append(Finding("error", "image.architecture", what, fix))
     return [*found, *(check_fitness(config) if images else ()), *platform.check(platform.render(job))]
+
+
+# https://docs.cloud.google.com/storage/docs/locations: names of larger areas begin so.
+_AREAS = {"us": "us-", "nam": "us-", "eu": "europe-", "asia": "asia-"}
+
+
+def _check_region(root: str, region: str | None) -> Iterator[Finding]:
+    """Warn of a bucket elsewhere than the machines: all data and each checkpoint cross between them."""
+    storage = open_storage(root)
+    if region is None or not isinstance(storage, BucketStorage):
+        return
+    with suppress(TrainLitgptError):  # whoever may not ask, or cannot, is told so by the credentials step
+        place = storage.location()
+        area = next((begin for name, begin in _AREAS.items() if place.startswith(name)), "")
+        if place and not region.startswith(area if "-" not in place else place):
+            what = f"the bucket of root={root} is in {place}, and the machines are in {region}"
+            fix = f"take a bucket in {region}; traffic between regions is slow and costs by the gigabyte"
+            yield Finding("warning", "root.region", what, fix)
 
 
 def check_root(root: str) -> Iterator[Finding]:

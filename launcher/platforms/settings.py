@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
@@ -101,6 +102,12 @@ class PlatformSettings(Settings):
         """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
         named: str | None = getattr(self, "machine", None)
         return named
+
+    @property
+    def region(self) -> str | None:
+        """Return the region of Google Cloud that the nodes are in, None where it is not known."""
+        location: str | None = getattr(self, "location", None)  # gke's may be a zone
+        return location and re.sub("-[a-z]$", "", location)
 
     @property
     def machine_type(self) -> Machine | None:

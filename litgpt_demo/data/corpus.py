@@ -459,7 +459,7 @@ def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None)
     signature = found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev
     algorithm, _, listed = source.version.partition(":")
     settled = time.time_ns() - found.st_mtime_ns > _SETTLED
-    checksum = _known_checksum(path, algorithm, signature) if settled else _CHECKSUMS[algorithm](path)
+    checksum = _known_checksum(path, algorithm, signature) if settled else CHECKSUMS[algorithm](path)
     if checksum != listed:
         raise DataError(
             f"{source.address} has {algorithm} {checksum} ({found.st_size} bytes), listed was {listed} "
@@ -472,7 +472,7 @@ def _verified(path: Path, source: Source, before: tuple[int, ...] | None = None)
 
 @cache
 def _known_checksum(path: Path, algorithm: str, signature: tuple[int, ...]) -> str:
-    return _CHECKSUMS[algorithm](path)
+    return CHECKSUMS[algorithm](path)
 
 
 def _git_blob_of(path: Path) -> str:
@@ -482,4 +482,5 @@ def _git_blob_of(path: Path) -> str:
         return file_digest(file, lambda: blob).hexdigest()
 
 
-_CHECKSUMS: dict[str, Callable[[Path], str]] = {"crc32c": crc32c_of, "sha256": sha256_of, "git": _git_blob_of}
+CHECKSUMS: dict[str, Callable[[Path], str]] = {"crc32c": crc32c_of, "sha256": sha256_of, "git": _git_blob_of}
+"""How a file's content is compared with what a bucket or the Hub lists."""

@@ -251,6 +251,13 @@ class BucketStorage(Storage):
     def _address(self, name: str) -> str:
         return f"{SCHEME}{self._bucket}/{name}" if name else f"{SCHEME}{self._bucket}"
 
+    def location(self) -> str:
+        """Return the bucket's region, or its larger area, in lower case: europe-west4, eu, nam4. Who may list it may
+        ask (https://docs.cloud.google.com/storage/docs/json_api/v1/buckets/getStorageLayout)."""
+        with _explaining(self.root, _VIEWER):
+            layout = _client(*_connection())._get_resource(f"/b/{self._bucket}/storageLayout", timeout=20, retry=None)
+        return str(layout.get("location", "")).lower()
+
     @property
     def _bucket(self) -> str:
         return self.root.removeprefix(SCHEME).partition("/")[0]

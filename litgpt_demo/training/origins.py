@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from typing_extensions import TypedDict
 
 from litgpt_demo.config import Origin
-from litgpt_demo.data.corpus import asking_hub, hub_endpoint
+from litgpt_demo.data.corpus import CHECKSUMS, asking_hub, hub_endpoint
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
 from litgpt_demo.data.reading import MOST_POINTER, require_content
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest, write_manifest
@@ -28,6 +29,7 @@ CONFIGS = {"litgpt": "model_config.yaml", "huggingface": "config.json"}
 """The file that says which model the weights of a folder are of."""
 _TOKENIZER = "tokenizer.json"
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_BESIDE = ("config.json", "tokenizer*.json", _INDEX)
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -38,7 +40,8 @@ class _Index(TypedDict):
 def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
     """Find the weights that a model starts `from`, and read their checksums; None where it starts from random ones.
 
-    The Hub's are fetched into its client's own cache. A UserError where there is nothing to start from.
+    Of a model of the Hub its settings and tokenizer are fetched, into its client's own cache, and no weights. A
+    UserError where there is nothing to start from.
     """
     if name is None:
         return None
@@ -47,13 +50,7 @@ def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
     own = [] if is_path else [open_storage(root).within(f"runs/{name}")]
     found = next(filter(None, (_of_run(one, name) or _of_folder(one) for one in (*own, place))), None)
     if found is None and not is_path and (hub := _HUB.fullmatch(name)) and not place.list():
-        from huggingface_hub import snapshot_download
-
-        with asking_hub(hub[1], hub[2] or "main"):
-            patterns = ["config.json", "tokenizer*.json", "*.safetensors", _INDEX]
-            there = snapshot_download(hub[1], revision=hub[2], allow_patterns=patterns, endpoint=hub_endpoint())
-        if (found := _of_folder(open_storage(there))) is not None:  # the folder has the name of the commit
-            found = found.model_copy(update={"name": f"{hub[1]}@{Path(there).name}"})
+        found = _of_hub(hub[1], hub[2])
     if found is None:
         fix = "give the whole name of a run (`train-litgpt runs`), a checkpoint of one, a folder with lit_model.pth "
         fix += f"and model_config.yaml, or with config.json and {_SAFETENSORS}, as transformers' save_pretrained "
@@ -63,6 +60,62 @@ def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
         fix = "leave it out, or name a run, or a checkpoint of one"
         raise UserError(f"model.with_optimizer=true, and model.from={name} has no optimizer's state", fix=fix)
     return found.model_copy(update={"optimizer": optimizer})
+
+
+def _of_hub(repository: str, revision: str | None) -> Origin | None:
+    """The model of a repository, its weights by their checksums there: without a network, by those of the cache."""
+    from huggingface_hub import HfApi, constants
+
+    listed, offline = dict[str, tuple[int, str]](), constants.HF_HUB_OFFLINE
+    folder = _from_hub(repository, revision, [*_BESIDE, *(["*.safetensors"] if offline else [])])
+    if not offline:
+        with asking_hub(repository, commit := folder.name):
+            api = HfApi(endpoint=hub_endpoint())
+            info = api.model_info(repository, revision=commit, files_metadata=True, timeout=60)
+        for file in info.siblings or []:
+            if file.size is not None and (version := file.lfs.sha256 if file.lfs else file.blob_id):
+                listed[file.rfilename] = file.size, _listed(version)
+    # In the client's cache a file is a link to content that is called as the Hub lists it.
+    listed |= {path.name: (path.stat().st_size, _listed(path.resolve().name)) for path in folder.glob("*")}
+    names, index = [_SAFETENSORS], folder / _INDEX
+    if index.exists():
+        names = sorted(
+            {*parse_json(index.read_bytes(), _Index, where=str(index), fix="remove it")["weight_map"].values()}
+        )
+    if missing := [name for name in (*names, CONFIGS["huggingface"]) if name not in listed]:
+        if names[0] in missing:
+            return None
+        raise UserError(
+            f"model.from: {repository} has no {', '.join(missing)}", fix="ask its author for the whole model"
+        )
+    files = {name: listed[name] for name in (*names, CONFIGS["huggingface"])}
+    return Origin(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
+
+
+def _listed(version: str) -> str:
+    return f"{'sha256' if len(version) == 64 else 'git'}:{version}"
+
+
+def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Path:
+    """Fetch files into the cache of the Hub's client; the folder has the name of the commit."""
+    from huggingface_hub import snapshot_download
+
+    with asking_hub(repository, revision or "main"):
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, endpoint=hub_endpoint()))
+
+
+def _fetched(origin: Origin) -> Origin:
+    """Fetch the weights of a model of the Hub; a DataError where they are not what the Hub lists."""
+    repository, _, commit = origin.name.rpartition("@")
+    folder = _from_hub(repository, commit, [*_BESIDE, *origin.files])
+    for name, (_, version) in origin.files.items():
+        algorithm, _, listed = version.partition(":")
+        if CHECKSUMS[algorithm](path := folder / name) != listed:
+            path.resolve().unlink()
+            raise DataError(f"{name} of {origin.name} came damaged from the Hub, and was removed", fix="run again")
+    found = _of_folder(open_storage(str(folder)))
+    assert found is not None, origin.name
+    return found.model_copy(update={"name": origin.name, "listed_as": origin.key, "optimizer": origin.optimizer})
 
 
 def _of_run(place: Storage, name: str) -> Origin | None:
@@ -111,14 +164,21 @@ def records_of(origin: Origin) -> list[FileRecord]:
     return [FileRecord(path=path, size=size, crc32c=crc32c) for path, (size, crc32c) in origin.files.items()]
 
 
-def bring_origin(origin: Origin, root: Storage) -> Origin:
-    """Copy a folder's weights below the root, where every node finds them, unless they are there; a DataError where
-    they have changed since they were found."""
+def bring_origin(origin: Origin, root: Storage, check: Callable[[Origin], object] = lambda fetched: None) -> Origin:
+    """Copy weights below the root, where every node finds them, unless they are there; a DataError where they have
+    changed since they were found. `check` gets those that are fetched from the Hub only now, before they are copied."""
     if origin.kind == "checkpoint":
         return origin
-    source, place = open_storage(origin.address), root.within(f"weights/{origin.key}")
+    place = root.within(f"weights/{origin.key}")
+    there = read_manifest(place, Origin)
+    if any(":" in checksum for _, checksum in origin.files.values()):
+        if there is None:
+            check(origin := _fetched(origin))
+        else:
+            origin = origin.model_copy(update={"files": there.files, "listed_as": origin.key})
+    source = open_storage(origin.address)
     copy = origin.model_copy(update={"address": place.address()})
-    if read_manifest(place, Origin) is None:
+    if there is None:
         for record in records_of(origin):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
                 if (path := source.local_path(record.path)) is None:

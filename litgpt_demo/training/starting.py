@@ -224,7 +224,7 @@ class Question(Settings):
             (what.format(name, ours[name], origin.name, value), own.get(name, "") + _FIX)
             for name, value in wrong.items()
         ]
-        if not problems and (here := place.local_path()) is not None:
+        if not problems and (here := place.local_path()) is not None and (here / next(iter(origin.files))).exists():
             problems = [(problem, _FIX) for problem in tensor_problems(config, origin, here)]
         return problems
 

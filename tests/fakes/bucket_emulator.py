@@ -75,6 +75,7 @@ class Buckets:
     """The objects of each bucket by their names."""
 
     objects: dict[str, dict[str, _Object]]
+    location: str = ""
     _uploads: list[_Upload] = field(default_factory=list)
     _generations: Iterator[int] = field(default_factory=lambda: count(1))
     _lock: Lock = field(default_factory=Lock)
@@ -95,6 +96,8 @@ class Buckets:
         bucket = parts[0]
         if bucket not in self.objects:
             raise _RefusedError(404, "The specified bucket does not exist.")
+        if parts[1:] == ["storageLayout"]:
+            return _json({"bucket": bucket, "location": self.location})
         match method, parts[2:]:
             case "POST", [] if query["uploadType"] == "resumable":
                 self._uploads.append(_Upload(bucket, json.loads(body), query))

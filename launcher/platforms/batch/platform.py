@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AwareDatetime, Field
 
-from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable, rival
 from launcher.google import Service, google_errors
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.machines import MACHINES
@@ -168,15 +168,13 @@ class BatchPlatform:
         return submission.job_id
 
     def _refuse_rivals(self, submission: Submission) -> None:
-        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+        """Refuse to submit beside a job of the same run and root."""
         run = submission.body["job"]["labels"].get(RUN)
         with google_errors(BATCH, f"asking for other jobs of {run}"):
             for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):
                 if job.labels.get(RUN) == run and job.name != submission.job_id and not states.state_of(job).final:
-                    what = f"job {job.name} ({job.status.state.name}) trains {run} under the same root, and the run "
-                    what += "index has no record of it: two jobs would overwrite each other's files"
-                    fix = f"wait for its end, or end it: gcloud batch jobs delete {job.name}"
-                    raise PlatformRefused(what, fix=fix)
+                    name = f"job {job.name} ({job.status.state.name})"
+                    raise rival(name, str(run), end=f"gcloud batch jobs delete {job.name}")
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == job_id_of(self._settings, attempt_name)

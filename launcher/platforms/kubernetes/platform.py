@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of
+from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of, rival
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes import states
@@ -166,10 +166,8 @@ class GkePlatform:
                     continue
                 if workload["metadata"].get("deletionTimestamp"):
                     raise PlatformUnreachable(f"{name}, an older job of the same run, is still being removed")
-                what = f"job {job.namespace}/{name} trains {run} under the same root"
-                what = f"{what}, and the run index has no record of it: two jobs would overwrite each other's files"
-                fix = f"wait for its end, or end it: kubectl delete {resource.plural} -n {job.namespace} {name}"
-                raise PlatformRefused(what, fix=fix)
+                end = f"kubectl delete {resource.plural} -n {job.namespace} {name}"
+                raise rival(f"job {job.namespace}/{name}", str(run), end=end)
 
     def _create(self, job: states.JobName, item: ApiObject, made: list[ApiObject]) -> dict[str, str]:
         """Create an object, or find the very same there; return the reference for what it owns."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, ClassVar, Literal, Self
+import os
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from launcher.machines import MACHINES, require_gpus
 from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
 from launcher.networks.profile import Network
-from launcher.platforms.settings import ClusterSettings
+from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded
 from litgpt_demo.config import Count, Kind, PositiveCount
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
@@ -128,6 +132,16 @@ class GkePlatformConfig(
         https://kubernetes.io/docs/concepts/services-networking/network-policies/#networkpolicy-and-hostnetwork-pods
         """
         return self.network_policy and not self.host_network
+
+    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+        """Refuse to send Google's token to a cluster of a project that neither the user's config nor the environment
+        names: whoever owns the cluster could use it."""
+        own = given.project if isinstance(given, GkePlatformConfig) else None
+        variable = "GOOGLE_CLOUD_PROJECT"
+        if self.cluster and self.project and self.project not in {own, os.environ.get(variable)}:
+            claim = f"the cluster {self.cluster} of the project {self.project} is yours"
+            raise only_recorded(claim, variable=variable, value=self.project)
+        return self.open()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,7 +17,7 @@ import psutil
 from pydantic import BaseModel, Field
 
 from launcher.environment import Entry, as_rows, combined
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import PlatformRefused, PlatformUnreachable, rival
 from launcher.job import ExitCode, Job, JobId, JobState, JobStatus, LogPage, Moment, NodeNumber, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
@@ -186,13 +186,11 @@ class LocalPlatform:
 
 
 def _refuse_rivals(run: str, directory: Path) -> None:
-    """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+    """Refuse to submit beside a job of the same run and root."""
     for folder in directory.parent.iterdir() if run else ():
         if folder != directory and _live(folder) and _submitted(folder).body.run == run:
-            what = f"the job in {folder} trains {run} under the same root, and the run index has no record of it"
             pids = " ".join(str(process.pid) for process in tagged(JOB_TAG, _mark(folder)))
-            fix = f"wait for its end, or end its processes: kill {pids}"
-            raise PlatformRefused(f"{what}: two jobs would overwrite each other's files", fix=fix)
+            raise rival(f"the job in {folder}", run, end=f"kill {pids}")
 
 
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:

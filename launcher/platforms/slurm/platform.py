@@ -16,7 +16,15 @@ from typing import Annotated, ClassVar, NamedTuple
 import psutil
 from pydantic import Field
 
-from launcher.errors import LauncherError, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable, finding_of
+from launcher.errors import (
+    LauncherError,
+    LoginProblem,
+    NotInstalled,
+    PlatformRefused,
+    PlatformUnreachable,
+    finding_of,
+    rival,
+)
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.log_files import page_of
 from launcher.platforms.slurm.render import FAILED, SlurmJob, render
@@ -247,14 +255,13 @@ class SlurmPlatform:
         return numbers[-1], self._whoami()[0]
 
     def _refuse_rivals(self, script: str) -> None:
-        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
+        """Refuse to submit beside a job of the same run and root."""
         run = _RUN.search(script)
         for row in self._queue():
             listed = _RUN.search(row.comment)
             if run and listed and listed[1] == run[1] and not row.has_ended:
-                what = f"job {row.number} ({row.state}) of {row.user} trains {run[1]} under the same root"
-                what = f"{what}, and the run index has no record of it: two jobs would overwrite each other's files"
-                raise PlatformRefused(what, fix=f"wait for its end, or end it: scancel {row.number}")
+                job = f"job {row.number} ({row.state}) of {row.user}"
+                raise rival(job, run[1], end=f"scancel {row.number}")
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         settings = self._settings

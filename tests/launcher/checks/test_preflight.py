@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bucket_emulator import RUNNING, bucket_emulator
 from echoing_server import echoing_server
 from strangers import evil_scheduler
+from strict_platform import StrictPlatform
 
 from launcher.checks.doctor import examine_environment
 from launcher.checks.preflight import check_access, check_place, check_training, check_workers
@@ -43,6 +45,27 @@ def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(
     with evil_scheduler(tmp_path / "ran") as address:
         assert check_workers(DaskWorkers(kind="dask", scheduler=address)) == []
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "location", "elsewhere"),
+    [
+        ("US-EAST1", "europe-west4-b", True), ("EUROPE-WEST4", "europe-west4-b", False), ("EU", "europe-west4", False),
+        ("NAM4", "europe-west4", True), ("EUROPE-WEST1", "europe-west4", True), ("", "europe-west4", False),
+    ],
+)  # fmt: skip
+def test_bucket_in_another_region_than_the_machines_is_a_warning(
+    bucket: str, location: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket_emulator("runs") as address:
+        RUNNING[address].location = bucket
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        document = {"root": "gs://runs/a", "platform": {"kind": "gke", "cluster": "c", "location": location}}
+        config = validated(RunConfig, document, where="test")
+        job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="gs://runs/a/1")
+        found = [one for one in check_place(config, StrictPlatform(), job) if one.code == "root.region"]
+    assert [one.severity for one in found] == ["warning"] * elsewhere
+    assert all(f"is in {bucket.lower()}, and the machines are in europe-west4" in one.what for one in found)
 
 
 def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> None:

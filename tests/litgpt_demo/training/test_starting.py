@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -258,9 +259,10 @@ def test_git_lfs_pointer_among_weights_is_refused(name: str, tmp_path: Path) -> 
         found(tmp_path)
 
 
-def test_a_model_of_the_hub_is_pinned_to_its_commit(
-    of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_model_of_the_hub_is_pinned_and_fetched_at_the_start(
+    of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, new_run: NewRun,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     folder, model, _ = of_transformers
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     repository = Repository(files, large={"model.safetensors"})
@@ -269,7 +271,20 @@ def test_a_model_of_the_hub_is_pinned_to_its_commit(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         origin = found("someone/llama")
         assert origin.name == f"someone/llama@{repository.commit}"
-        assert (origin.key, asked(origin, model)) == (found(folder).key, [])
+        assert asked(origin, model) == []
+        assert hub.starts == [], "weights are fetched when the training starts"
+        copied = bring_origin(origin, open_storage(str(tmp_path)), check := Mock())
+        assert (copied.key, hub.starts) == (origin.key, [0])
+        assert asked(check.call_args[0][0], model) == []
+        assert logits(new_run("begun", model=model), copied) is not None
+        assert bring_origin(origin, open_storage(str(tmp_path)), Mock(side_effect=[])) == copied
+        with monkeypatch.context() as offline:
+            offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+            assert found("someone/llama").key == origin.key
+        hub.spoil = True
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(DataError, match=r"model.safetensors of someone/llama@.* came damaged from the Hub"):
+            bring_origin(found("someone/llama"), open_storage(str(tmp_path / "another")))
         with pytest.raises(UserError, match="check the name"):
             found("someone/else")
 

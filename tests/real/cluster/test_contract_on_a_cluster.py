@@ -5,6 +5,7 @@ CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from kubernetes_cluster import running_cluster
 from waiting import until
 
 from launcher.job import JOB_LABEL, JobId
-from launcher.platforms.kubernetes.cluster import JOBS
+from launcher.platforms.kubernetes.cluster import JOBS, JOBSETS, NotThere
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
@@ -45,8 +46,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
     def jobs() -> set[JobId]:
         """This suite's, all of which are called contract-…: also of a run that was interrupted."""
-        listed, _ = platform.cluster.list(JOBS, "default", labels=JOB_LABEL)
-        names = [job["metadata"]["labels"][JOB_LABEL] for job in listed]
+        names = set[str]()
+        for resource in (JOBSETS, JOBS):  # a JobSet is there at once, its Job when the controller has made it
+            with contextlib.suppress(NotThere):
+                listed, _ = platform.cluster.list(resource, "default", labels=JOB_LABEL)
+                names |= {thing["metadata"]["labels"][JOB_LABEL] for thing in listed}
         return {JobId(f"default/{name}") for name in names if name.startswith("contract-")}
 
     def cancelled() -> None:
@@ -54,10 +58,15 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
             platform.cancel(job_id)
 
     with (
+        contextlib.ExitStack() as stack,
         platform_of(kubeconfig, claim=claim, claim_path=shared) as platform,
         TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder,
     ):
         cancelled()
+        # Pods are another user: below a folder that all may write to, the umask decides who may use what is made.
+        Path(folder).chmod(0o777)
+        before = os.umask(0)
+        stack.callback(os.umask, before)
         yield Place(platform=platform, folder=Path(folder), live_jobs=lambda: len(jobs()), written=jobs)
         cancelled()
 

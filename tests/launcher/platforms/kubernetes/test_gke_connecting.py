@@ -9,19 +9,21 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from certificates import certificate_in
 from gke_jobs import job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, GoogleCloud, google_cloud
 from kubernetes_cluster import Cluster
 from waiting import until
 
-from launcher.errors import ConfigProblem, LoginProblem
+from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable
 from launcher.job import JobState
 from launcher.platforms.kubernetes import connection as connecting
 from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.runs.attempts import recorded_platform
 
 
 @pytest.fixture
@@ -70,6 +72,30 @@ def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
     assert connect(settings()).version() == "v1.36.2-gke.1034000"
     assert {path.name for path in tmp_path.iterdir()} == {cloud.key.name}
     assert cloud.tokens == 1
+
+
+def test_cluster_with_another_certificate_is_sent_no_token(
+    cloud: GoogleCloud, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Who answers in the cluster's place could use it: it is good for all of the user's Google Cloud."""
+    trust(cloud, certificate_in(tmp_path)[1].read_text())
+    before = cluster.traffic.calls.total()
+    with pytest.raises(PlatformUnreachable, match="certificate verify failed"):
+        connect(settings()).within(0.1).version()
+    assert cluster.traffic.calls.total() == before
+
+
+def test_cluster_of_a_record_is_believed_if_the_user_names_its_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write to the root can have a record name a cluster of theirs, which then gets Google's token."""
+    section = settings().model_dump(mode="json") | {"project": "evil"}
+    for known in ("", PROJECT):
+        monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", known)
+        for given in (None, settings()):
+            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the verb the config"):
+                recorded_platform(section, given)
+    assert recorded_platform(section, settings().model_copy(update={"project": "evil"})).name == "gke"
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "evil")
+    assert recorded_platform(section).name == "gke"
 
 
 def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
