@@ -58,9 +58,19 @@ DATASET_FIELDS = ("root", "data", "workers")
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
+
+def _writable(depth: int = 4) -> dict[str, Any]:
+    """Return the JSON schema of a value whose integers Prefect's server can write: orjson knows those of 64 bits, and a
+    larger one makes an error 500 of each list of flow runs that has it."""
+    bounds = {"if": {"type": "integer"}, "then": {"minimum": -(2**63), "maximum": 2**64 - 1}}
+    parts = {"items": _writable(depth - 1), "patternProperties": {"": _writable(depth - 1)}} if depth else {}
+    return {**bounds, **parts}
+
+
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
     default={},
+    json_schema_extra={"patternProperties": {"": _writable()}},
     description='Single settings by their dotted names: {"train.max_steps": 100}. They win over the sections; '
     "a section given with -p replaces the deployment's whole section.",
 )
