@@ -48,10 +48,7 @@ check: $(VENV)/.installed-dev ## style and types
 
 audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the images' too
 	$(BIN)/ruff check .
-	@worst=0; for pins in constraints.txt $(wildcard litgpt_demo/stacks/*.lock); do echo "$$pins:"; \
-		$(BIN)/python -m pip_audit --vulnerability-service osv --requirement $$pins --no-deps --disable-pip \
-			--progress-spinner off || worst=1; \
-	done; exit $$worst
+	@$(BIN)/python tests/audit.py constraints.txt $(wildcard litgpt_demo/stacks/*.lock)
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments; PORT=4300 for another port
 	$(BIN)/train-litgpt serve --port $(PORT)
