@@ -48,19 +48,16 @@ check: $(VENV)/.installed-dev ## style and types
 
 audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the images' too
 	$(BIN)/ruff check .
-	@worst=0; for pins in constraints.txt $(wildcard litgpt_demo/stacks/*.lock); do echo "$$pins:"; \
-		$(BIN)/python -m pip_audit --vulnerability-service osv --requirement $$pins --no-deps --disable-pip \
-			--progress-spinner off || worst=1; \
-	done; exit $$worst
+	@$(BIN)/python tests/audit.py constraints.txt $(wildcard litgpt_demo/stacks/*.lock)
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments; PORT=4300 for another port
-	$(BIN)/python -m deployments.bootstrap serve --port $(PORT)
+	$(BIN)/train-litgpt serve --port $(PORT)
 
 stop: $(VENV)/.installed ## what serve started
-	$(BIN)/python -m deployments.bootstrap stop
+	$(BIN)/train-litgpt stop
 
 deploy: $(VENV)/.installed ## the work pool, the deployments and the automations on a team's server, that of PREFECT_API_URL
-	$(BIN)/python -m deployments.bootstrap deploy
+	$(BIN)/train-litgpt deploy
 
 ui: serve ## the same, and open the browser
 	@$(BIN)/python -c "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))" http://127.0.0.1:$(PORT)/v2 || \

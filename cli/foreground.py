@@ -71,7 +71,7 @@ def in_foreground(
                 running.put(cast(asyncio.Task[Any], asyncio.current_task()))
                 from flows.server import run_served
 
-                what = "starting Prefect's own server for this run (make serve starts one that stays)"
+                what = "starting Prefect's own server for this run (train-litgpt serve starts one that stays)"
                 return await run_served(load, on_own_server=lambda: watch.waiting(what))
 
             result = in_background(lambda: asyncio.run(with_a_server()))

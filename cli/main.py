@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.terminal import Screen, accept_any_text, show_text
+from deployments import bootstrap
 from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
@@ -366,7 +367,7 @@ def submit(
 
     if deployment is None:
         if server_address() is None:
-            _print_notes("there is no Prefect server: `make serve` starts one, which has these deployments")
+            _print_notes("there is no Prefect server: `train-litgpt serve` starts one, which has these deployments")
             told = {one["name"]: one["description"] for one in read_yaml(PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
@@ -382,6 +383,10 @@ def submit(
 def _submitted(flow_run: str, full: str, page: str | None) -> None:
     _answer({"flow_run": flow_run, "deployment": full, "page": page})
     _say(f"flow run [bold]{flow_run}[/] of {full}\n  {page}")
+
+
+for _command in (bootstrap.serve, bootstrap.stop, bootstrap.deploy):
+    app.command()(_command)
 
 
 @app.command()

@@ -1,14 +1,8 @@
-"""A Prefect server with its UI, a work pool, a worker, deployments and automations, by Prefect's own commands.
-
-python -m deployments.bootstrap serve    what is there stays; deployments and automations are brought up to date
-python -m deployments.bootstrap stop     ends the server and the worker that it started
-python -m deployments.bootstrap deploy   the same deployments and automations on a server that others started
-"""
+"""A Prefect server with its UI, a work pool, a worker, deployments and automations, by Prefect's own commands."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
@@ -17,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,9 +28,7 @@ from launcher.formatting import harmless
 from launcher.runs.index import DamagedRecords, Index, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.heartbeat import started
-from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.secrets import is_protected
 from litgpt_demo.storage.private import close_folder, write_private
 
@@ -52,23 +45,12 @@ POOL = "litgpt-local"
 _STARTUP = 180.0  # seconds: a fresh database is migrated first, which alone takes 15 s on two idle cores
 _GRACE = 20.0  # seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-
-def main() -> None:
-    """A known error is a message; a traceback is for errors that are ours."""
-    try:
-        settle_proxies(os.environ)
-        app()
-    except TrainLitgptError as error:
-        sys.exit(f"error: {error}")
-
-
-@app.command()
-def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] = 4200) -> None:
-    """Start server and worker where they do not run, and deploy what prefect.yaml and automations.yaml say."""
+def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server on 127.0.0.1.")] = 4200) -> None:
+    """Start Prefect's server with its UI and a worker unless they run, and update the deployments and automations."""
     notify = _notify()
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"
+    there = _is_served(port)
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
     given = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH)
@@ -79,22 +61,18 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     os.environ |= environment(home) | addresses
     from flows.server import require_server  # only now: Prefect reads its settings when it is imported
 
-    there, log = prefect("server", "status", check=False) == 0, file.with_name("server.log")
+    log = file.with_name("server.log")
     if not there:
-        if serving.live("server") is not None:
-            raise ConfigProblem(
-                f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
-            )
         _start(
             "server", serving.server_command(port, app="server"), serving.server_environment(port, secret) | own_origins
         )
     give_up = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
         if serving.live("server") is None:  # something else may use its port
-            what = f"Prefect's server ended; {log} ends with:\n{log.read_text().strip()[-200:]}"
-            raise ConfigProblem(what, fix=f"if the port {port} is taken, take another: make serve PORT={port + 100}")
+            raise ConfigProblem(f"Prefect's server ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
         if time.monotonic() > give_up:
-            raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
+            what = f"Prefect's server does not answer at {api} after {_STARTUP:.0f} s"
+            raise ConfigProblem(what, fix=f"read {log}, and run `train-litgpt stop` before the next try")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
     _report("server", "there" if there else "started", ui)
     require_server()
@@ -113,13 +91,31 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         f"    . {shlex.quote(str(file))}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
         f"    train-litgpt submit local train.max_steps=100\n\n"
-        f"`make stop` ends server and worker; their logs are in {file.parent}."
+        f"`train-litgpt stop` ends server and worker; their logs are in {file.parent}."
     )
 
 
-@app.command()
+def _is_served(port: int) -> bool:
+    """Return whether our server listens on a port, False if nobody does. Its process is its mark: any Prefect server
+    would answer there."""
+    with suppress(psutil.NoSuchProcess):
+        if (process := serving.live("server")) is not None:
+            words = process.cmdline()
+            if (used := int(words[words.index("--port") + 1])) != port:
+                fix = f"use it by `train-litgpt serve --port {used}`, or end it first by `train-litgpt stop`"
+                raise ConfigProblem(f"the server of {serving_home()} already listens on port {used}", fix=fix)
+            return True
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        what = f"port {port} of this machine is in use by a program that `train-litgpt serve` did not start"
+        free = f"take another port, as `train-litgpt serve --port {port + 100}` (`make serve PORT={port + 100}`)"
+        raise ConfigProblem(f"{what} ({error.strerror})", fix=free) from None
+    return False
+
+
 def deploy() -> None:
-    """Bring a team's server up to date, that of PREFECT_API_URL (docs/team.md); its workers are started elsewhere."""
+    """Update the work pool, the deployments and the automations of a team's Prefect server, that of PREFECT_API_URL."""
     from prefect.settings import get_current_settings
 
     from flows.server import require_server
@@ -148,15 +144,15 @@ def _deploy() -> None:
     if not pool:
         prefect("work-pool", "create", POOL, "--type", "process")
     _report("work pool", "there" if pool else "created", POOL)
-    prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE))
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
 
 
-@app.command()
 def stop() -> None:
-    """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
+    """End the server and the worker that `serve` started. Jobs continue; the command names them."""
     os.environ |= environment(serving_home())
-    os.chdir(CHECKOUT)  # relative roots are the worker's
+    with suppress(psutil.Error, OSError):  # relative roots are the worker's
+        os.chdir(serving.workplace() if (worker := serving.live("worker")) is None else worker.cwd())
     indexes = [Index.of(root) for root in sorted({root_of({}), *asyncio.run(_roots())})]
     for name in ("worker", "server"):
         _report(name, "stopped" if _end(name) else "not running", "")
@@ -175,18 +171,23 @@ def _report(part: str, what: str, which: str) -> None:
 
 def environment(home: Path) -> dict[str, str]:
     """Return Prefect's settings for everything that is started here, the address and the secret that were kept too."""
-    return settings_in(environment_file(home)) | {
-        "PREFECT_HOME": str(home),
-        "DO_NOT_TRACK": "1",
-        # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
-        "PREFECT_CLIENT_MAX_RETRIES": "9",
-    }
+    own = {name: value for name, value in serving.PREFECT_SETTINGS.items() if name not in os.environ}
+    return (
+        own
+        | settings_in(environment_file(home))
+        | {
+            "PREFECT_HOME": str(home),
+            "DO_NOT_TRACK": "1",
+            # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
+            "PREFECT_CLIENT_MAX_RETRIES": "9",
+        }
+    )
 
 
 def prefect(*words: str, check: bool = True) -> int:
     """Call Prefect's command line; return its exit code."""
     command = [*PYTHON, "-m", "prefect", "--no-prompt", *words]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=serving.workplace(), capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
         raise ConfigProblem(f"`prefect {shlex.join(words)}` refused:\n{(done.stdout + done.stderr).strip()}")
     return done.returncode
@@ -199,7 +200,7 @@ def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingP
     log.touch(mode=0o600)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command, env={**os.environ, **more}, cwd=CHECKOUT, start_new_session=True, umask=0o077,
+            command, env={**os.environ, **more}, cwd=serving.workplace(), start_new_session=True, umask=0o077,
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     write_private(serving.kept_file(f"{name}.pid"), f"{process.pid} {started(process.pid)}\n")
@@ -209,7 +210,7 @@ def _end(name: str) -> bool:
     """End the server or the worker; return whether it lived."""
     lived, give_up = False, time.monotonic() + _GRACE
     while (process := serving.live(name)) is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             if not lived:
                 process.terminate()
             elif time.monotonic() > give_up:
@@ -273,18 +274,18 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
 
 
 async def _roots() -> set[str]:
-    """Return the roots that flow runs of this server wrote under lately; none where it does not answer."""
+    """Return the roots that flow runs of this server wrote under; none where it does not answer."""
     import httpx
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.sorting import FlowRunSort
+
+    from flows.reconciling import all_flow_runs
 
     if not os.environ.get("PREFECT_API_URL"):
         return set()
-    with contextlib.suppress(httpx.HTTPError, RuntimeError):
+    with suppress(httpx.HTTPError, RuntimeError):
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             if await client.api_healthcheck() is None:
-                found = await client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200)
-                return {root_of(flow_run.parameters) for flow_run in found}
+                return {root_of(flow_run.parameters) for flow_run in await all_flow_runs(client)}
     return set()
 
 
@@ -310,12 +311,8 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
         cost = f"An hour of {hour} at list price on demand (in {price.region}, {price.date})."
     return whole | {
         "try_it": "First put your project, cluster, bucket and repository into "
-        f"`deployments/configs/{config}`, and call `make serve` again.\n\n"
+        f"`deployments/configs/{config}`, and call `train-litgpt serve` again.\n\n"
         f"- On the command line: `train-litgpt run deployments/configs/{config}`\n"
         f"- To try it: `prefect deployment run '{flow}/{Path(config).stem}' -p 'overrides={json.dumps(changes)}'`\n"
         f"- {cost}"
     }
-
-
-if __name__ == "__main__":
-    main()

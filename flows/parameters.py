@@ -58,9 +58,19 @@ DATASET_FIELDS = ("root", "data", "workers")
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
+
+def _writable(depth: int = 4) -> dict[str, Any]:
+    """Return the JSON schema of a value whose integers Prefect's server can write: orjson knows those of 64 bits, and a
+    larger one makes an error 500 of each list of flow runs that has it."""
+    bounds = {"if": {"type": "integer"}, "then": {"minimum": -(2**63), "maximum": 2**64 - 1}}
+    parts = {"items": _writable(depth - 1), "patternProperties": {"": _writable(depth - 1)}} if depth else {}
+    return {**bounds, **parts}
+
+
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
     default={},
+    json_schema_extra={"patternProperties": {"": _writable()}},
     description='Single settings by their dotted names: {"train.max_steps": 100}. They win over the sections; '
     "a section given with -p replaces the deployment's whole section.",
 )
@@ -239,7 +249,9 @@ def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]
     document, there = settings.model_dump(mode="json"), deployments_there()
     found = [full for full in there if full.startswith(f"{flow}/")]
     if not found:
-        raise ConfigProblem(f"Prefect's server has no deployment of {flow}", fix="deploy them with `make deploy`")
+        raise ConfigProblem(
+            f"Prefect's server has no deployment of {flow}", fix="deploy them with `train-litgpt deploy`"
+        )
 
     def distance(full: str) -> tuple[bool, bool, str]:
         platform = there[full].parameters.get("platform") or {}
@@ -260,7 +272,11 @@ def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:
     require_server()
     only = None if name is None else DeploymentFilter(name=DeploymentFilterName(any_=[name]))
     with get_client(sync_client=True) as client:
-        found = client.read_deployments(deployment_filter=only)
+        found: list[DeploymentResponse] = []
+        while len(found) % 200 == 0 and (
+            page := client.read_deployments(deployment_filter=only, limit=200, offset=len(found))
+        ):
+            found += page  # the server gives no more than 200 at once
         flows = {flow: client.read_flow(flow).name for flow in {one.flow_id for one in found}}
     return {f"{flows[one.flow_id]}/{one.name}": one for one in found}
 

@@ -5,7 +5,7 @@ a flow run that has been "Cancelling" for five minutes by itself; nobody has the
 look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
 
 Or it calls them running, and their orchestrator died while the server was away: it heard of no crash, and an automation
-that waits for heartbeats has forgotten them. `make serve` looks at their leases.
+that waits for heartbeats has forgotten them. `train-litgpt serve` looks at their leases.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import httpx
 from prefect import flow, get_run_logger
@@ -64,7 +65,7 @@ async def reap_jobs() -> list[Reaped]:
     """
     found = []
     async with get_client() as client:
-        for flow_run in await _flow_runs(client, StateType.CANCELLED):
+        for flow_run in await _lately(client, StateType.CANCELLED):
             try:
                 jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
             except TrainLitgptError as error:
@@ -87,21 +88,26 @@ async def reap() -> list[str]:
     return [str(reaped) for reaped in found]
 
 
-async def _flow_runs(client: PrefectClient, of_state: StateType) -> list[Any]:
+async def all_flow_runs(client: PrefectClient, **wanted: Any) -> list[Any]:
+    """Return the flow runs of our flows, newest first: all, or those with these fields of Prefect's filter."""
     found: list[Any] = []
-    state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[of_state]))
-    lately = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
-    while True:
-        some = await client.read_flow_runs(
+    while True:  # the server gives no more than 200 at once
+        page = await client.read_flow_runs(
             flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=list(KINDS))),
-            flow_run_filter=filters.FlowRunFilter(state=state, expected_start_time=lately),
+            flow_run_filter=filters.FlowRunFilter(**wanted),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             limit=200,
             offset=len(found),
         )
-        found += some
-        if len(some) < 200:
+        found += page
+        if len(page) < 200:
             return found
+
+
+async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
+    since = filters.FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - _LOOK_BACK)
+    in_state = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=[state]))
+    return await all_flow_runs(client, state=in_state, expected_start_time=since)
 
 
 async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
@@ -135,7 +141,7 @@ async def crash_orphans(
 
     Dead is who holds the lease of a run and gives no sign of life meanwhile. Who holds none yet is left to heartbeats.
     """
-    running = {str(flow_run.id): flow_run for flow_run in await _flow_runs(client, StateType.RUNNING)}
+    running = {str(flow_run.id): flow_run for flow_run in await _lately(client, StateType.RUNNING)}
     before = await asyncio.to_thread(lambda: {number: _beats(number, one) for number, one in running.items()})
     if not any(before.values()):
         return []
@@ -180,6 +186,5 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
-    ids: list[Any] = list(flow_runs)
-    found = await client.read_flow_runs(flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=ids)))
+    found = await all_flow_runs(client, id=filters.FlowRunFilterId(any_=[UUID(flow_run) for flow_run in flow_runs]))
     return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

@@ -38,7 +38,7 @@ def server_address() -> httpx.URL | None:
 
 
 def use_served() -> None:
-    """Use the server of `make serve` if it runs and no other is configured, and its secret if none is given."""
+    """Use the server of `train-litgpt serve` if it runs and no other is configured, and its secret if none is given."""
     api, kept = get_current_settings().api, serving.settings_in(serving.environment_file(serving.serving_home()))
     if not api.url and serving.live("server"):
         _configure(kept)
@@ -54,7 +54,9 @@ def require_server() -> None:
     """Ask the configured server once whether it can be worked with."""
     address = server_address()
     if address is None:
-        raise ConfigProblem("there is no Prefect server: run `make serve`, or set PREFECT_API_URL to one that runs")
+        raise ConfigProblem(
+            "there is no Prefect server: run `train-litgpt serve`, or set PREFECT_API_URL to one that runs"
+        )
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (
@@ -63,11 +65,11 @@ def require_server() -> None:
         ):
             client.raise_for_api_version_mismatch()
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        fix = "Start it with `make serve`, or correct the address, which ends in /api"
+        fix = "Start it with `train-litgpt serve`, or correct the address, which ends in /api"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
             fix = (
                 "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for; "
-                "`make serve` says how for the server that it starts"
+                "`train-litgpt serve` says how for the server that it starts"
             )
         raise ServerUnreachable(
             f"PREFECT_API_URL={address} cannot be used as Prefect's server: {_why(error)}. {fix}; or unset it (in "
@@ -129,7 +131,7 @@ class OwnServer:
                 if (code := self._process.poll()) is not None:
                     raise ServerUnreachable(
                         f"Prefect's own server for this run ended with {code} before it was up; what it said stands "
-                        "above. Try again, or start a server that stays: `make serve`"
+                        "above. Try again, or start a server that stays: `train-litgpt serve`"
                     )
                 with suppress(httpx.TransportError):
                     if client.get(f"{self._address}/health").is_success:
@@ -138,7 +140,7 @@ class OwnServer:
         raise ServerUnreachable(
             f"Prefect's own server for this run was not up after {self._seconds} s. The usual cause is a busy machine, "
             f"or a slow disk below PREFECT_HOME={serving.serving_home()}. Set PREFECT_SERVER_EPHEMERAL_STARTUP_"
-            f"TIMEOUT_SECONDS={2 * self._seconds}, or start a server that stays: `make serve`"
+            f"TIMEOUT_SECONDS={2 * self._seconds}, or start a server that stays: `train-litgpt serve`"
         )
 
 
@@ -169,8 +171,8 @@ def server_problems() -> Iterator[None]:
                 raise  # other hosts are asked through the same library
         raise ServerUnreachable(
             f"Prefect's server at {address} stopped answering ({_why(error)}). "
-            "Run the same command again once a server answers (`make serve` starts one that stays): steps that are "
-            "done are found by their keys, and a job that still runs is adopted"
+            "Run the same command again once a server answers (`train-litgpt serve` starts one that stays): steps that "
+            "are done are found by their keys, and a job that still runs is adopted"
         ) from None
 
 

@@ -27,16 +27,37 @@ ORIGINS = "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
+# Of Prefect's processes. In a checkout its pyproject.toml has the same, with the reasons, also for a team's workers.
+PREFECT_SETTINGS = {
+    "PREFECT_WORKER_QUERY_SECONDS": "2.0",
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
+    "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "True",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "False",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "False",
+}
+
+
+def _is_checkout() -> bool:
+    return (CHECKOUT / "pyproject.toml").exists()  # an installed package is in site-packages
+
+
+def workplace() -> Path:
+    """Return the folder of the server, the worker and their flow runs: the checkout, else the current folder."""
+    return CHECKOUT if _is_checkout() else Path.cwd()
+
+
 def serving_home() -> Path:
-    """Return the folder of the servers that we start: PREFECT_HOME or, without one, next to the code if we may write
-    there, else the user's own."""
+    """Return the folder of the servers that we start: PREFECT_HOME, else .prefect in a checkout that the user may write
+    to, else a folder of the user's own."""
     own = CHECKOUT / ".prefect"
-    home = own if os.access(own if own.exists() else CHECKOUT, os.W_OK) else "~/.prefect"
-    return Path(os.environ.get("PREFECT_HOME") or home).expanduser().absolute()
+    if not _is_checkout() or not os.access(own if own.exists() else CHECKOUT, os.W_OK):
+        own = Path(os.environ.get("TRAIN_LITGPT_HOME") or "~/.train-litgpt") / "prefect"
+    return Path(os.environ.get("PREFECT_HOME") or own).expanduser().absolute()
 
 
 def environment_file(home: Path) -> Path:
-    """Return the file with the settings that a shell needs to use the server of `make serve`, its secret among them."""
+    """Return the file with the settings, the secret among them, that a shell needs to use the server."""
     return home / "serve" / "environment"
 
 
@@ -48,12 +69,12 @@ def settings_in(file: Path) -> dict[str, str]:
 
 
 def kept_file(name: str) -> Path:
-    """Return the file of this name in the folder of the server and the worker of `make serve`."""
+    """Return the file of this name in the folder of the server and the worker of `train-litgpt serve`."""
     return environment_file(serving_home()).with_name(name)
 
 
 def live(name: str) -> psutil.Process | None:
-    """Return the server or the worker that `make serve` started, if it lives."""
+    """Return the server or the worker that `train-litgpt serve` started, if it lives."""
     with suppress(FileNotFoundError, PermissionError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = kept_file(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
@@ -64,7 +85,7 @@ def live(name: str) -> psutil.Process | None:
 
 
 def served() -> dict[str, str]:
-    """Return the settings that a shell needs to use the server of `make serve`; {} where it does not run."""
+    """Return the settings that a shell needs to use the server of `train-litgpt serve`; {} where it does not run."""
     return settings_in(environment_file(serving_home())) if live("server") else {}
 
 

@@ -52,7 +52,7 @@ class Served:
         return self.call(sys.executable, "-m", *words)
 
     def serve(self) -> str:
-        said = self.python("deployments.bootstrap", "serve", "--port", str(self.port))
+        said = self.python("cli", "serve", "--port", str(self.port))
         leaks.SHARED.update(int(file.read_text().split()[0]) for file in (self.home / "serve").glob("*.pid"))
         return said
 
@@ -67,7 +67,7 @@ def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFa
         assert made.secret not in said
         yield made
     finally:
-        said = made.python("deployments.bootstrap", "stop")
+        said = made.python("cli", "stop")
         assert said.split() == ["worker", "stopped", "server", "stopped"]
 
 

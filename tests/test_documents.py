@@ -46,7 +46,7 @@ def test_make_alone_lists_what_there_is_and_each_with_its_words() -> None:
 def test_a_port_is_told_to_make() -> None:
     for target in ("serve", "ui"):
         would = subprocess.run(["make", "-n", target, "PORT=4300"], capture_output=True, text=True, check=True).stdout
-        assert "deployments.bootstrap serve --port 4300" in would
+        assert "train-litgpt serve --port 4300" in would
 
 
 def test_each_command_of_ours_is_understood_and_its_config_stands(

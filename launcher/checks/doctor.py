@@ -29,7 +29,7 @@ _TOOLS = {"git": "without it the commit of the code is not recorded with a run",
 
 
 def examine_environment(root: str = "output", *, served: str | None = None) -> Iterator[Finding]:
-    """`served` is the address of the server that `make serve` started."""
+    """`served` is the address of the server that `train-litgpt serve` started."""
     yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
     for name, known in _NEEDED.items():
         try:
@@ -70,10 +70,10 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
             yield Finding("info", "prefect.server", f"{given} answers")
         else:
             what = "no Prefect server is configured or runs: `run` starts one of its own for its duration"
-            yield Finding("info", "prefect.server", what, "make serve starts one that stays, with the UI")
+            yield Finding("info", "prefect.server", what, "train-litgpt serve starts one that stays, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
         what = f"{given} does not answer ({words_of(error)})"
-        yield Finding("error", "prefect.server", what, "make serve, or unset PREFECT_API_URL")
+        yield Finding("error", "prefect.server", what, "train-litgpt serve, or unset PREFECT_API_URL")
     for name, why in _TOOLS.items():
         if where := shutil.which(name):
             yield Finding("info", f"tool.{name}", f"{name}: {where}")

@@ -485,7 +485,7 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
         said, listed = cli("submit", "local"), cli("submit")
         handed = cli("run", str(Path(__file__).parents[2] / "deployments/configs/pi.yaml"), "--detach")
     for one in (said, handed):
-        assert (one.code, "run `make serve`, or set PREFECT_API_URL" in one.err) == (USER, True)
+        assert (one.code, "run `train-litgpt serve`, or set PREFECT_API_URL" in one.err) == (USER, True)
     assert listed.out.startswith("! there is no Prefect server")
     assert {"gke-tcpxo", "sweep-local"} <= {line.split()[0] for line in listed.out.splitlines()}
 

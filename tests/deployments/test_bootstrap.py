@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from serving_thread import Answering, served
 
-from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, NOTIFY, put_automation, serve
-from flows.serving import CHECKOUT, server_command
+from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, NOTIFY, _roots, put_automation, serve
+from flows.serving import CHECKOUT, PREFECT_SETTINGS, server_command
 from launcher.errors import ConfigProblem
 
 
@@ -77,6 +82,46 @@ def test_notices_go_to_no_plain_address(address: str, monkeypatch: pytest.Monkey
     assert NOTIFY not in os.environ
 
 
+class Strange(Answering):
+    """Somebody else's Prefect server: it answers Prefect's command `server status`."""
+
+    def do_GET(self) -> None:
+        self.answer(200, b"true")
+
+
+def test_port_of_a_strange_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    with served(server := ThreadingHTTPServer(("127.0.0.1", 0), Strange)):
+        problem = f"port {server.server_port} .* is in use by a program that `train-litgpt serve` did not start"
+        with pytest.raises(ConfigProblem, match=problem):
+            serve(server.server_port)
+    assert not [*tmp_path.iterdir()], "its secret is kept nowhere"
+
+
+def test_serve_names_the_port_of_its_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = SimpleNamespace(cmdline=lambda: server_command(4300, app="server"))
+    monkeypatch.setattr("flows.serving.live", lambda name: process if name == "server" else None)
+    with pytest.raises(ConfigProblem, match="already listens on port 4300; use it by `train-litgpt serve --port 4300`"):
+        serve(4200)
+
+
+@pytest.mark.prefect
+def test_stop_looks_at_all_pages_of_flow_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server gives no more than 200 flow runs at once, and the oldest may be the only one of its root."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    from flows.train_litgpt import train_litgpt
+
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name(train_litgpt.name)
+        for root in ("the-oldest", *["the-newest"] * 204):
+            body = {"flow_id": str(flow), "parameters": {"root": root}}
+            client.request("POST", "/flow_runs/", json=body).raise_for_status()
+    monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
+    assert {"the-oldest", "the-newest"} <= asyncio.run(_roots())
+
+
 def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import Settings
 
@@ -90,4 +135,9 @@ def test_prefect_takes_its_settings_of_the_checkout(monkeypatch: pytest.MonkeyPa
     assert taken.flows.heartbeat_frequency == 30
     # A worker hands them to its flow runs.
     handed = taken.to_environment_variables(exclude_unset=True)
+    # Without a checkout there is no such file.
+    section = (CHECKOUT / "pyproject.toml").read_text().split("[tool.prefect]")[1].split("\n[")[0]
+    names = re.findall(r"^([a-z_.]+) = ", section, re.MULTILINE)
+    assert {f"PREFECT_{name.replace('.', '_').upper()}" for name in names} == {*PREFECT_SETTINGS}
+    assert PREFECT_SETTINGS.items() <= handed.items()
     assert handed["PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE"] == "True"

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 from uuid import uuid4
 
 import prefect
@@ -196,6 +197,7 @@ def event_of(kind: str, message: str, run_count: int = 1, tags: tuple[str, ...] 
 
     resource = {"prefect.resource.id": f"prefect.flow-run.{uuid4()}", "prefect.resource.name": "gpt-0123456789"}
     resource |= {"prefect.run-count": str(run_count), "prefect.state-name": kind, "prefect.state-message": message}
+    resource |= {"prefect.state-type": kind.upper(), "prefect.state-timestamp": datetime.now(UTC).isoformat()}
     related = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
     flow = {"prefect.resource.id": f"prefect.flow.{uuid4()}", "prefect.resource.role": "flow"}
     related.append(flow | {"prefect.resource.name": "train-litgpt"})
@@ -288,6 +290,19 @@ def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
 )
 def test_notice_is_sent_of_each_bad_end_but_no_cancellation(kind: str, message: str, is_sent: bool) -> None:
     assert ("tell-of-bad-ends" in reactions_to(event_of(kind, message, tags=()))) is is_sent
+
+
+def test_notice_names_the_state_of_its_event() -> None:
+    """By the time that the notice is rendered, the flow run may be scheduled again: its advice would be lost."""
+    from prefect.server.events.actions import CallWebhook
+    from prefect.server.schemas.responses import FlowRunResponse
+
+    resource = event_of("Crashed", "killed").resource
+    later = {"id": str(uuid4()), "flow_id": str(uuid4()), "name": "gpt"}
+    later |= {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}}
+    action = CallWebhook(block_document_id=uuid4(), payload="")
+    rendered: Any = action.instantiate_object(FlowRunResponse, later, triggered_action=Mock(), resource=resource)
+    assert (rendered.state.name, rendered.state.message) == ("Crashed", "killed")
 
 
 def notice_of(message: str) -> str:

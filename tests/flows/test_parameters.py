@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ParameterTypeError
+from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.runtime import flow_run as this_flow_run
 
 from flows.parameters import (
@@ -50,6 +50,21 @@ def test_a_flows_form_has_the_names_types_defaults_and_help_of_its_config(one: F
         assert None not in titles
         assert len(titles) == len({*titles}), "sections of one class are told apart"
     assert "sweep" not in one.parameters.definitions.get("StartSettings", {}).get("properties", {}), "sweeps set it"
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_overrides_with_an_integer_too_large_are_refused() -> None:
+    """Prefect's server would store it, and from then on list no flow runs any more."""
+    form = train_litgpt.parameters.model_dump()
+    with get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("train-litgpt")
+        made = client.create_deployment(flow, "large", parameter_openapi_schema=form, enforce_parameter_schema=True)
+        for value in (2**64, -(2**63) - 1, [10**20], {"n_layer": [{"x": 10**20}]}):
+            with pytest.raises(PrefectHTTPStatusError, match="409 Conflict"):
+                client.create_flow_run_from_deployment(made, parameters={"overrides": {"model.config": value}})
+        largest = {"train.seed": 2**64 - 1, "train.learning_rate": 1e-3, "model.config": {"n_layer": None, "x": ["y"]}}
+        client.create_flow_run_from_deployment(made, parameters={"overrides": largest})
+        assert len([flow_run for flow_run in client.read_flow_runs() if flow_run.deployment_id == made]) == 1
 
 
 @pytest.mark.prefect
@@ -136,5 +151,7 @@ def test_a_config_is_handed_to_a_deployment_of_its_flow_that_keeps_no_setting_of
             assert taken == full
             created = client.read_flow_run(UUID(flow_run))
             assert config_from(RunConfig, created.parameters) == mine
-        with pytest.raises(ConfigProblem, match="no deployment of benchmark-network; deploy them with `make deploy`"):
+        with pytest.raises(
+            ConfigProblem, match="no deployment of benchmark-network; deploy them with `train-litgpt deploy`"
+        ):
             submit_config(BenchmarkConfig(platform=mine.platform), "net")

@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from serving_thread import Answering, served
 
 from flows.server import OwnServer, require_server, server_address, server_problems
-from flows.serving import AUTH, kept_file, serving_home
+from flows.serving import AUTH, kept_file, serving_home, workplace
 from launcher.errors import ServerUnreachable
 from litgpt_demo import heartbeat
 
@@ -32,7 +32,11 @@ class Handler(Answering):
 @pytest.mark.parametrize(
     ("status", "body", "advice"),
     [
-        (404, b"", "it answers 404 Not Found. Start it with `make serve`, or correct the address, which ends in /api"),
+        (
+            404,
+            b"",
+            "it answers 404 Not Found. Start it with `train-litgpt serve`, or correct the address, which ends in /api",
+        ),
         (401, b"Unauthorized", "it answers 401 Unauthorized. Set PREFECT_API_AUTH_STRING"),
         (200, b'"2.20.1"', "Major versions must match"),
     ],
@@ -64,6 +68,7 @@ def test_a_server_of_make_serve_is_found_while_it_lives_and_a_commands_own_has_i
 ) -> None:
     monkeypatch.delenv("PREFECT_HOME")
     monkeypatch.setattr("flows.serving.CHECKOUT", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
     assert serving_home() == tmp_path / ".prefect"
     kept_file("environment").parent.mkdir(parents=True)
     kept_file("environment").write_text(f"export PREFECT_API_URL={NOBODY}\nexport {AUTH}=litgpt:x\n")
@@ -78,6 +83,22 @@ def test_a_server_of_make_serve_is_found_while_it_lives_and_a_commands_own_has_i
         with patch("flows.server._configure", began.append):
             server_address()
     assert began == [{"PREFECT_API_URL": NOBODY, AUTH: "litgpt:x"}]
+
+
+def test_installed_package_keeps_its_server_in_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside an installed package is site-packages: nobody looks there for a database, and an update removes it."""
+    (folder := tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr("flows.serving.CHECKOUT", folder)
+    monkeypatch.delenv("PREFECT_HOME")
+    monkeypatch.delenv("TRAIN_LITGPT_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert serving_home() == tmp_path / "home" / ".train-litgpt" / "prefect"
+    assert workplace() == tmp_path
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "own"))
+    assert serving_home() == tmp_path / "own"
 
 
 def test_a_password_in_the_address_is_not_shown() -> None:

@@ -42,7 +42,7 @@ def test_a_killed_sweeps_slots_are_given_back_when_its_lease_is_over_by_a_server
         assert holder.stdout.readline() == "held\n"
         assert taken() == 3
         holder.kill()
-    served.python("deployments.bootstrap", "stop")
+    served.python("cli", "stop")
     served.serve()
     assert taken() == 3
     until(lambda: taken() == 0, seconds=300)

@@ -43,7 +43,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     made.make_database()
     try:
         made.up()
-        said = made.call("deployments.bootstrap", "deploy")
+        said = made.call("cli", "deploy")
         assert "automation   created      resume-crashed" in said
         made.call("prefect", "work-pool", "set-concurrency-limit", "litgpt-local", "8")
         for name in ("worker-1", "worker-2"):
