@@ -39,6 +39,12 @@ def test_a_folder_that_others_may_have_written_to_is_refused(own: Path) -> None:
     assert mode_of(own) == 0o700
 
 
+def test_a_folder_of_another_user_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match=f"belongs to the user {os.getuid()}, so that another user"):
+        make_temporary("sources")
+
+
 def test_the_ranks_of_a_run_share_its_folder_and_runs_of_two_buckets_do_not(own: Path) -> None:
     run, other = (open_storage(f"gs://{bucket}/runs/owt-1a2b") for bucket in ("bucket", "other"))
     assert scratch_of(run, 0).parent == scratch_of(run, 1).parent
