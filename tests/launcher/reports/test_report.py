@@ -16,8 +16,10 @@ from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
+from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport, figures, html, live_markdown, markdown, outcome, verdict_markdown
 from launcher.runs.diagnosis import Verdict
+from launcher.runs.index import AttemptRecord
 from launcher.runs.run import trained_seconds
 from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
@@ -167,6 +169,7 @@ POOLS = ((3, st.integers(0, 2**53)), (0.5, FLOATS), ("x", TEXT))
 KINDS = st.sampled_from(["start", "step", "evaluation", "checkpoint", "leave", "network", "end", "?"])
 STEPS = st.integers(0, 9) | st.integers(0, 2**53)
 MISSING = object()
+ATTEMPT = AttemptRecord.model_construct(attempt=3, platform={"nodes": 2}, created=0.0, flow_run=None)
 
 
 def survives(name: str, value: object) -> bool:
@@ -216,7 +219,7 @@ def test_rows_that_no_training_writes_stop_nothing_that_shows_them(made_up: list
         for row in rows:
             report(MetricsRow(row=row))
     trained_seconds(rows)
-    shown = a_report(rows=rows, final=None)
+    shown = a_report(rows=rows, final=None, ledger=ledger([AttemptTimes(record=ATTEMPT, end=None)], rows))
     assert re.search(r"(?<!\\)<script", markdown(shown)) is None
     assert "script" not in Page(html(shown)).tags
     assert Noted.read - {"kind", "step"} <= COLUMNS.keys(), "litgpt_demo.metrics.COLUMNS lacks a column that is read"

@@ -7,13 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.batches import Numbers, at_places, permuted, share_of
+from litgpt_demo.data.batches import Numbers, at_places, permuted, positions_of, share_of
 from litgpt_demo.data.dataset import Windows
 
 
 def batch(step: int, size: int, *, windows: int, key: str = "k", seed: int = 1) -> Numbers:
     there = Windows(files=[np.empty(windows + 1, dtype=np.uint16)], length=1, key=key)
-    return at_places(there, np.arange(step * size, (step + 1) * size, dtype=np.uint64), seed=seed)
+    return at_places(there, positions_of(step, size), seed=seed)
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())

@@ -223,14 +223,14 @@ def test_a_training_is_posted_once_with_what_it_asks_for_whichever_grant_the_ver
     assert (told["KEY"], told["LITGPT_HOST"]) == ("what the secret wandb has under key", "gpu-node-8")
 
 
-@pytest.mark.parametrize("theirs", [("team-a", 11), ("team-a-2", 1)], ids=["attempt 11", "another project"])
-def test_a_job_whose_name_or_project_only_begins_alike_is_neither_adopted_nor_deleted(
-    theirs: tuple[str, int], cluster: runai.Cluster, by_rest: Make, waiting: Job
+@pytest.mark.parametrize(("project", "longer"), [("team-a", "large-"), ("team-a-2", "")])
+def test_a_job_of_a_name_or_project_that_contains_ours_is_let_alone(
+    project: str, longer: str, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     """Run:ai's filters match more than they say, as the stand-in's do."""
-    project, attempt = theirs
     there, here = by_rest(project=project), by_rest()
-    other = there.submit(there.render(replace(waiting, attempt=attempt, directory=f"{waiting.directory}-theirs")))
+    job = replace(waiting, name=f"{longer}{waiting.name}", directory=f"{waiting.directory}-theirs")
+    other = there.submit(there.render(job))
     ours = here.render(waiting).job_id
     assert here.status(ours).state is JobState.ABSENT
     here.cancel(ours)
