@@ -24,7 +24,7 @@ from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.evaluation import CheckpointScores, evaluate
 from tasks.preflight import build_image, get_credentials, is_under_way
-from tasks.report import publish_report
+from tasks.report import LiveReport, publish_report
 from tasks.steps import as_it_is, emit, reach
 from tasks.training import flow_runs, train
 
@@ -43,6 +43,11 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
     mine = flow_runs()[0]
     run = await asyncio.to_thread(lambda: run_of_flow_run(config, mine) or PLANNED.get() or plan_run(config))
     await name_flow_run(run.name)
+    async with LiveReport(run) as page:
+        return await _carried_out(config, run, page)
+
+
+async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
     find, done = partial(findings_of, config, {"": run}), partial(finished, run.storage)
@@ -52,6 +57,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
         prepared, identity = await _prepared_and_built(config, run)
     else:
         prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
+    page.dataset, page.identity = prepared, identity
     if not lives:
         await get_credentials(config)
     async with CheckpointScores(run) as scores:
@@ -60,6 +66,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
             def on_row(row: Row) -> None:
                 collector.follow(row)
                 scores.follow(row)
+                page.follow(row)
                 ON_ROW.get()(row)
 
             await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row, watch=watch)

@@ -6,8 +6,8 @@ import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Self
 from uuid import UUID
@@ -22,6 +22,7 @@ from prefect.states import Running
 
 from launcher.curves import summary
 from launcher.evaluation import evaluations
+from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
@@ -32,12 +33,12 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
-from litgpt_demo.errors import DataError, words_of
-from litgpt_demo.export import FinalManifest
+from litgpt_demo.errors import DataError, TrainLitgptError, words_of
+from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
-from tasks.steps import report_unreadable, step_task
+from tasks.steps import emit, report_unreadable, step_task
 
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
 _UPDATE = 5.0
@@ -184,26 +185,101 @@ async def publish_report(
     return address
 
 
-def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
-    storage, config = run.storage, run.config.model_dump(mode="json")
+class LiveReport:
+    """While it is entered, the flow run shows the report and its address, and report.html tells how far the run is: as
+    of its newest checkpoint, a minute after the last writing, and of a bad end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._news = run, asyncio.Event()
+        self.dataset: DatasetManifest | None = None
+        self.identity: SoftwareIdentity | None = None
+
+    async def __aenter__(self) -> Self:
+        with _warning():
+            made = await asyncio.to_thread(self._made, live=True)
+            page, key = report.markdown(made), f"report-{made.name}"
+            shown = artifacts.acreate_markdown_artifact(page, key=key, description="The report so far")
+            await could_show(shown, otherwise=f"the report could not be shown; it will be {made.address}/{REPORT}")
+        self._updates = asyncio.create_task(self._until_the_end())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._updates.cancel()
+        await asyncio.gather(self._updates, return_exceptions=True)
+        if isinstance(error, Exception):
+            why = error.what if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
+            if await self._write(live=False, ended=words_of(why.partition("\n")[0])):
+                emit(Note(what=f"report: {self._run.storage.address(REPORT)}"))
+
+    def follow(self, row: Mapping[str, Any]) -> None:
+        """Take a row of the training's metrics."""
+        if row.get("kind") == "checkpoint":
+            self._news.set()
+
+    async def _until_the_end(self) -> None:
+        while True:
+            await asyncio.sleep(LINE)
+            await self._news.wait()
+            self._news.clear()
+            await self._write(live=True)
+
+    def _made(self, *, live: bool, ended: str = "") -> RunReport:
+        final = exported(self._run.storage)
+        return _report_of(self._run, self.dataset, self.identity, final, live=live, ended=ended)
+
+    async def _write(self, *, live: bool, ended: str = "") -> bool:
+        """Write report.html; return False where nothing was started yet, or it cannot be written."""
+
+        def write() -> bool:
+            made = self._made(live=live, ended=ended)
+            if made.attempts:
+                self._run.storage.write(REPORT, report.html(made).encode())
+            return bool(made.attempts)
+
+        with _warning():
+            return await asyncio.to_thread(write)
+        return False
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """Have it a warning that the report cannot be made: the run goes on."""
+    try:
+        yield
+    except (TrainLitgptError, OSError) as error:
+        emit(Note(what=f"{REPORT} could not be written: {words_of(error)}", severity="warning"))
+
+
+def _report_of(
+    run: Run, dataset: DatasetManifest | None = None, identity: SoftwareIdentity | None = None,
+    final: FinalManifest | None = None, *, live: bool = False, ended: str = "",
+) -> RunReport:  # fmt: skip
+    """Return what is known of the run."""
+    storage, times = run.storage, attempt_times(Index(run.root), run.name)
     rows = read_metrics(storage, bad := damaged_lines())
     report_unreadable(bad)
-    times = attempt_times(Index(run.root), run.name)
-    made = RunReport(
+    price = read_document(storage).price if times else None
+    return RunReport(
         name=run.name,
         address=storage.address(),
         rows=rows,
         dataset=dataset,
         final=final,
         identity=identity,
-        config=config,
+        config=run.config.model_dump(mode="json"),
         attempts=len(times),
         avoided=times[-1].record.exclude_nodes if times else (),
         seconds=trained_seconds(rows),
-        ledger=ledger(times, rows, read_document(storage).price),
+        ledger=ledger(times, rows, price),
         evaluations=evaluations(storage),
+        live=live,
+        ended=ended,
     )
+
+
+def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
+    """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
+    storage, made = run.storage, _report_of(run, dataset, identity, final)
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
     def with_report(stored: ObjectInfo) -> RunManifest:
@@ -211,7 +287,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             run=run.name,
             key=run.key,
             dataset=run.dataset.path,
-            config=config,
+            config=dict(made.config),
             software=asdict(identity),
             step=final.step,
             tokens=final.tokens,

@@ -203,8 +203,6 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/data/test_mixtures.py::test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_source_is_left_out_or_seen_twice"),
     ("batch-of-the-next-step", "litgpt_demo/data/batches.py", "np.arange(step * batch, (step + 1) * batch",
      "np.arange((step + 1) * batch, (step + 2) * batch", "litgpt_demo/data/test_batches.py"),
-    ("scratch-of-another-user", "litgpt_demo/storage/private.py", "elif found.st_uid != os.geteuid():", "elif False:",
-     "litgpt_demo/storage/test_private.py"),
     ("validation-by-the-first-stage", "litgpt_demo/data/batches.py",
      "sum(map(mul, spans, shares)) / PERIOD for shares in each", "shares[0] / PERIOD for shares in each",
      "litgpt_demo/data/test_mixtures.py::test_an_evaluation_draws_equally_many_samples_of_each_source"),

@@ -29,7 +29,7 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.export import FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
+from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -60,6 +60,10 @@ class RunReport:
     ledger: Ledger | None = None
     evaluations: Sequence[Evaluation] = ()
     """The scores of the collected model, and of checkpoints on the way; the oldest first."""
+    live: bool = False
+    """An orchestrator is at work on the run."""
+    ended: str = ""
+    """Why the run has ended before its model was collected."""
 
     @cached_property
     def progress(self) -> Progress:
@@ -78,10 +82,12 @@ def outcome(report: RunReport) -> str:
             return f"A model of step {report.final.step:,} was collected on the way, and agrees with its checkpoint"
         return "Finished: the trained model was loaded back and agrees with its checkpoint"
     if progress.steps and progress.step >= progress.steps:
-        return "Trained to the last step; the model is not collected yet"
-    if progress.step:
-        return f"Stopped at step {_of_steps(progress)}"
-    return "No training step is done yet"
+        reached = "Trained to the last step; the model is not collected yet"
+    elif progress.step:
+        reached = f"{'Training' if report.live else 'Stopped'} at step {_of_steps(progress)}"
+    else:
+        reached = "No training step is done yet"
+    return f"{reached}: {report.ended}" if report.ended else reached
 
 
 def bits_per_byte(nats: float, tokens: int, size: int) -> str:
@@ -232,7 +238,7 @@ def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
 
 
 def places(report: RunReport) -> Pairs:
-    named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS}
+    named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS, "Report": REPORT}
     if report.final:
         hub = {"For Hugging Face": HUGGINGFACE} if report.final.huggingface else {}
         named = {"Trained model": LITGPT, **hub, "Model card": f"{FINAL}/MODEL_CARD.md", **named}

@@ -1,18 +1,27 @@
 """What Prefect shows of a job, while its server comes and goes, and whatever a script writes as its rows."""
 
 import asyncio
+import json
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from claims import claim_of
 from leaking import leaks
 from prefect import flow, get_client
+from waiting import until
 
-from launcher.errors import ConfigProblem
+from launcher.config import RunConfig
+from launcher.errors import ConfigProblem, JobCancelled, JobFailed
 from launcher.runs.diagnosis import Verdict
+from launcher.runs.run import plan_run
 from litgpt_demo.errors import Fault, Finding
+from litgpt_demo.runs import METRICS, REPORT
 from tasks import report
 from tasks.preflight import report_findings
-from tasks.report import LiveArtifacts
+from tasks.report import LiveArtifacts, LiveReport
 
 SECRET = "S3cret-marker-0123456789"
 
@@ -56,3 +65,43 @@ def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.
         asyncio.run(report_findings.fn(lambda: findings, artifact="planted"))
     assert "[secure]" in str(kept)
     assert leaks(f"{kept} {told.value}", SECRET) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (
+            JobFailed("out of memory on node 0: no room\nits traceback"),
+            "Stopped at step 1 of 8: out of memory on node 0: no room",
+        ),
+        (JobCancelled("it was cancelled"), "Stopped at step 1 of 8: it was cancelled"),
+        (asyncio.CancelledError(), "Training at step 1 of 8"),
+    ],
+)
+def test_a_run_without_a_model_has_a_report(
+    error: BaseException, outcome: str, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it runs, and when it failed or was cancelled; a process that is stopped leaves the last one."""
+    shown, run, claim = list[str](), plan_run(tiny()), claim_of(tiny())
+
+    async def show(page: str, **_: Any) -> None:
+        shown.append(page)
+
+    monkeypatch.setattr(report.artifacts, "acreate_markdown_artifact", show)
+    monkeypatch.setattr(report, "read_document", lambda _: SimpleNamespace(price=None))
+    monkeypatch.setattr(report, "LINE", 0.0)
+
+    async def scene() -> None:
+        async with LiveReport(run) as page:
+            claim.take()
+            rows = [{"kind": "start", "step": 0, "steps": 8}, {"kind": "step", "step": 1, "loss": 5.0}]
+            run.storage.write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+            page.follow({"kind": "checkpoint", "step": 1})
+            await asyncio.to_thread(until, lambda: run.storage.exists(REPORT))
+            raise error
+
+    with pytest.raises(type(error)):
+        asyncio.run(scene())
+    [said] = re.findall(r'<p class="outcome .*?">(.*?)</p>', run.storage.read(REPORT).decode())
+    assert said == outcome
+    assert run.storage.address(REPORT) in shown[0].replace("\\", "")
