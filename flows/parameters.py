@@ -25,7 +25,7 @@ from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run as this_flow_run
 from prefect.utilities.urls import url_for
-from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import GetPydanticSchema, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
 from flows.server import require_server
@@ -35,7 +35,7 @@ from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
-from litgpt_demo.config import Settings
+from litgpt_demo.config import INTEGERS, Settings, bounded
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
@@ -58,11 +58,12 @@ DATASET_FIELDS = ("root", "data", "workers")
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
+_BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # as a class of settings has its fields
+
 
 def _writable(depth: int = 4) -> dict[str, Any]:
-    """Return the JSON schema of a value whose integers Prefect's server can write: orjson knows those of 64 bits, and a
-    larger one makes an error 500 of each list of flow runs that has it."""
-    bounds = {"if": {"type": "integer"}, "then": {"minimum": -(2**63), "maximum": 2**64 - 1}}
+    """Return the JSON schema of a value whose integers Prefect's server can write, so that it refuses others itself."""
+    bounds = {"if": {"type": "integer"}, "then": {"minimum": INTEGERS[0], "maximum": INTEGERS[-1]}}
     parts = {"items": _writable(depth - 1), "patternProperties": {"": _writable(depth - 1)}} if depth else {}
     return {**bounds, **parts}
 
@@ -96,7 +97,7 @@ def takes(
         fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
         for name, field in fields.items():
             # The type with all that the field says of it, such as a pattern or a union's discriminator.
-            annotation: Any = Annotated[field.annotation, field]
+            annotation: Any = Annotated[field.annotation, field, _BOUNDED]
             branches = get_args(field.annotation) or (field.annotation,)
             if all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
                 annotation = Annotated[annotation, WrapValidator(_explained)]

@@ -26,6 +26,7 @@ from litgpt_demo.config import (
     Count,
     DataConfig,
     EvaluationConfig,
+    FreeValue,
     Kind,
     ModelConfig,
     Place,
@@ -88,7 +89,7 @@ class Draw(Settings):
 
     number: Count
     """The place of the draw in the search. Draws that cannot be used have numbers too, and no trial."""
-    changes: dict[str, JsonValue]
+    changes: dict[str, FreeValue]
     """Dotted setting to its value, exactly as the search has it."""
 
 
@@ -229,7 +230,7 @@ class Choice(Settings):
     """One of some values."""
 
     kind: Literal["choice"]
-    values: list[JsonValue] = Field(min_length=1)
+    values: list[FreeValue] = Field(min_length=1)
     """The values."""
 
 
@@ -264,7 +265,7 @@ Objective: TypeAlias = (
 class SweepSettings(Settings, title="Sweep"):
     """The settings that the trials of a sweep vary, and how they are found."""
 
-    grid: dict[str, Annotated[list[JsonValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
+    grid: dict[str, Annotated[list[FreeValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
     space: dict[str, Annotated[Space, Field(discriminator="kind")]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to what is drawn from: {"train.learning_rate": {kind: log-uniform, low: 1e-4, high: 1e-2}}."""

@@ -18,8 +18,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    model_validator,
+)
 from pydantic.json_schema import WithJsonSchema
+from pydantic_core import CoreSchema
 
 from litgpt_demo import catalogue
 
@@ -34,12 +44,48 @@ def arrange_form(schema: dict[str, Any]) -> None:
         field.setdefault("title", name.replace("_", " ").title())
 
 
+# Prefect's server writes every answer by orjson, which knows integers of 64 bits: a larger one in one flow run's
+# parameters would make an error 500 of each list of flow runs that has it (prefect/server/api/flow_runs.py).
+INTEGERS = range(-(2**63), 2**64)
+
+
+def bounded(schema: Any) -> Any:
+    """Return a schema of pydantic-core whose integers are INTEGERS, where they have no tighter bounds."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(bounded, schema))
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: part if name in {"default", "metadata"} else bounded(part) for name, part in schema.items()}
+    if found.get("type") == "int":
+        low = {} if "gt" in found else {"ge": INTEGERS[0]}
+        found = {**low, "le": INTEGERS[-1], **found}
+    return found
+
+
+def _writable(value: JsonValue) -> JsonValue:
+    if isinstance(value, int) and value not in INTEGERS:
+        raise ValueError(f"an integer is too large; give one from {INTEGERS[0]} to {INTEGERS[-1]}")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _writable(part)
+    return value
+
+
+FreeValue: TypeAlias = Annotated[JsonValue, AfterValidator(_writable)]
+"""Any value that a file of settings can hold."""
+
+
 class Settings(BaseModel):
     """Base of everything a user can write."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=arrange_form
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let no integer be larger than Prefect can write, of any field of any settings."""
+        schema: CoreSchema = bounded(handler(source))
+        return schema
 
 
 def key_of(*inputs: BaseModel | JsonValue) -> str:
@@ -397,7 +443,7 @@ class ModelConfig(Settings, title="Model", serialize_by_alias=True):
 
     name: str | None = "pythia-14m"
     """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: `config` alone."""
-    config: dict[str, JsonValue] = Field({}, json_schema_extra={"default": {}})
+    config: dict[str, FreeValue] = Field({}, json_schema_extra={"default": {}})
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
@@ -576,7 +622,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of 
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs `compile`, and the extra
     `float8`, which is torchao."""
-    seed: int = Field(1337, ge=0, lt=2**64)
+    seed: int = Field(1337, ge=0)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: Count = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""

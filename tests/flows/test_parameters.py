@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
+import orjson
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import get_client
@@ -68,6 +70,27 @@ def test_overrides_with_an_integer_too_large_are_refused() -> None:
 
 
 @pytest.mark.prefect
+def integers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and schema of each integer."""
+    if isinstance(schema, dict) and schema.get("type") == "integer":
+        yield path, schema
+    parts = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    for name, part in parts:
+        yield from integers_in(part, f"{path}/{name}")
+
+
+def test_flow_takes_no_integer_that_prefect_cannot_write() -> None:
+    found = [named for one in FLOWS for named in integers_in(one.parameters.model_dump(), one.name)]
+    assert len(found) > 200
+    for path, schema in found:
+        bounds = [
+            schema.get("minimum", schema.get("exclusiveMinimum")),
+            schema.get("maximum", schema.get("exclusiveMaximum")),
+        ]
+        assert orjson.loads(orjson.dumps(bounds)) == bounds, path
+        assert None not in bounds, path
+
+
 def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_before_it_writes_anything(
     tiny: Any, tmp_path: Any
 ) -> None:

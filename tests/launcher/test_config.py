@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launcher.config import (
     RunConfig,
     ScriptConfig,
+    SweepSettings,
     config_document,
     load_yaml,
     merged,
@@ -207,6 +208,20 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
 def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], words: str) -> None:
     (said,) = problems(document)
     assert words in said
+
+
+@pytest.mark.parametrize("value", [2**64, 10**20, -(2**63) - 1, 10**4000], ids=range(4))
+@pytest.mark.parametrize(
+    "setting", ["data.split_seed", "data.corpus.max_bytes", "train.max_steps", "platform.nodes", "model.config.n_layer"]
+)
+def test_integer_of_more_than_64_bits_is_refused(setting: str, value: int) -> None:
+    """Prefect's server could store one, and not list the flow runs that have it any more."""
+    known = {"data": {"corpus": {"kind": "stdlib"}}, "platform": {"kind": "local"}}
+    (line,) = problems(overridden(known, {setting: value}))
+    assert line.startswith(setting)
+    for name, values in (("grid", [1, value]), ("space", {"kind": "choice", "values": [value]})):
+        with pytest.raises(ConfigProblem, match=rf"{name}\.{setting}.*"):
+            validated(SweepSettings, {name: {setting: values}}, where="sweep")
 
 
 def test_a_script_is_found_from_the_folder_one_starts_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

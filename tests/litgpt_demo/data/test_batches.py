@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.batches import Numbers, at_places, permuted, positions_of, share_of
+from litgpt_demo.config import TrainConfig, TrainingSpec
+from litgpt_demo.data.batches import Numbers, at_places, numbers_of, permuted, positions_of, share_of
 from litgpt_demo.data.dataset import Windows
 
 
@@ -44,6 +45,16 @@ def test_each_epoch_visits_each_window_exactly_once_however_batches_cut_it(
     seen = np.concatenate(batches).tolist()
     for epoch in range(3):
         assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
+
+
+@given(batches=st.integers(1, 20), global_batch=st.integers(1, 8))
+def test_first_steps_of_a_run_are_its_first_epoch(batches: int, global_batch: int) -> None:
+    """The first step has the first samples in their order: none is left out, whatever step a resume begins with."""
+    train = TrainConfig(global_batch=global_batch, micro_batch=1, seed=3)
+    spec = TrainingSpec.model_construct(train=train)
+    windows = Windows(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
+    seen = np.concatenate([numbers_of(spec, windows, step) for step in range(batches)]).tolist()
+    assert seen == permuted(np.arange(len(windows), dtype=np.uint64), len(windows), "k/3/0").tolist()
 
 
 @given(world_size=st.integers(1, 16), micro=st.integers(1, 4), passes=st.integers(1, 4), step=st.integers(0, 10**9))

@@ -105,6 +105,15 @@ def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int
         start += size
 
 
+def test_validation_weighs_sources_by_all_stages() -> None:
+    """The mean loss is that of the samples that the run trains on, not that of its first stage."""
+    parts = [Windows(files=[np.empty(40, dtype=np.uint16)], length=3) for _ in "ab"]
+    schedule = Schedule([(0.0, (900, 100)), (0.5, (200, 800)), (0.75, (0, 1000))], samples=4000)
+    mixed = MixedWindows(names=["a", "b"], parts=parts, schedule=schedule, length=3)
+    assert [source.share for source in validation_sources(mixed, 5)] == pytest.approx([0.5, 0.5])
+    assert schedule.seen(4000).tolist() == [2000, 2000]
+
+
 def mixture(folder: Path, place: str, **fields: Any) -> DataConfig:
     tokenizer = {"kind": "file", "path": str(large_vocabulary(folder / "tokenizer"))}
     texts = {"kind": "files", "paths": [str(corpus_in(folder / "texts", TEXTS * 4))], "separator": "\n---\n"}

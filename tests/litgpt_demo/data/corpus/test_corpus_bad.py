@@ -168,6 +168,13 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
         assert stream.read(10) == b"\0" * 10
 
 
+@pytest.mark.parametrize("ending", FORMATS)
+def test_null_byte_in_a_document_is_text(tmp_path: Path, ending: str) -> None:
+    texts = ["a\0b", "\0", "plain"]
+    write(tmp_path, {f"a{ending}": FORMATS[ending](texts)})
+    assert skipping(tmp_path) == (texts, [])
+
+
 @pytest.mark.parametrize("name", ["b.txt", "b.jsonl", "b.parquet", "b.txt.zst", "train.bin"])
 def test_git_lfs_pointer_in_a_corpus_is_refused(tmp_path: Path, bucket: Storage, name: str) -> None:
     """At once on this machine, and in a bucket when it was fetched; never skipped like a bad document."""
