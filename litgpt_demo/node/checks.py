@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 from litgpt_demo.errors import Fault, Finding, TrainLitgptError
@@ -71,7 +72,8 @@ def check_packages(environ: Mapping[str, str]) -> Iterator[Finding]:
     folders = [folder for folder in (*environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path) if folder]
     for name in _RECORDED:
         installed = next(iter(distributions(name=name, path=folders)), None)
-        module = PathFinder.find_spec(name, folders)
+        # An editable installation may have a finder of its own, which knows no folders.
+        module = PathFinder.find_spec(name, folders) or find_spec(name)
         if installed is None or module is None:
             continue
         recorded, loaded = Path(str(installed.locate_file(f"{name}/__init__.py"))), Path(module.origin or "a namespace")
