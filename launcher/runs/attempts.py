@@ -42,6 +42,7 @@ from litgpt_demo.runs import CONFIG, read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
+_KEPT = 600.0  # seconds
 OpenPlatform: TypeAlias = Callable[[Mapping[str, Any]], Platform]
 """The `platform` section of a record to the platform."""
 
@@ -75,16 +76,17 @@ def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None
 def opening_beside(given: PlatformSettings | None = None) -> OpenPlatform:
     """Return `recorded_platform` for who was given a config with this `platform` section, or none.
 
-    Each section is opened once: a platform keeps its login, its connections and what it has just learned of its jobs.
+    Each section is opened once in ten minutes: a platform keeps its login, its connections and what it has just learned
+    of its jobs, and its address may change while a run goes on for weeks.
     """
-    opened, lock = dict[str, Platform](), Lock()
+    opened, lock = dict[str, tuple[float, Platform]](), Lock()
 
     def open(section: Mapping[str, Any]) -> Platform:
-        key = json.dumps(section, sort_keys=True)
+        key, now = json.dumps(section, sort_keys=True), time.monotonic()
         with lock:
-            if key not in opened:
-                opened[key] = recorded_platform(section, given)
-            return opened[key]
+            if key not in opened or now > opened[key][0] + _KEPT:
+                opened[key] = now, recorded_platform(section, given)
+            return opened[key][1]
 
     return open
 

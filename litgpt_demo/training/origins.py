@@ -170,15 +170,15 @@ def bring_origin(origin: Origin, root: Storage, check: Callable[[Origin], object
     if origin.kind == "checkpoint":
         return origin
     place = root.within(f"weights/{origin.key}")
-    there = read_manifest(place, Origin)
+    stored = read_manifest(place, Origin)
     if any(":" in checksum for _, checksum in origin.files.values()):
-        if there is None:
+        if stored is None:
             check(origin := _fetched(origin))
         else:
-            origin = origin.model_copy(update={"files": there.files, "listed_as": origin.key})
+            origin = origin.model_copy(update={"files": stored.files, "listed_as": origin.key})
     source = open_storage(origin.address)
     copy = origin.model_copy(update={"address": place.address()})
-    if there is None:
+    if stored is None:
         for record in records_of(origin):
             with tempfile.TemporaryDirectory(prefix="weights-") as folder:
                 if (path := source.local_path(record.path)) is None:
