@@ -75,8 +75,8 @@ class Child:
 
     def _read(self, on_line: OnLine, on_progress: OnProgress) -> str:
         last = "it printed nothing"
-        with self._process as process:  # closes its pipes and waits for it
-            for line in cast(IO[str], process.stdout):  # a progress bar ends its lines with a carriage return
+        with cast(IO[str], self._process.stdout) as output:
+            for line in output:  # a progress bar ends its lines with a carriage return
                 if (bar := _BAR.match(line)) is not None:
                     on_progress(bar["what"] or "", int(bar["percent"]))
                 elif line.startswith(PROGRESS):
@@ -84,4 +84,7 @@ class Child:
                 elif line.strip():
                     last = line.strip()
                     on_line(line.rstrip())
+        self._process.wait()
+        with suppress(BrokenPipeError):  # of a line that it did not read
+            cast(IO[str], self._process.stdin).close()
         return last
