@@ -10,12 +10,14 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from serving_thread import Answering, served
 
 from deployments.bootstrap import AUTOMATIONS_FILE, NOTICES, NOTIFY, _roots, put_automation, serve
+from deployments.bootstrap import _notify as take_address
 from flows.serving import CHECKOUT, PREFECT_SETTINGS, server_command
 from launcher.errors import ConfigProblem
 
@@ -77,7 +79,7 @@ def test_notices_are_off_until_there_is_an_address() -> None:
 def test_notices_go_to_no_plain_address(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NOTIFY, address)
     with pytest.raises(ConfigProblem, match=f"{NOTIFY}.* https://") as refused:
-        serve()
+        take_address()
     assert address not in str(refused.value), "who has the address may write there"
     assert NOTIFY not in os.environ
 
@@ -91,6 +93,7 @@ class Strange(Answering):
 
 def test_port_of_a_strange_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("deployments.bootstrap._start", Mock(side_effect=AssertionError("a server is started")))
     with served(server := ThreadingHTTPServer(("127.0.0.1", 0), Strange)):
         problem = f"port {server.server_port} .* is in use by a program that `train-litgpt serve` did not start"
         with pytest.raises(ConfigProblem, match=problem):
@@ -100,6 +103,7 @@ def test_port_of_a_strange_server_is_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_serve_names_the_port_of_its_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(cmdline=lambda: server_command(4300, app="server"))
+    monkeypatch.setattr("deployments.bootstrap._start", Mock(side_effect=AssertionError("a server is started")))
     monkeypatch.setattr("flows.serving.live", lambda name: process if name == "server" else None)
     with pytest.raises(ConfigProblem, match="already listens on port 4300; use it by `train-litgpt serve --port 4300`"):
         serve(4200)

@@ -49,7 +49,7 @@ def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_
     engine_of(flow_run).kill()
     killed = until(lambda: [text for text in notices if text.startswith("night-")])[0]
     assert re.match(r"night-[0-9a-f]{10} \(train-litgpt\): Crashed\n", killed)
-    assert "takes up its job" in killed
+    assert "reattaches to its job" in killed
     assert f"/v2/runs/flow-run/{flow_run}" in killed
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.RUNNING)
     client.set_flow_run_state(flow_run, Cancelling())
