@@ -235,7 +235,12 @@ class Index:
 
     def judged(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        return list(self._numbered(AttemptVerdict, run, ".verdict.json", _VERDICT_FIX).values())
+        judged = self._numbered(AttemptVerdict, run, ".verdict.json", _VERDICT_FIX)
+        for number, verdict in judged.items():
+            if verdict.attempt != number:
+                where = self._folder.address(f"{run}/{number}.verdict.json")
+                raise DataError(f"{where} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
+        return list(judged.values())
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""

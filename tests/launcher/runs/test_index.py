@@ -63,6 +63,15 @@ def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index)
     assert [one.attempt for one in index.records(RUN)] == [1]
 
 
+def test_verdict_of_another_attempt_is_damaged(index: Index) -> None:
+    """The next attempt has the number behind it: of a forged one that is a number that no record can have."""
+    index.judge(RUN, verdict(1))
+    forged = verdict(1).model_copy(update={"attempt": 10**18})
+    index.root.write(f"index/{RUN}/2.verdict.json", forged.model_dump_json().encode())
+    with pytest.raises(DataError, match=r"2\.verdict\.json is of attempt 1000000000000000000; remove that file"):
+        index.judged(RUN)
+
+
 def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path: Path) -> None:
     index.follow(["trial", "sweep"], record(RUN, 2))
     index.follow(["sweep"], record("gpt-9999999999", 1))
