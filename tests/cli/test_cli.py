@@ -67,7 +67,7 @@ def test_looking_imports_nothing_heavy(here: Path) -> None:
     code = (
         "import os, sys, cli.main\n"
         "sys.argv[0] = 'train-litgpt'\n"
-        "os.environ |= dict(_TRAIN_LITGPT_COMPLETE='complete_bash', COMP_WORDS='train-litgpt st', COMP_CWORD='1')\n"
+        "os.environ |= dict(_TRAIN_LITGPT_COMPLETE='complete_bash', COMP_WORDS='train-litgpt sta', COMP_CWORD='1')\n"
         "for sys.argv[1:] in ([], ['render', 'training.yaml'], ['doctor'], ['--version']):\n"
         "    try: cli.main.main()\n"
         "    except SystemExit as end: assert not end.code, end.code\n"
