@@ -69,7 +69,6 @@ def test_overrides_with_an_integer_too_large_are_refused() -> None:
         assert len([flow_run for flow_run in client.read_flow_runs() if flow_run.deployment_id == made]) == 1
 
 
-@pytest.mark.prefect
 def integers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Path and schema of each integer."""
     if isinstance(schema, dict) and schema.get("type") == "integer":
@@ -91,6 +90,7 @@ def test_flow_takes_no_integer_that_prefect_cannot_write() -> None:
         assert None not in bounds, path
 
 
+@pytest.mark.prefect
 def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_before_it_writes_anything(
     tiny: Any, tmp_path: Any
 ) -> None:
