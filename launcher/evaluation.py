@@ -212,7 +212,8 @@ def _loaded(asked: EvaluationConfig) -> tuple[TaskManager, list[Any]]:
             found = manager.load([name])
         except Exception as error:
             what = f"evaluation.tasks: {name} cannot be loaded: {type(error).__name__}: {words_of(error)}"
-            if isinstance(error, OSError) and os.environ.get("HF_HUB_OFFLINE"):
+            of_the_hub = isinstance(error, OSError) and type(error) is not FileNotFoundError  # a file of the task's own
+            if of_the_hub and os.environ.get("HF_HUB_OFFLINE"):
                 raise Unreachable(what, fix=_OFFLINE) from error
             raise TrainLitgptError(what, fault=fault_of_exception(error)) from error
         loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()

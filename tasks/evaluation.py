@@ -152,7 +152,8 @@ async def _evaluated(
     if not await asyncio.to_thread(can_reach_hub):
         # The libraries would try for minutes; what they have in their cache needs no network.
         environ["HF_HUB_OFFLINE"] = "1"
-        emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
+        if step is None:  # else it would be said of each checkpoint
+            emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
     log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
 
     def keep(line: str) -> None:
