@@ -63,7 +63,7 @@ def started(user: str, folder: Path, verb: str, *words: str) -> subprocess.Popen
     """Start the command line as that user, in a shell of its own."""
     home = str(folder.parent / f"home-{user}")
     environment = {**os.environ, "PREFECT_HOME": home, "TRAIN_LITGPT_HOME": home, "HOME": home, "USER": user}
-    command = [Path(sys.executable).with_name("train-litgpt"), verb, *words]
+    command = [str(Path(sys.executable).with_name("train-litgpt")), verb, *words]
     with acting_as(0, 0):
         return subprocess.Popen(
             command, user=USERS[user], group=GROUP, extra_groups=[], umask=0o002, env=environment, text=True,
