@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
     failures = Path(arguments.log_dir) / FAILURES
     failures.parent.mkdir(parents=True, exist_ok=True)
+    _share_logs(failures.parent)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]
@@ -71,6 +73,20 @@ def main(argv: Sequence[str]) -> int:
             return 1
         raise
     return 0
+
+
+def _share_logs(logs: Path) -> None:
+    """Let torch's folder below `logs` have the mode of `logs`: the run's folder decides who may read it, as a second
+    user who follows the run. torch, from 2.2 to 2.13, makes it by `tempfile.mkdtemp`, for its own user alone."""
+    make = tempfile.mkdtemp
+
+    def made(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
+        folder = make(suffix, prefix, dir)
+        if dir is not None and Path(dir) == logs:
+            Path(folder).chmod(logs.stat().st_mode & 0o7777)
+        return folder
+
+    tempfile.mkdtemp = made  # type: ignore[assignment]
 
 
 def _bound_grace() -> None:

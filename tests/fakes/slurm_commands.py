@@ -112,7 +112,7 @@ class SlurmCommands:
         if job is None:
             return 1, f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id specified"
         if job.user != self.user:
-            return 1, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
+            return 210, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
         if "--signal=TERM" in words:
             job.saving = 3
         else:

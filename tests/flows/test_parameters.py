@@ -82,6 +82,8 @@ def test_flow_takes_no_integer_that_prefect_cannot_write() -> None:
     found = [named for one in FLOWS for named in integers_in(one.parameters.model_dump(), one.name)]
     assert len(found) > 200
     for path, schema in found:
+        if path.endswith("/if"):  # of a value of any type, whose bounds stand beside it
+            continue
         bounds = [
             schema.get("minimum", schema.get("exclusiveMinimum")),
             schema.get("maximum", schema.get("exclusiveMaximum")),

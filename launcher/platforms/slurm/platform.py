@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Annotated, ClassVar, NamedTuple
 
 import psutil
@@ -82,6 +83,8 @@ _LASTING = re.compile(
     r"|DependencyNeverSatisfied|Reservation(?:Deleted|Invalid)|DeadLine|MaxMemPerLimit|QOSMin\w+"
     r"|(?:Assoc|QOS)(?:Max\w+Per(?:Job|Node)(?:Limit)?|Grp(?:\w+(?<!Run)Minutes(?:Limit)?|WallLimit))"
 )
+# Limits on all jobs of one user: while none of them runs, this job exceeds the limit alone.
+_OF_ONE_USER = re.compile(r"AssocMax\w+|QOSMax\w+PerUser(?:Limit)?")
 
 # What slurmctld, munge or the way to them say when they are away for a while (src/common/slurm_errno.c), and ssh.
 _AWAY = re.compile(
@@ -315,7 +318,12 @@ class SlurmPlatform:
         )  # fmt: skip
 
     def _waiting(self, row: _Row, native: str) -> JobStatus:
-        reason = _reason(row) if row.reason not in {"None", ""} else None
+        code = row.reason.strip("()").partition(",")[0]
+        lasts = bool(_LASTING.fullmatch(code)) or (
+            bool(_OF_ONE_USER.fullmatch(code))
+            and not any(_STATES.get(job.state) is JobState.RUNNING for job in self._queue(f"--user={row.user}"))
+        )
+        reason = _reason(row, code, lasts=lasts) if code not in {"None", ""} else None
         refused = None
         if reason is not None and reason.severity == "error":
             since = self._refused.setdefault(row.name, time.monotonic())
@@ -463,8 +471,8 @@ class SlurmPlatform:
             raise NotInstalled(
                 f"{host or 'this machine'} has no `{words[0]}` on PATH", fix="name a login node of the cluster"
             )
-        # A command that was killed may have done its work.
-        if _AWAY.search(said) or done.returncode < 0 or done.returncode > 128:
+        # A command that was killed may have done its work. Slurm's own exit codes go up to 255, as 210 for "denied".
+        if _AWAY.search(said) or done.returncode < 0 or done.returncode - 128 in {SIGHUP, SIGINT, SIGKILL, SIGTERM}:
             raise PlatformUnreachable(what)
         raise PlatformRefused(what, fix="fix what it names in the `platform` section: `sinfo` and `sacctmgr` list it")
 
@@ -488,17 +496,16 @@ def _fields(text: str, count: int) -> Iterator[list[str]]:
             yield fields
 
 
-def _reason(row: _Row) -> Finding:
+def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
     """Return why a job waits: an error where that does not pass by itself, else a warning."""
-    reason = row.reason.strip("()").partition(",")[0]
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     if limit := _LIMIT.fullmatch(reason):
         whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
         kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
         what, fix = f"{whose} {kind} is reached ({reason})", "wait for other jobs to end, or ask for less"
-    if lasting := _LASTING.fullmatch(reason):
+    if lasts:
         fix = fix.replace("wait for other jobs to end, or ask for less", "ask for less, or for a higher limit")
-    severity: Severity = "error" if lasting else "warning"
+    severity: Severity = "error" if lasts else "warning"
     return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)
 
 

@@ -140,11 +140,17 @@ fail() {{
 # time limit, goes on to the nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until
 # they have saved. Each job has a port of its own, for two jobs may share a machine. A node that loses its peers ends by
 # itself; `--wait` ends one that does not.
+#
+# Since 22.05 `srun` does not inherit --cpus-per-task: a task gets one core where the cluster binds tasks to cores. If
+# that option was not given, each node takes what the smallest has in this job, for a step has one number for all nodes.
+# --cpus-per-gpu excludes it, and is inherited (https://slurm.schedmd.com/srun.html#OPT_cpus-per-task).
 _SCRIPT = """\
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
 export LITGPT_MASTER="${{address:-$first}}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${{SLURM_RESTART_COUNT:-0}}"
+cpus=$(echo "$SLURM_JOB_CPUS_PER_NODE" | tr , '\\n' | sort -n | head -n 1)
+[ -n "$SLURM_CPUS_PER_GPU" ] || export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-${{cpus%%(*}}}}"
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 srun --export=ALL --kill-on-bad-exit=0 --wait={wait}{output}{container} \\
   bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; {run}' node {python} {words} &

@@ -7,13 +7,14 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.utils.api import macros
 
 from litgpt_demo.errors import Fault
@@ -64,6 +65,19 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o2775])
+def test_folder_of_ranks_logs_has_the_mode_of_its_parent(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second user of a shared root reads the logs; a private folder stays private."""
+    monkeypatch.setattr(tempfile, "mkdtemp", tempfile.mkdtemp)
+    (logs := tmp_path / "ranks").mkdir()
+    logs.chmod(mode)
+    torchrun._share_logs(logs)
+    made = DefaultLogsSpecs(log_dir=str(logs))._make_log_dir(str(logs), "run")
+    assert Path(made).stat().st_mode & 0o7777 == mode
+
+
 def test_torchrun_prints_no_traceback_when_asked_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's last line says why it ends; twenty lines of torch's would stand before it."""
 
@@ -72,6 +86,7 @@ def test_torchrun_prints_no_traceback_when_asked_to_leave(tmp_path: Path, monkey
 
     monkeypatch.setattr("torch.distributed.run.run", asked)
     monkeypatch.setattr(PContext, "close", PContext.close)
+    monkeypatch.setattr(tempfile, "mkdtemp", tempfile.mkdtemp)
     assert torchrun.main([f"--log-dir={tmp_path}", "--master-addr=n0", "--master-port=1", "a.py"]) == 1
     assert read_failures(tmp_path) == ([], "SignalException: Process 1 got signal: 15")
 

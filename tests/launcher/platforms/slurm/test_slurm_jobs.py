@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from launcher.config import ScriptConfig
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState
 from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
+from launcher.platforms.slurm.render import render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.diagnosis import Action, diagnose
@@ -112,6 +114,26 @@ def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[
     text = SlurmPlatform(settings).render(job).body["script"]
     require_golden(f"slurm/{name}.sh", text)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "cores"),
+    [
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),4", "SLURM_CPUS_PER_TASK": "3"}, "3"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),4"}, "4"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "96"}, "96"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "8(x2)", "SLURM_CPUS_PER_GPU": "8"}, ""),
+    ],
+    ids=["asked-for", "smallest-node", "one-node", "by-gpus"],
+)
+def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, tmp_path: Path) -> None:
+    """`srun` inherits no --cpus-per-task; these lines of the script tell it."""
+    script = render(job_of(tmp_path), settings_of()).body["script"]
+    lines = [line for line in script.splitlines() if re.search(r"^cpus=|SRUN_CPUS_PER_TASK", line)]
+    lines.append('echo "$SRUN_CPUS_PER_TASK"')
+    environment = {"PATH": os.environ["PATH"], **variables}
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == cores
 
 
 @pytest.mark.parametrize(
@@ -322,7 +344,7 @@ def test_a_job_that_waits_says_why_and_until_when(
     [
         ("BadConstraints", True), ("InvalidAccount", True), ("PartitionTimeLimit", True), ("QOSNotAllowed", True),
         ("AssocMaxNodePerJobLimit", True), ("AssocGrpCPUMinutesLimit", True), ("QOSMinGRES", True),
-        ("AssocGrpCPURunMinutesLimit", False), ("AssocGrpNodeLimit", False), ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpCPURunMinutesLimit", False), ("AssocGrpNodeLimit", False), ("QOSMaxNodePerUserLimit", True),
         ("Priority", False), ("JobHeldUser", False), ("AReasonOfTomorrow", False),
     ],
 )  # fmt: skip
@@ -334,6 +356,13 @@ def test_job_that_cannot_start_is_refused_in_time(
     assert SlurmPlatform(settings_of()).status(job_id).refused is None, "somebody may be mending it"
     refused = SlurmPlatform(settings_of(refused_after=0)).status(job_id).refused
     assert (refused is not None) == lasts
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxNodePerUserLimit", "AssocMaxJobsLimit"])
+def test_limit_on_a_users_jobs_passes_while_one_runs(reason: str, slurm: Callable[..., Any], tmp_path: Path) -> None:
+    slurm(squeue=row("PENDING", reason, nodes="") + "14|RUNNING|None|N/A|n0|me|another|(null)\n")
+    seen = SlurmPlatform(settings_of(refused_after=0)).status(job_id_of(tmp_path))
+    assert (seen.reasons[0].severity, seen.refused) == ("warning", None)
 
 
 @pytest.mark.parametrize("host", [None, "me@login"])
