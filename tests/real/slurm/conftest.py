@@ -7,6 +7,7 @@ is changed, and all of it is gone when the process ends.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import shutil
@@ -64,6 +65,7 @@ def users(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     if os.geteuid() != 0:
         pytest.skip("needs root to run Slurm's daemons, and to become an ordinary user")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after Prefect's own, which was registered later
     folder.chmod(0o755)
     _enter_mounts(folder)
     for name, uid in USERS.items():
@@ -80,7 +82,6 @@ def users(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield
     for number in range(3):
         subprocess.run(["umount", folder / f"kept-{number}"], stderr=subprocess.DEVNULL, check=False)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
