@@ -213,7 +213,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "return np.arange(min(most, size), dtype=np.uint64)",
      "litgpt_demo/data/test_mixtures.py::test_an_evaluation_draws_equally_many_samples_of_each_source"),
     ("mixture-weights-not-in-the-key", "litgpt_demo/data/dataset.py",
-     "return key_of(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])", "return key_of(FORMAT, [*keys])",
+     "[*keys], [[after, *shares] for after, shares in schedule]", "[*keys]",
      "litgpt_demo/data/test_mixtures.py::test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture"),
     ("last-validation-samples-left-out", "litgpt_demo/training/step.py",
      "math.ceil(len(source.numbers) / fabric.world_size)", "len(source.numbers) // fabric.world_size",
