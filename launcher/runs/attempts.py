@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
-from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
+from launcher.errors import ConfigProblem, JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Note, report
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, new_nonce

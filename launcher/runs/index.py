@@ -262,6 +262,9 @@ class Index:
         self._folder.create(f"{name}/{request}", b"{}")
         return request
 
+    def withdraw_cancel(self, name: str, request: str) -> None:
+        self._folder.remove(f"{name}/{request}")
+
     def cancellations(self, name: str) -> frozenset[str]:
         """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))

@@ -14,7 +14,7 @@ from claims import begin, claim_of, claim_on
 from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig, StartSettings, validated
-from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
+from launcher.errors import JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
@@ -135,6 +135,18 @@ def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
     assert claim.attempts.cancel(patience=3600) == [job_id]
     assert platform.live() == []
     assert len(claim.attempts.index.cancellations(claim.attempts.run)) == 1, "it was asked for once"
+
+
+def test_refused_cancellation_leaves_no_request(
+    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm refuses to cancel another user's job: that user's run goes on, also after a preemption."""
+    begin(claim)
+    watch = CancelWatch(claim.attempts.index, claim.names)
+    monkeypatch.setattr(platform, "cancel", Mock(side_effect=PlatformRefused("it is another user's job")))
+    with pytest.raises(PlatformRefused):
+        claim.attempts.cancel()
+    watch.check()
 
 
 def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_there(tmp_path: Path) -> None:
