@@ -147,10 +147,15 @@ class Attempts:
         """Cancel what lives, prove it, and return it; the orchestrator of the run starts nothing more of it.
 
         Every attempt that is not known to have ended is asked for, so that [] says that nothing runs. A platform that
-        does not answer is asked again for `patience` seconds.
+        does not answer is asked again for `patience` seconds. One that refuses (the job is another user's) leaves no
+        request behind, which would end the run where it next starts an attempt.
         """
-        self.index.request_cancel(self.run)
-        return self.stop(patience=patience)
+        request = self.index.request_cancel(self.run)
+        try:
+            return self.stop(patience=patience)
+        except PlatformRefused:
+            self.index.withdraw_cancel(self.run, request)
+            raise
 
     def stop(self, *, patience: float = 0.0) -> list[JobId]:
         """Cancel what lives, as `cancel` does, without a request to the run's orchestrators."""
