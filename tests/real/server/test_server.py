@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -79,7 +80,8 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
     rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
     try:
-        until(lambda: "adopted" in "\n".join(log.message for log in client.read_logs(wanted)), seconds=600)
+        words = re.compile("adopted|this one follows")  # the dead one's lease may not have run out
+        until(lambda: words.search("\n".join(log.message for log in client.read_logs(wanted))), seconds=600)
     finally:
         rank.resume()
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=600)
