@@ -172,16 +172,9 @@ def _report(part: str, what: str, which: str) -> None:
 def environment(home: Path) -> dict[str, str]:
     """Return Prefect's settings for everything that is started here, the address and the secret that were kept too."""
     own = {name: value for name, value in serving.PREFECT_SETTINGS.items() if name not in os.environ}
-    return (
-        own
-        | settings_in(environment_file(home))
-        | {
-            "PREFECT_HOME": str(home),
-            "DO_NOT_TRACK": "1",
-            # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
-            "PREFECT_CLIENT_MAX_RETRIES": "9",
-        }
-    )
+    # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
+    fixed = {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1", "PREFECT_CLIENT_MAX_RETRIES": "9"}
+    return own | settings_in(environment_file(home)) | fixed
 
 
 def prefect(*words: str, check: bool = True) -> int:
