@@ -174,13 +174,8 @@ class Watch:
         self._every, self._told = defaultdict[str, _Shown](_Shown), set[str]()
         uncut = Column(no_wrap=True)  # where a line is too long, `what` alone is cut
         what = What("{task.fields[what]}", table_column=Column())
-        columns = (
-            SpinnerColumn(table_column=uncut),
-            TextColumn("{task.description}"),
-            Measured(table_column=uncut),
-            what,
-        )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        columns = SpinnerColumn(table_column=uncut), TextColumn("{task.description}"), Measured(table_column=uncut)
+        self._progress = Progress(*columns, what, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
 
     def __enter__(self) -> Self:

@@ -789,9 +789,8 @@ class Origin(Settings):
     @property
     def key(self) -> str:
         """Their part in a run's key. The same weights are the same in every bucket and folder, and on the Hub."""
-        return self.listed_as or key_of(
-            self.kind, {name: list(file) for name, file in self.files.items()}, self.optimizer
-        )
+        files: JsonValue = {name: list(file) for name, file in self.files.items()}
+        return self.listed_as or key_of(self.kind, files, self.optimizer)
 
 
 class TrainingSpec(Settings):

@@ -300,7 +300,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "for one in (place, *own))",
      "litgpt_demo/training/test_starting.py::test_a_runs_name_goes_before_a_folder_of_that_name"),
     ("optimizer-not-in-the-runs-key", "litgpt_demo/config.py",
-     "for name, file in self.files.items()}, self.optimizer", "for name, file in self.files.items()}",
+     "key_of(self.kind, files, self.optimizer)", "key_of(self.kind, files)",
      "litgpt_demo/training/test_starting.py::test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_asked"),
     ("a-live-orchestrator-overruled", "flows/reconciling.py",
      'return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)', 'return "CANCELLED" in known',

@@ -211,10 +211,8 @@ class Compression(NamedTuple):
 
 
 _COMPRESSIONS = (
-    # + 16: with gzip's header and trailer
-    Compression(
-        "gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14
-    ),
+    # 31: the largest window, with gzip's header and trailer
+    Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31), 1 << 14),
     Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
     # A block's first bytes, or the end's, too: `BZh` and a digit alone may be text.
     Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),

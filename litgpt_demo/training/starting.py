@@ -182,8 +182,7 @@ class Question(Settings):
         """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
         beside them, and in a local folder by the names and shapes of tensors."""
         origin, place = self.origin, open_storage(self.origin.address)
-        vocab_size = self.vocab_size
-        config = _config(self.model, vocab_size)
+        config = _config(self.model, vocab_size := self.vocab_size)
         ours: dict[str, Any] = {name: value for name, value in vars(config).items() if name not in _FREE}
         if origin.kind == "huggingface":
             from transformers import AutoConfig
@@ -200,12 +199,9 @@ class Question(Settings):
             names -= {"hidden_act"} if "hidden_activation" in names else set()  # which goes before it
             same: Any = AutoConfig.for_model(**found.fields)
             ours, theirs = (
-                {_LITGPTS.get(name, name): getattr(document, name) for name in sorted(names)}
-                | {
-                    "head_size": getattr(document, "head_dim", None)
-                    or document.hidden_size // document.num_attention_heads
-                }
-                for document in (same, there)
+                {_LITGPTS.get(name, name): getattr(model, name) for name in sorted(names)}
+                | {"head_size": getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads}
+                for model in (same, there)
             )
         elif origin.kind == "litgpt":
             theirs = vars(Config(**yaml.safe_load(place.read(CONFIGS["litgpt"]))))
@@ -214,9 +210,8 @@ class Question(Settings):
             stored = manifest.config["model"] if manifest and manifest.config else self.model
             theirs = vars(_config(ModelConfig.model_validate(stored), vocab_size))
         if (rows := theirs["padded_vocab_size"]) < vocab_size:
-            return [
-                (f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings", OF_WEIGHTS)
-            ]
+            what = f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
+            return [(what, OF_WEIGHTS)]
         wrong = {name: theirs.get(name) for name in ours if ours[name] != theirs.get(name)}
         what = "the model has {} {}, and the weights of {} have {}"
         own = {name: f"set model.config.{name}={value}, or " for name, value in wrong.items() if name in vars(config)}
