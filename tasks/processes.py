@@ -49,13 +49,9 @@ class Child:
         self._process.communicate()
 
     async def end(
-        self,
-        result: Callable[[], T | None],
-        *,
-        on_line: OnLine = _ignore,
-        on_progress: OnProgress = _ignore,
+        self, result: Callable[[], T | None], *, on_line: OnLine = _ignore, on_progress: OnProgress = _ignore,
         fix: str = "",
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Wait for its end and return its `result`. Where it has none, raise an error with the class of its exit code
         and the last line that it printed; the fix is that of the class unless it is given."""
         # A thread of its own: the event loop has few, and they are for what takes seconds.
