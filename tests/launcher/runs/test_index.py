@@ -1,6 +1,7 @@
 """The run index: what was started, by whom, how it ended; written once, and never passed over when it is damaged."""
 
 import json
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,8 +127,8 @@ VALUES: list[Any] = [
     0.5,
     2**70,
     1e300,
-    float("nan"),
-    float("inf"),
+    math.nan,
+    math.inf,
     "",
     "\x00",
     "]",
